@@ -2,7 +2,8 @@
 # CUDA: docker build -t ironlaw:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 . \
 #       && docker run --rm --gpus all ironlaw:cuda
 # Runs the demo: measure, plan, train, explain, generate, serve. Other verbs: docker run --rm ironlaw ironlaw plan ...
-FROM python:3.12-slim
+ARG BASE=python:3.12-slim
+FROM $BASE
 
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -1,7 +1,7 @@
 """Decoding of one sequence in every weight format: `python benchmarks/decode_formats.py [--threads 1] [--rounds 9]`.
 
-A Llama of 110M random weights, engines in turns, medians; beside tokens per second the bytes of weights that a token
-reads, and their rate as a share of what `ironlaw measure` found this machine to copy.
+A Llama of 110M random weights, engines in turns, medians. The roofline of a format is the bytes of weights that a token
+reads over the rate at which these threads read memory, which is measured in the same turns: the sum of 256 MB.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 
 import torch
 
-from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
@@ -37,22 +36,25 @@ def main() -> None:
         torch.manual_seed(0)
         config = ServeConfig(batch=1, weights=weights, threads=options.threads, blocks=40)
         engines[weights] = Engine(prepare(Transformer(MODEL).eval(), config, weights), config)
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    seconds: dict[str, list[float]] = {name: [] for name in (*engines, "read")}
+    memory = torch.ones(2**26)
     for _ in range(options.rounds):
         for name, engine in engines.items():
             began = time.perf_counter()
             count = len(engine.continued([1], sampling))
             seconds[name].append((time.perf_counter() - began) / count)
-    rate = load_profile().copy_bytes_per_second
+        began = time.perf_counter()
+        memory.sum()
+        seconds["read"].append((time.perf_counter() - began) / memory.nbytes)
     taken = {name: statistics.median(found) for name, found in seconds.items()}
-    for name, engine in engines.items():
-        embedding = engine.served.model.embedding
-        assert embedding is not None
-        read = engine.served.weight_bytes - embedding.weight.nbytes
+    print(f"these threads read {1e-9 / taken['read']:.1f} GB/s")
+    read = {name: e.served.weight_bytes - e.served.model.embedding.weight.nbytes for name, e in engines.items()}
+    bounds = {name: count * taken["read"] for name, count in read.items()}
+    for name in engines:
         print(
-            f"{name}: {1 / taken[name]:.1f} tokens/s, {taken['bf16'] / taken[name]:.2f} times bf16; "
-            f"reads {read / 1e6:.0f} MB a token, {read / taken[name] / 1e9:.1f} GB/s, "
-            f"{read / taken[name] / rate:.0%} of the copy rate"
+            f"{name}: {1 / taken[name]:.1f} tokens/s, {taken['bf16'] / taken[name]:.2f} times bf16; reads "
+            f"{read[name] / 1e6:.0f} MB a token: {1e3 * bounds[name]:.2f} of {1e3 * taken[name]:.2f} ms, which alone "
+            f"allow {bounds['bf16'] / bounds[name]:.2f} times"
         )
 
 

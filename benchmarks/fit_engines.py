@@ -331,6 +331,9 @@ ASSUMED = {
     "software",
     "torchtitan-2025.blackwell": "read from its source: cuDNN's attention there (May 2025), which selective "
     "recomputation repeats until December 2025, as slow as in the vendor's software",
+    "megatron-core.ampere": "its code's measured there a generation of software before (megatron-2021); of tensor "
+    "parallel collectives those of backward's input gradients run beside weight gradients (its layers.py), a quarter",
+    "nemo.ampere": "as slow as products of Megatron's code were measured there (megatron-2021)",
     "megatron-core.hopper": "assumed: between these and what NeMo, built on the same code and tuned, has there",
 }
 """Where constants of a generation come from that no run of the engine tells."""

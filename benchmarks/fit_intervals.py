@@ -11,7 +11,8 @@ by the fourth root of its size. Coverage of a group is that of intervals learned
 from __future__ import annotations
 
 import argparse
-import json
+import csv
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from scipy.optimize import minimize
 from ironlaw.plan.cluster.intervals import Distance, comparable, spread_factors
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.measured import parsing
 from ironlaw.plan.measured.evaluate import of_runs, settled
 from ironlaw.plan.measured.read import Run, read_runs
 
@@ -163,12 +165,16 @@ def checked(path: Path, kind: str) -> dict[str, dict[str, list[list[int]]]]:
     return found
 
 
-def formats(path: Path, kind: str) -> dict[str, list[str]]:
-    """Engine to the number formats of its runs."""
-    found: dict[str, set[str]] = {}
+def formats(path: Path, kind: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Engine to generation to the number formats that its runs state, with how many do."""
+    stated = {row["id"] for row in csv.DictReader(path.open(encoding="utf-8")) if parsing.precision(row)}
+    found: dict[str, dict[str, Counter[str]]] = {}
     for run in usable(read_runs(path)[0], kind):
-        found.setdefault(run.engine.name, set()).add(run.precision)
-    return {name: sorted(of) for name, of in sorted(found.items())}
+        if run.id in stated:
+            found.setdefault(run.engine.name, {}).setdefault(run.cluster.accelerator.generation, Counter()).update(
+                [run.precision]
+            )
+    return {name: {on: dict(of) for on, of in sorted(by.items())} for name, by in sorted(found.items())}
 
 
 def main() -> None:
@@ -178,7 +184,8 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = [
         "# Constants of the 80% intervals (plan/cluster/intervals.py), in ln(measured / planned), and what engines",
-        "# were checked on, a list per group of runs: fewest and most parameters, most accelerators, runs.",
+        "# were checked on, a list per group of runs: fewest and most parameters, most accelerators, runs. `formats`:",
+        "# runs by the number format that they state.",
         "# Written by benchmarks/fit_intervals.py.",
     ]
     for kind in ("time", "memory"):
@@ -194,8 +201,10 @@ def main() -> None:
             print(f"  {unseen} unseen, inside: mean of {len(groups)} groups {mean:.0%}, of all runs {pooled:.0%}")
             print("    " + ", ".join(f"{g} {100 * share:.0f}" for g, share in groups.items()))
         lines += ["", f"[{kind}]", *(f"{name} = {v:.3f}" for name, v in known.items())]
-        lines += ["", f"[{kind}.formats]"]
-        lines += [f"{name} = {json.dumps(of)}" for name, of in formats(arguments.csv, kind).items()]
+        for name, generations in formats(arguments.csv, kind).items():
+            lines += ["", f"[{kind}.formats.{name}]"]
+            for on, of in generations.items():
+                lines += [f"{on} = {{ " + ", ".join(f"{word} = {runs}" for word, runs in sorted(of.items())) + " }"]
         for name, generations in checked(arguments.csv, kind).items():
             lines += ["", f"[{kind}.checked.{name}]", *(f"{key} = {entry}" for key, entry in generations.items())]
     if arguments.write:

@@ -1,7 +1,7 @@
 """120 modules that other people wrote, each planned by tracing and checked against PyTorch on real tensors.
 
     pip install --no-deps torchvision timm diffusers torch_geometric        # whatever is missing is skipped and said
-    python benchmarks/modules.py --out docs/modules.md                      # all, about half an hour on two cores
+    python benchmarks/modules.py --out benchmarks/results/modules.md     # all, about half an hour on two cores
     python benchmarks/modules.py resnet18 GCN --no-check                    # some, traced only
 
 A row: whether the module was answered (traced; or run once on real tensors, because it looks at values), FLOPs of one
@@ -37,7 +37,7 @@ from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import saved_bytes, total_flops
 from ironlaw.workload.program import step_of_trace
-from ironlaw.workload.trace import Trace, _floating, _tensors, trace
+from ironlaw.workload.trace import ModuleTrace, _floating, _tensors, trace
 from ironlaw.workload.trace_inputs import arguments, as_tensors, named_inputs
 
 IDS, MASK = Input("input_ids", (2, 128), "int64"), Input("attention_mask", (2, 128), "int64")
@@ -359,7 +359,7 @@ FORMULAS = {
 class Row:
     case: Case
     seconds: float  # of the trace
-    traced: Trace | None = None
+    traced: ModuleTrace | None = None
     why_not: str = ""
     real: tuple[int, int, float] | None = None
     real_failed: str = ""
@@ -436,11 +436,11 @@ def document(tables: Tables) -> str:
     lines = [
         "# Modules of others", "",
         inspect.cleandoc(f"""
-        `python benchmarks/modules.py --out docs/modules.md` plans modules of timm, torchvision, transformers,
-        diffusers and PyTorch Geometric by tracing and compares them with PyTorch on real tensors (CPU, torch
-        {torch.__version__.split("+")[0]}). Of {len(rows)} modules {len(answered)} are answered; {len(ran)} ran here for
-        real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and saved bytes equal the storages
-        that autograd holds, to the last unit.
+        `python benchmarks/modules.py --out benchmarks/results/modules.md` plans modules of timm, torchvision,
+        transformers, diffusers and PyTorch Geometric by tracing and compares them with PyTorch on real tensors
+        (CPU, torch {torch.__version__.split("+")[0]}). Of {len(rows)} modules {len(answered)} are answered;
+        {len(ran)} ran here for real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and
+        saved bytes equal the storages that autograd holds, to the last unit.
 
         FLOPs are those of one forward and backward pass; the counter is given formulas for attention and grouped
         products on a CPU, which it counts as nothing, and for weight gradients of grouped convolutions, which it

@@ -227,7 +227,7 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     from dataclasses import replace
 
     from ironlaw.config import build_config
-    from ironlaw.machine.links import Fabric, Link, load_costs
+    from ironlaw.machine.links import Link, RankFabric, load_costs
     from ironlaw.machine.profile import load_profile
     from ironlaw.plan.step import plan_step
     from ironlaw.workload.layout import parse_layout
@@ -235,7 +235,7 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     config = build_config(document(workload, layout))
     link = Link(delay_ms / 1e3, rate / 8 * GOODPUT)
     chosen = replace(parse_layout(layout), micro_batch=config.micro_batch)
-    fabric = Fabric(load_costs(), ranks_per_host=1, between=link)
+    fabric = RankFabric(load_costs(), ranks_per_host=1, between=link)
     return plan_step(config, load_profile(), chosen, fabric).step_seconds
 
 

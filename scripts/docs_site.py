@@ -24,10 +24,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "src"))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    sys.path.insert(0, str(ROOT / "src"))  # here: MkDocs puts the path back after it has loaded its hooks
     made = {"reference/cli.md": verbs(), "reference/config.md": keys(), "reference/documents.md": documents()}
     results = sorted(RESULTS.glob("*.md"))
     made["results/index.md"] = "# Result files\n\nEach is written again by the command it names.\n\n" + "".join(
@@ -40,7 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links from docs/ to the repository's results and files, as they work on a site."""
+    """Links from docs/ to the repository's results and files, as they work on a site; no columns that say nothing."""
+    page.meta["hide"] = {"index.md": ["navigation", "toc"], "tutorial.md": ["navigation"]}.get(page.file.src_uri, [])
     up = "../" * page.file.src_uri.count("/")
     markdown = re.sub(r"\]\((?:\.\./)+benchmarks/results/([\w.-]+\.md)\)", rf"]({up}results/\1)", markdown)
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!results/)[\w./-]*\.(?:py|toml|jsonl|txt|ipynb)\)", r"\1", markdown)
@@ -79,15 +80,9 @@ def options(function: Any) -> str:
         given = ", ".join(word for word in words if isinstance(word, str)) or "--" + name.strip("_").replace("_", "-")
         default = defaults[name].default
         shown = "" if default in (None, False, inspect.Parameter.empty) else f"`{default}`"
-        rows.append(
-            (
-                f"`{given if is_option else info.metavar or name.upper()}`",
-                f"`{unless_given(kind)}`",
-                shown,
-                info.help or "",
-            )
-        )
-    return table(("argument or option", "type", "default", "meaning"), rows)
+        what = given if is_option else info.metavar or name.upper()
+        rows.append((f"`{what}`", info.help or "", shown, f"`{unless_given(kind)}`"))
+    return table(("argument or option", "meaning", "default", "type"), rows)
 
 
 # Config keys, from the models and the comments beside their fields.
@@ -117,9 +112,9 @@ def of_model(name: str, model: Any) -> str:
         inner = model_of(field.annotation)
         if inner is not None:
             below += of_model(f"{name}.{key}", inner)
-        rows.append((f"`{name}.{key}`", f"`{unless_given(field.annotation)}`", default_of(field), notes.get(key, "")))
+        rows.append((f"`{name}.{key}`", notes.get(key, ""), default_of(field), f"`{unless_given(field.annotation)}`"))
     doc = " ".join((inspect.getdoc(model) or "").split())
-    return f"## {name}\n\n{doc}\n\n" + table(("key", "type", "default", "meaning"), rows) + "\n" + below
+    return f"## {name}\n\n{doc}\n\n" + table(("key", "meaning", "default", "type"), rows) + "\n" + below
 
 
 def model_of(annotation: Any) -> Any:
@@ -184,22 +179,31 @@ def documents() -> str:
     from ironlaw import ledger
     from ironlaw.api import PlanResult
 
-    text = ""
+    text = "# Keys of documents\n\nWritten from the code. Every document has a `schema_version` too.\n\n"
     for kind, what in (
         (ledger.Ledger, "`ledger.json` and `plan.json` of a run; `ledger` in `plan --json`"),
         (ledger.Line, "an entry of `lines`: one operation of one phase, per step"),
+        (ledger.MemoryLine, "an entry of `memory`: one component of the peak"),
         (ledger.Estimate, "a number with its interval and origin: every total"),
     ):
-        notes = comments(kind)
-        rows = [(f"`{f.name}`", f"`{spelt(f.type)}`", notes.get(f.name, "")) for f in dataclasses.fields(kind)]
-        text += f"## {kind.__name__}\n\n{what}\n\n" + table(("key", "type", "meaning"), rows) + "\n"
+        text += f"## {kind.__name__}\n\n{what}\n\n" + table(("key", "meaning", "type"), list(entries(kind))) + "\n"
     names = [name for name, value in vars(PlanResult).items() if type(value).__name__ == "Total"]
     rows = [(f"`{name}`", vars(PlanResult)[name].__doc__) for name in names]
     return text + "## Totals of a plan\n\n" + table(("total", "meaning"), rows)
 
 
+def entries(kind: type) -> Iterator[tuple[str, str, str]]:
+    """As `to_json` writes them: the bounds of an estimate are one key."""
+    notes = comments(kind)
+    for field in dataclasses.fields(kind):
+        key, type_ = ("interval", "[low, high]") if field.name == "low" else (field.name, unless_given(field.type))
+        if field.name != "high":
+            yield f"`{key}`", notes.get(field.name, ""), f"`{type_}`"
+
+
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     def line(cells: tuple[str, ...]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |\n"
+        cells = tuple(re.sub(r"(`[^`]*`)|\|", lambda found: found[1] or r"\|", cell) for cell in cells)  # code is whole
+        return "| " + " | ".join(cell.replace("\n", " ") for cell in cells) + " |\n"
 
     return line(heads) + "|---" * len(heads) + "|\n" + "".join(line(row) for row in rows)

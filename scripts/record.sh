@@ -12,7 +12,7 @@ processor="$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | sort -u)"
 mv "$record.new" "$record"
 chromium="$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)"
 if [ -n "$chromium" ]; then
-    "$chromium" --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1200,1560 \
+    "$chromium" --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1200,1195 \
         --screenshot=docs/report.png "file://$(pwd)/runs/demo/report.html" 2> /dev/null
 fi
 "${PYTHON:-python3}" scripts/quotes.py

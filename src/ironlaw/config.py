@@ -43,13 +43,16 @@ Precision = Annotated[str, AfterValidator(_known_precision)]
 class TrainConfig(Section):
     """One optimizer step: how much data, in which arithmetic."""
 
-    steps: int = Field(1000, gt=0, le=10**12)
+    steps: int = Field(1000, gt=0, le=10**12)  # optimizer updates
     global_batch: int = Field(8, gt=0, le=2**30)  # sequences per optimizer step
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
     clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # global gradient norm; inf clips nothing
     # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
     precision: Precision = "auto"
+    qat: str | None = (
+        None  # weights multiply as `ironlaw compress --to` would hold them: int4, 2:4, pruned=50%, int4,2:4
+    )
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
     # fused: PyTorch's. native: Ironlaw's own (on a CPU, plain causal, one process). auto: what takes less time here,
@@ -61,7 +64,7 @@ class TrainConfig(Section):
     noise_scale_every: int = Field(0, ge=0)  # steps between estimates of the critical batch size; 0: none
     offload: Literal["none", "activations", "optimizer", "both"] = "none"  # to the host's memory, on CUDA
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads; OMP_NUM_THREADS or all cores unless given
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0)  # of first weights, dropout and the order of samples
     start_from: str | None = None  # first weights: a Hugging Face directory or a run; [model] from = "DIR" sets it too
     profile_steps: int = Field(5, ge=0, le=1000)  # steps recorded for the time by operation; 0 records none
 
@@ -86,10 +89,10 @@ class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd", "constant"] = "cosine"
     # Linear from 0, as Adam's second moment needs some steps to settle; else 100, or the whole of a shorter run.
     warmup_steps: int | None = Field(None, ge=0)
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)
-    decay_fraction: float = Field(0.2, gt=0, le=1)
-    step_every: int = Field(1000, gt=0)
-    step_factor: float = Field(0.5, gt=0, lt=1)
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # of the peak: where the decay ends
+    decay_fraction: float = Field(0.2, gt=0, le=1)  # wsd: of the steps
+    step_every: int = Field(1000, gt=0)  # step: steps between cuts
+    step_factor: float = Field(0.5, gt=0, lt=1)  # step: what a cut leaves of the rate
     # The peak is optimizer.lr, or with a scaling (batch / reference_batch) or its square root times that.
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: int = Field(256, gt=0)  # sequences per step for which optimizer.lr is meant
@@ -98,8 +101,8 @@ class ScheduleConfig(Section):
 class ScalerConfig(Section):
     """Loss scaling, which keeps small gradients above the smallest fp16 number (train.precision = "fp16")."""
 
-    initial: float = Field(65536.0, gt=0)
-    growth: float = Field(2.0, gt=1)
+    initial: float = Field(65536.0, gt=0)  # the first scale
+    growth: float = Field(2.0, gt=1)  # factor after growth_steps
     growth_steps: int = Field(2000, gt=0)  # in a row without an overflow
     backoff: float = Field(0.5, gt=0, lt=1)  # after a step that overflowed, which is skipped
 
@@ -139,7 +142,7 @@ class RecoveryConfig(Section):
 class TrackingConfig(Section):
     """Where metrics go beside metrics.jsonl. Needs the extra `track`."""
 
-    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # none unless given
     every: int = Field(10, gt=0)  # steps; validation losses go always
     project: str = "ironlaw"  # of Weights & Biases; the experiment of MLflow
     name: str | None = None  # of the run there; the run directory's unless given
@@ -164,7 +167,7 @@ class LayoutConfig(Section):
     sp: bool = False  # sequence parallel: the residual stream too; less memory for the same traffic
     pp: int = Field(1, gt=0, le=2**14)  # pipeline stages
     virtual_stages: int = Field(1, gt=0, le=2**14)  # model chunks per pipeline rank: a smaller bubble, more messages
-    schedule: Schedule = "1f1b"
+    schedule: Schedule = "1f1b"  # order of the stages' forward and backward passes
     cp: int = Field(1, gt=0, le=2**14)  # context parallel ranks: each sequence is divided
     ep: int = Field(1, gt=0, le=2**14)  # expert parallel ranks, out of the data parallel ones
 
@@ -230,11 +233,18 @@ class RunConfig(Section):
             )
         self._communication()
         self._finetune()
+        self._qat()
         self._objective()
         if self.sequence > self.model.context:
             raise ValueError(
                 f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
                 f"use train.sequence = {self.model.context} or a larger model.context"
+            )
+        if self.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.warmup_steps} is longer than the run, train.steps = "
+                f"{self.train.steps}: the learning rate would never reach optimizer.lr; "
+                f"use schedule.warmup_steps = {self.train.steps // 10}"
             )
         return self
 
@@ -255,11 +265,10 @@ class RunConfig(Section):
         optimizer, precision = self.optimizer.name, self.train.precision
         if self.model.moe is not None:
             raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
-        if layout is not None and (layout.tp * layout.pp * layout.ep > 1 or layout.zero):
-            raise ValueError(
-                f"{asked} trains little, so ranks hold the whole base and share sequences and tokens: use dp and cp of "
-                "[layout] alone"
-            )
+        if layout is not None and layout.tp > 1 and self.model.latent is not None:
+            raise ValueError(f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]")
+        if self.communication.local_steps or self.communication.gradients == "powersgd":
+            raise ValueError(f"{asked} has little to send: leave out communication.local_steps and powersgd")
         if layout is not None and layout.ranks > 1 and self.finetune.dropout:
             raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:
@@ -272,6 +281,24 @@ class RunConfig(Section):
             raise ValueError(f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"')
         if self.train.offload != "none":
             raise ValueError(f'{asked} leaves little to offload: use train.offload = "none"')
+
+    def _qat(self) -> None:
+        """What rounded or pruned weights do not go with."""
+        if self.train.qat is None:
+            return
+        asked = f'train.qat = "{self.train.qat}"'
+        if self.layout is not None:
+            raise ValueError(f"{asked} trains in one process: leave out [layout]")
+        if self.finetune.adapts:
+            raise ValueError(f'{asked} trains the matrices that adapters leave alone: use finetune.method = "none"')
+        if self.model.moe is not None:
+            raise ValueError(f"{asked} does not reach experts: use a dense model")
+        if self.train.precision != "auto" and precision_recipe(self.train.precision) is not None:
+            raise ValueError(f'{asked} rounds weights itself: use train.precision = "bf16"')
+        if self.optimizer.name in MATRIX_OPTIMIZERS:
+            raise ValueError(
+                f'{asked} keeps pruned weights at 0, and {self.optimizer.name} moves them: use optimizer.name = "adamw"'
+            )
 
     def _objective(self) -> None:
         """What an objective needs, and does not go with."""

@@ -79,10 +79,10 @@ class Estimate:
     Exact numbers have no interval. `basis` is one phrase a person can check: a formula, a source, a method.
     """
 
-    value: float
-    origin: Origin
-    basis: str
-    low: float | None = None
+    value: float  # SI
+    origin: Origin  # calculated, measured or cited
+    basis: str  # formula, source or method, in one phrase
+    low: float | None = None  # 80% of comparable runs lay between these two; null: exact
     high: float | None = None
 
     def scaled(self, factor: float, basis: str | None = None) -> Estimate:
@@ -110,16 +110,16 @@ class Estimate:
 class Line:
     """One operation in one phase, summed over a step (all layers and micro-batches; `count` executions)."""
 
-    phase: Phase
-    kind: Kind
-    operation: str
-    count: int | None = None
-    flops: int | None = None
-    bytes_moved: float | None = None
-    seconds: float | None = None
-    joules: float | None = None
+    phase: Phase  # where in the step
+    kind: Kind  # what sort of work
+    operation: str  # its name, the same in a plan and a run
+    count: int | None = None  # executions
+    flops: int | None = None  # of matrix products and attention, exact
+    bytes_moved: float | None = None  # read and written, or sent by a collective
+    seconds: float | None = None  # of all executions together
+    joules: float | None = None  # null: energy is measured of whole steps
     bound: str | None = None  # "compute", "memory", "overhead", "network": which ceiling set the time
-    origin: Origin = Origin.CALCULATED
+    origin: Origin = Origin.CALCULATED  # calculated, measured or cited
 
     @property
     def key(self) -> Key:
@@ -173,10 +173,10 @@ def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
 class MemoryLine:
     """Bytes held at the moment of the peak, by component (weights, gradients, optimizer, activations, ...)."""
 
-    component: str
-    bytes: float | None
-    origin: Origin = Origin.CALCULATED
-    note: str = ""
+    component: str  # weights, gradients, activations, ...
+    bytes: float | None  # at that moment
+    origin: Origin = Origin.CALCULATED  # calculated or measured
+    note: str = ""  # what it consists of
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class Ledger:
     """All lines of one plan or one run, and the totals that are not sums of lines."""
 
     side: str  # "plan" or "run"
-    lines: list[Line] = field(default_factory=list)
-    memory: list[MemoryLine] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)  # operations
+    memory: list[MemoryLine] = field(default_factory=list)  # components of the peak
     totals: dict[str, Estimate] = field(default_factory=dict)  # step_seconds, peak_bytes, flops_per_step, ...
     phase_seconds: dict[Phase, float] = field(default_factory=dict)  # measured directly, profiler off
     facts: dict[str, Any] = field(default_factory=dict)  # model, machine, versions, config: provenance

@@ -26,7 +26,6 @@ from ironlaw.files import write_text
 from ironlaw.plan.request import resolve
 from ironlaw.train.parallel.ranks import micro_batch_of
 from ironlaw.train.run_directory import default_name
-from ironlaw.train.schedule import check_warmup
 
 Here = Callable[..., tuple[int, str, str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -126,9 +125,11 @@ def test_a_config_is_strict_and_bounded(tiny_file: Callable[..., Path], setting:
     assert load_config(tiny_file(), ["train.steps=1e3", "train.clip=inf"]).train.steps == 1000
 
 
-def test_a_warmup_longer_than_the_run_is_refused(tiny_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(UserError, match=r"schedule\.warmup_steps = 13 is longer than the run, train\.steps = 12"):
-        check_warmup(tiny_config(schedule={"warmup_steps": 13}))
+def test_a_warmup_longer_than_the_run_is_refused(
+    ironlaw_here: Here, tiny_file: Callable[..., Path], tiny_config: Callable[..., RunConfig]
+) -> None:
+    code, _, said = ironlaw_here("plan", tiny_file(), "--set", "schedule.warmup_steps=13")
+    assert code == 2 and "schedule.warmup_steps = 13 is longer than the run, train.steps = 12" in said
     document = tiny_config().model_dump(exclude_none=True)
     del document["schedule"]["warmup_steps"]
     assert RunConfig(**document).warmup_steps == 12  # not given: 100, or all of a shorter run

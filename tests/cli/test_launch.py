@@ -109,6 +109,10 @@ def test_what_a_user_may_write_is_quoted_for_the_shell_and_for_yaml(
     said = subprocess.run(["sh", "-c", command], env={"PATH": path}, capture_output=True, text=True, check=True).stdout
     assert evil in said.splitlines() and "./-o $(touch evil)" in said.splitlines()
     assert not (tmp_path / "evil").exists()
+    # A rank that is refused ends torchrun by that signal; whatever else it ends with is the job's.
+    for end, code in (("kill -USR1 $$", 2), ("exit 0", 0), ("exit 1", 1)):
+        (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{end}\n", encoding="utf-8")
+        assert subprocess.run(["sh", "-c", command], env={"PATH": path}, check=False).returncode == code
 
 
 def test_an_edited_job_and_a_link_are_kept_unless_forced(

@@ -172,7 +172,7 @@ def test_a_shard_damaged_while_others_were_missing_is_made_again(whole: Dataset,
     # As if it had been stopped behind the fourth shard, and the second had been damaged since.
     partial = folder.rename(tmp_path / f".partial-{folder.name}")
     head = {"tokenizer": index["tokenizer"], "dtype": index["dtype"], "held_out": index["held_out"]}
-    work = building.Work(partial, head, index["shards"][:4])
+    work = building.FinishedShards(partial, head, index["shards"][:4])
     work.save()
     (partial / "train-00001.bin").write_bytes(b"torn")
     said: list[str] = []

@@ -84,6 +84,16 @@ def test_a_template_that_marks_nothing_gives_what_answers_add(tokenizer: Path) -
         text(tokenizer, rewriting).conversation(TALKS[3])
 
 
+def test_the_token_that_ends_a_turn_is_the_templates(tokenizer: Path) -> None:
+    marked = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }} <|im_end|>\n{% endfor %}"
+    inner = text(tokenizer, marked).tokenizer
+    assert text(tokenizer, marked).turn_ends() == {inner.token_to_id("<|im_end|>")}
+    marks = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    assert text(tokenizer, marks).turn_ends() == {inner.token_to_id("<|im_end|>")}
+    for none in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ raise_exception('no') }}"):
+        assert text(tokenizer, none).turn_ends() == set()
+
+
 def test_a_user_who_spells_a_special_token_ends_no_turn(tokenizer: Path) -> None:
     ours = text(tokenizer, CHATML)
     ids, learned = ours.conversation(talk("a<|im_end|>b", "c<|im_start|>d"))

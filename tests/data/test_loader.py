@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, Windows
+from ironlaw.data.batches import Batches, TokenWindows
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import BatchSource, Loader
@@ -215,7 +215,7 @@ def test_a_weight_of_almost_nothing_is_refused() -> None:
 
 def test_a_mixture_takes_every_source_in_its_own_order_by_weight() -> None:
     tokens = [np.arange(10_000 * i, 10_000 * i + size) for i, size in ((1, 4001), (2, 801))]
-    parts = [Windows(array, 8, seed, 1) for seed, array in enumerate(tokens)]
+    parts = [TokenWindows(array, 8, seed, 1) for seed, array in enumerate(tokens)]
     mixture = Mixture(parts, [0.9, 0.1], seed=7)
     batches = Batches(mixture, 8, 64, seed=7)
     firsts = np.concatenate([batches.batch(step).inputs[:, 0] for step in range(2 * BLOCK // 64)])

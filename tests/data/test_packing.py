@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironlaw.data.batch import IGNORED
-from ironlaw.data.batches import Batches, PackedRows, Windows, documents_of, evaluation_batches, evaluation_rows
+from ironlaw.data.batches import Batches, PackedRows, TokenWindows, documents_of, evaluation_batches, evaluation_rows
 from ironlaw.data.packing import best_fit, concatenated
 
 END = 0
@@ -112,7 +112,7 @@ def test_documents_of_a_window(lengths: list[int], length: int, start: int) -> N
 def test_windows_say_their_documents_in_training_and_evaluation() -> None:
     bounds = bounds_of([5, 9, 3, 30, 2, 50])
     tokens = tokens_of(bounds)
-    batches = Batches(Windows(tokens, 8, 0, 2, bounds), 8, 2, 0, documents=True)
+    batches = Batches(TokenWindows(tokens, 8, 0, 2, bounds), 8, 2, 0, documents=True)
     evaluated = list(evaluation_batches(tokens, 8, 3, bounds=bounds))
     for batch in [*(batches.batch(step) for step in range(10)), *evaluated]:
         assert batch.documents is not None

@@ -9,13 +9,14 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..conftest import environment
+from .conftest import environment_with
 
 ROOT = Path(__file__).parents[2]
 Here = Callable[..., tuple[int, str, str]]
@@ -52,9 +53,9 @@ def test_what_is_quoted_was_recorded(command: str, places: Any) -> None:
 # Commands without quoted output: in `sh` blocks, and in backticks of the README and the home page.
 
 
-def commands() -> list[str]:
-    found = [line for _, text in blocks("sh") for line in text.splitlines() if line.strip()]
-    for page in PAGES[:2]:
+def commands(pages: Sequence[Path] = tuple(PAGES)) -> list[str]:
+    found = [line for page, text in blocks("sh") if page in pages for line in text.splitlines() if line.strip()]
+    for page in set(PAGES[:2]) & set(pages):
         found += re.findall(r"`(ironlaw \w+[^`]*)`", page.read_text("utf-8"))
     return sorted({command.split("   #")[0].strip() for command in found})
 
@@ -87,7 +88,8 @@ BEGIN = (
 ORDER = ("train", "serve", "bench", "calibrate", "validate", "plan", "compress", "generate", "export", "explain")
 # Shorter, or what a placeholder stands for; the rest of a command is run as it is printed.
 STANDS_FOR = (
-    ("CONFIG", "examples/gpt-tiny.toml"), ("explain A B", "explain runs/demo runs/larger"),
+    ("CONFIG", "examples/gpt-tiny.toml"), ("--serve RUN", "--serve runs/demo"),
+    ("explain A B", "explain runs/demo runs/larger"),
     ("-per-node 8", "-per-node 2"), ("--requests 100", "--requests 4"), ("--rate 4", "--rate 4 --requests 4"),
     ("ironlaw tune ", "ironlaw tune --budget 20s "),
     ("train examples/gpt2.toml", "train examples/gpt2.toml --out runs/texts"),
@@ -133,26 +135,75 @@ def test_commands_run_as_printed(reader: Path, ironlaw_here: Here) -> None:
         assert code == 0, f"{command}: {messages}"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
+def follow(chosen: list[str], run: Callable[..., tuple[int, str]], start: Callable[..., Any], python: Path) -> None:
     """One after another, as a reader would; none is left out."""
-    pytest.importorskip("uvicorn")
-    written, url = [command for command in commands() if command not in BEGIN], ""
-    for command in [*BEGIN, *sorted(written, key=lambda c: ORDER.index(c.split()[1]) if c.split()[1] in ORDER else -1)]:
+    url = ""
+    for command in sorted(chosen, key=lambda c: ORDER.index(c.split()[1]) if c.split()[1] in ORDER else -1):
         for printed, short in STANDS_FOR:
             command = command.replace(printed, short)
         words = shlex.split(command)
         if words[:2] == ["ironlaw", "serve"]:
-            server = start_ironlaw(*words[1:], "--port", "0", "--json")
+            server = start(*words[1:], "--port", "0", "--json")
             url = json.loads(server.stdout.readline())["url"]
         elif words[0] == "torchrun":
-            ranks = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+            ranks = [python, "-m", "torch.distributed.run", *words[1:]]
             done = subprocess.run(ranks, env=environment(), capture_output=True, text=True, timeout=200)
             assert done.returncode == 0, done.stderr
         else:
-            code, _, messages = ironlaw_here(*[w.replace("http://127.0.0.1:8000", url) for w in words[1:]])
+            code, messages = run(*[w.replace("http://127.0.0.1:8000", url) for w in words[1:]])
             assert code in ((0, 1) if words[1] == "plan" else (0,)), f"{command}: {messages}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
+    pytest.importorskip("uvicorn")
+
+    def run(*words: str) -> tuple[int, str]:
+        code, _, messages = ironlaw_here(*words)
+        return code, messages
+
+    for command in BEGIN:
+        assert run(*shlex.split(command)[1:])[0] == 0
+    follow([c for c in commands() if c not in BEGIN], run, start_ironlaw, Path(sys.executable))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("source", ["clone", "wheel"])
+def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path, request: Any) -> None:
+    """Every command of README and tutorial, from a fresh clone and from the wheel, on the package's own example."""
+    pytest.importorskip("uvicorn")
+    if source == "clone":
+        subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
+    here = environment_with(wheel if source == "wheel" else tmp_path / "clone", tmp_path / "venv")
+    env = {key: value for key, value in environment().items() if key != "PYTHONPATH"}
+    (reader / "examples" / "gpt-tiny.toml").unlink()
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        print("ironlaw", *words, flush=True)  # -s: how far it is
+        begun = [here / "ironlaw", *words]
+        process = subprocess.Popen(
+            begun, cwd=reader, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        request.addfinalizer(process.kill)
+        return process
+
+    def run(*words: str) -> tuple[int, str]:
+        shorter = "train.steps=60", "schedule.warmup_steps=5"
+        more = [w for s in shorter for w in ("--set", s)] if "examples/gpt-tiny.toml" in words[1:2] else []
+        process = begin(*words, *(more if words[0] == "train" else []))
+        messages = "".join(process.communicate(timeout=600))
+        return process.returncode, messages
+
+    console = [c for page, c, _ in quoted() if page in (PAGES[0], ROOT / "docs" / "tutorial.md")]
+    for command in dict.fromkeys(["ironlaw doctor", "ironlaw measure", *BEGIN, *console]):
+        words = shlex.split(command)[1:]
+        if words[0] not in ("serve", "bench"):
+            code, messages = run(*words)
+            assert code == 0, f"{command}: {messages}"
+    written = commands((PAGES[0], ROOT / "docs" / "tutorial.md"))
+    follow([c for c in written if c not in (*BEGIN, *console)], run, begin, here / "python")
 
 
 @pytest.mark.slow

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
-import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,21 +17,10 @@ import pytest
 import ironlaw
 from ironlaw.machine.doctor import CORE, EXTRAS
 
+from .conftest import environment_with
+
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing is left in the repository."""
-    copy = tmp_path_factory.mktemp("build")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    made = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    return copy / made.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -49,9 +35,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
 @pytest.mark.long
 def test_the_wheel_works_alone(wheel: Path, user_cache: Path, tmp_path: Path) -> None:
     """In an environment that sees the dependencies and no repository."""
-    venv.create(tmp_path / "venv", with_pip=True, system_site_packages=True)
-    here = tmp_path / "venv" / "bin"
-    subprocess.run([here / "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    here = environment_with(wheel, tmp_path / "venv")
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     script = ["sh", str(ROOT / "scripts" / "check_install.sh")]
     done = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 from synthetic import make_config, make_profile, make_run
 
 from ironlaw.explain.diagnose import Diagnosis, diagnose
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.rule import Axis
 from ironlaw.explain.rules import RULES
@@ -19,7 +19,7 @@ from ironlaw.plan.step import plan_run
 
 def verdict(plan: Ledger, gains: dict[str, float] | None = None, **changes: Any) -> Diagnosis:
     run = make_run(plan, **changes)
-    return diagnose(Evidence(plan, run, subtract_ledgers(plan, run), gains or {}))
+    return diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run), gains or {}))
 
 
 def wall(**seconds: float) -> dict[str, Any]:
@@ -52,6 +52,11 @@ PLANTED: dict[str, dict[str, Any]] = {
     "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
     "update_unfused": {"gains": {"fused_update": 0.2}},
     "gradients_idle": {"facts": {"idle_gradients": {"part": 0.9, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
+    "padding": {
+        "facts": {"padding": {"part": 0.9, "columns": 0.5, "place": "a.py:2"}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
     "rows_untouched": {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
@@ -114,23 +119,25 @@ def test_recomputation_that_memory_does_not_need_is_found(plan: Ledger) -> None:
     again = [replace(x, operation=f"{x.operation}_recomputed", phase=Phase.BACKWARD) for x in products]
     run.lines = [*run.lines, *again]
     run.facts["memory_bytes"] = 64 * 2**30
-    found = diagnose(Evidence(plan, run, subtract_ledgers(plan, run)))
+    found = diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run)))
     assert found.findings[0].rule == "recompute_needless"
     run.facts["memory_bytes"] = run.totals["resident_bytes"].value  # now it is needed
     assert "recompute_needless" not in {
-        f.rule for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings
+        f.rule for f in diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run))).findings
     }
 
 
 def test_copies_within_the_model_are_found(plan: Ledger) -> None:
     run = make_run(plan, kinds={"elementwise": 50.0})
     run.lines = [replace(x, operation="blocks.*.clone") if x.kind is Kind.ELEMENTWISE else x for x in run.lines]
-    found = next(f for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings if f.rule == "copies")
+    found = next(
+        f for f in diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run))).findings if f.rule == "copies"
+    )
     run.facts["lines"] = {"forward": [["train.py:9", 0.8]]}
-    again = diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings
+    again = diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run))).findings
     assert "train.py:9" in next(f for f in again if f.rule == "copies").evidence[0] and found.share < 0.9
     run.facts["autocast"] = "bf16"
-    assert "copies" not in {f.rule for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings}
+    assert "copies" not in {f.rule for f in diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run))).findings}
 
 
 def test_bursts_of_other_programs_come_after_what_the_code_does(plan: Ledger) -> None:
@@ -151,6 +158,8 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     points = [{"place": "train.py:12", "call": "item", "per_step": 4, "seconds": 1e-9}]
     found = verdict(plan, facts={"sync_points": points})
     assert found.healthy and found.findings[0].rule == "sync_points_free" and "train.py:12" in found.evidence[0]
+    half = verdict(plan, facts={"unscaled": {"place": "train.py:9", "per_step": 1.0}}).findings[0]
+    assert half.rule == "unscaled" and half.evidence[0] == "train.py:9"
     once = [points[0] | {"per_step": 1}]  # as every loop reads its loss
     assert verdict(plan, facts={"sync_points": once}).findings[0].rule == "compute_bound"
 
@@ -192,7 +201,7 @@ def test_own_recomputation_is_found_by_its_own_name(plan: Ledger) -> None:
     products = run.select(phase=Phase.FORWARD, kind=Kind.MATMUL)
     run.lines = [*run.lines, *(replace(x, operation=f"{x.operation} again", phase=Phase.BACKWARD) for x in products)]
     run.facts["memory_bytes"] = 64 * 2**30
-    assert diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings[0].rule == "recompute_needless"
+    assert diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run))).findings[0].rule == "recompute_needless"
 
 
 def test_heat_that_slowed_a_processor_is_named(plan: Ledger) -> None:
@@ -248,7 +257,7 @@ def test_it_abstains_on_too_little(plan: Ledger, changes: dict[str, Any], why: s
 
 def test_it_abstains_when_nothing_was_timed(plan: Ledger) -> None:
     run = Ledger("run")
-    diagnosis = diagnose(Evidence(plan, run, subtract_ledgers(plan, run)))
+    diagnosis = diagnose(RunEvidence(plan, run, subtract_ledgers(plan, run)))
     assert diagnosis.abstained and "not timed" in diagnosis.sentence
     assert len(diagnosis.not_tested) == len(RULES)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from synthetic import make_run
 
-from ironlaw.explain.gap import Row, reconcile, subtract_ledgers
+from ironlaw.explain.gap import GapRow, reconcile, subtract_ledgers
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 
 
-def by_name(rows: list[Row]) -> dict[str, Row]:
+def by_name(rows: list[GapRow]) -> dict[str, GapRow]:
     return {row.name: row for row in rows}
 
 
@@ -39,13 +39,13 @@ def test_planned_side_is_the_plan_unchanged(plan: Ledger) -> None:
 
 
 def test_error_is_relative_to_the_measurement() -> None:
-    assert Row("x", 9.0, 10.0).error == pytest.approx(-0.1)
-    assert Row("x", 9.0, 10.0).missing == pytest.approx(1.0)
+    assert GapRow("x", 9.0, 10.0).error == pytest.approx(-0.1)
+    assert GapRow("x", 9.0, 10.0).missing == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("planned", "measured"), [(None, 1.0), (1.0, None), (None, None), (1.0, 0.0)])
 def test_no_error_where_a_side_is_absent_or_zero(planned: float | None, measured: float | None) -> None:
-    assert Row("x", planned, measured).error is None
+    assert GapRow("x", planned, measured).error is None
 
 
 def test_absent_is_never_zero() -> None:

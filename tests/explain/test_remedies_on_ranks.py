@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.explain import remedies_on_ranks
 from ironlaw.explain.remedies import find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
-from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
+from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve
 from ironlaw.plan.step import plan_step
 from ironlaw.workload.layout import Layout
@@ -33,13 +33,13 @@ def sharded() -> RunConfig:
     })  # fmt: skip
 
 
-def run_of(config: RunConfig, fabric: Fabric) -> Ledger:
+def run_of(config: RunConfig, fabric: RankFabric) -> Ledger:
     plan = plan_step(config, make_profile(), Layout(dp=2, zero=3, micro_batch=2), fabric, 2).ledger()
     return Ledger("run", facts=plan.facts)
 
 
 def test_over_a_slow_link_the_layout_that_sends_less_is_proposed() -> None:
-    profile, fabric = make_profile(), Fabric(COSTS, ranks_per_host=1, between=SLOW)
+    profile, fabric = make_profile(), RankFabric(COSTS, ranks_per_host=1, between=SLOW)
     now = situation(sharded(), profile, run_of(sharded(), fabric))
     before = now.plan.totals["step_seconds"].value
     layout = next(remedy for remedy in find_remedies(now) if remedy.name == "layout")
@@ -55,7 +55,7 @@ def test_over_a_slow_link_the_layout_that_sends_less_is_proposed() -> None:
 
 
 def test_the_best_layout_is_not_proposed_again() -> None:
-    fabric = Fabric(COSTS, ranks_per_host=1, between=SLOW)
+    fabric = RankFabric(COSTS, ranks_per_host=1, between=SLOW)
     run = run_of(sharded(), fabric)
     now = situation(sharded(), make_profile(), run)
     better = with_settings(sharded(), next(r for r in find_remedies(now) if r.name == "layout").settings)
@@ -68,4 +68,4 @@ def test_what_was_not_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(remedies_on_ranks, "load_costs", missing)
     with pytest.raises(UserError, match="not measured"):
-        situation(sharded(), make_profile(), run_of(sharded(), Fabric(COSTS)))
+        situation(sharded(), make_profile(), run_of(sharded(), RankFabric(COSTS)))

@@ -204,7 +204,8 @@ def test_file_or_directory_names_the_model(tmp_path):
     [
         ({"model_type": "lama"}, "did you mean llama"),
         ({"num_local_experts": 8}, "'llama' with experts is not supported: those of dbrx, deepseek"),
-        ({"model_type": "deepseek_v3"}, "has no n_routed_experts"),
+        ({"model_type": "deepseek_v3"}, "num_attention_heads = 32 and num_key_value_heads = 8 have to be the same"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 32}, "has no n_routed_experts"),
         (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK_V3 | {"topk_method": "greedy"}, "noaux_tc"),

@@ -65,6 +65,16 @@ def test_factors_and_parts_of_heads() -> None:
         ("phi-4", {"rope_scaling": {"type": "dynamic"}}, "dynamic"),
         ("smollm3-3b", {"no_rope_layers": [0, 1] * 18}, "no_rope_layers"),
         ("phi-2", {"qk_layernorm": True}, "qk_layernorm"),
+        ("stablelm-3b-4e1t", {"partial_rotary_factor": 0.0}, "leaves no position"),
+        ("gemma-3-1b", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        ("gemma-3-1b", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "for full_attention and one for"),
+        ("gemma-3-1b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "write rope_type"),
+        ("glm-4-9b", {"partial_rotary_factor": None}, "partial_rotary_factor = None"),
+        ("olmo-2-7b", {"is_causal": False}, "is_causal"),
+        ("command-r7b", {"head_dim": 64}, "head_dim = 64"),
+        ("bloom-7b1", {"n_head": 16}, "n_head = 16"),
+        ("mpt-7b", {"num_hidden_layers": 16}, "num_hidden_layers = 16"),
+        ("opt-6.7b", {"num_attention_heads": 32, "head_dim": 64}, "head_dim"),
     ],
 )
 def test_what_no_switch_says_is_refused(name: str, change: dict[str, object], message: str) -> None:

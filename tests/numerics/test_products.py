@@ -14,6 +14,7 @@ from ironlaw.numerics import quantize
 from ironlaw.numerics.products import LowPrecisionLinear, Moment, emulate
 
 TOKENS, INPUTS, OUTPUTS = 96, 64, 160
+PLAIN = [n for n, r in precision_recipes().items() if not r.stochastic and not r.rotation and not r.history]
 
 
 def one_layer(name: str, moment: Moment) -> LowPrecisionLinear:
@@ -38,7 +39,7 @@ def gradients(name: str, moment: Moment) -> tuple[torch.Tensor, torch.Tensor, to
     return x.detach().flatten(0, 1), g.flatten(0, 1), y.detach() - layer.bias, x.grad.flatten(0, 1), layer.weight.grad
 
 
-@pytest.mark.parametrize("name", [n for n, r in precision_recipes().items() if not r.stochastic and not r.rotation])
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_three_products_are_those_of_the_rounded_operands(name: str) -> None:
     rules, layer = precision_recipe(name), one_layer(name, Moment())
     assert rules is not None
@@ -55,7 +56,34 @@ def test_the_three_products_are_those_of_the_rounded_operands(name: str) -> None
     assert torch.allclose(of_weight, q(g.t(), rules.gradient.name) @ q(x.t(), rules.input.name).t(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", precision_recipes())
+def test_delayed_scales_are_of_the_micro_batches_before() -> None:
+    """As Transformer Engine has them: scale = the most of the history / 448, or / 57344 of gradients; 1 at first."""
+    moment = Moment()
+    layer = one_layer("fp8_delayed", moment)
+    seen: dict[str, list[float]] = {"x": [], "w": [], "g": []}
+    for step, size in enumerate((1.0, 40.0, 2.0)):
+        moment.step = step
+        x, g = (size * torch.randn(8, n, generator=torch.Generator().manual_seed(step)) for n in (INPUTS, OUTPUTS))
+        x.requires_grad_()
+        of_weight = torch.autograd.grad(y := layer(x), (x, layer.weight), g)[1]
+        operands = {"x": (x, 448.0, torch.float8_e4m3fn), "w": (layer.weight, 448.0, torch.float8_e4m3fn),
+                    "g": (g, 57344.0, torch.float8_e5m2)}  # fmt: skip
+        narrow = {}
+        for name, (tensor, greatest, dtype) in operands.items():
+            scale = max(seen[name]) / greatest if seen[name] else 1.0
+            scaled = (tensor.detach() / scale).clamp(-greatest, greatest)
+            narrow[name] = scaled.to(dtype).float() * scale
+            seen[name].append(float(tensor.detach().abs().max()))
+        torch.testing.assert_close(y.detach() - layer.bias, narrow["x"] @ narrow["w"].t(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(of_weight, narrow["g"].t() @ narrow["x"], rtol=1e-5, atol=1e-3)
+    again = Moment(step=3)
+    again.load_state_dict(moment.state_dict())
+    assert again.largest("0.x", x, 2, training=True) == pytest.approx(max(seen["x"][-3:]))
+    again.step = 4
+    assert again.largest("0.x", x, 2, training=False) == pytest.approx(seen["x"][-1])  # of a history of two
+
+
+@pytest.mark.parametrize("name", [n for n, r in precision_recipes().items() if not r.history])
 def test_products_stay_near_those_of_full_precision(name: str) -> None:
     x, g, y, of_x, of_weight = gradients(name, Moment())
     layer = one_layer(name, Moment())

@@ -10,6 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
 from ironlaw.plan.engines.engine import Engine
@@ -29,7 +30,9 @@ def outcome(*layouts, cluster="8xh100-sxm-80gb", precision="bf16", optimizer="ad
 
 
 def ledger(layout, cluster="8xh100-sxm-80gb", **options):
-    return plan_cluster(LLAMA, parse_cluster(cluster), parse_layout(layout), sequence=4096, global_batch=64, **options)
+    return plan_cluster(
+        ClusterStep(LLAMA, parse_cluster(cluster), sequence=4096, global_batch=64, **options), parse_layout(layout)
+    )
 
 
 def test_fp32_keeps_one_wide_copy_of_everything():
@@ -101,7 +104,7 @@ def test_a_budget_is_met_with_the_least_time():
 def test_a_budget_counts_materialised_scores():
     """What fits with flash attention does not with scores in memory: the choice is made for the attention asked."""
     layout = "dp=8 zero=3 micro_batch=2 recompute=budget:60GiB"
-    flash, standard = ledger(layout), ledger(layout, attention="standard")
+    flash, standard = ledger(layout), ledger(layout, flash=False)
     assert "recompute" not in flash.facts["layout"] and "recompute" in standard.facts["layout"]
     assert standard.totals["peak_bytes"].value <= 60 * GIB
 
@@ -117,12 +120,14 @@ def test_llama3_405b_as_it_was_trained(count, dp, published, monkeypatch):
     model = ModelConfig.named("llama3-405b")
     layout = parse_layout(f"dp={dp} tp=8 sp=1 pp=16 zero=2 virtual_stages=8")
     cluster = parse_cluster(f"{count}xh100-sxm-80gb")
-    plan = plan_cluster(model, cluster, layout, sequence=8192, global_batch=2048, engine="theirs")
+    plan = plan_cluster(ClusterStep(model, cluster, sequence=8192, global_batch=2048, engine="theirs"), layout)
     work = (6 * model.parameters + 12 * model.layers * model.query_size * 8192) * 8192 * 2048
     assert work / plan.totals["step_seconds"].value / count == pytest.approx(published, rel=0.1)
     assert plan.facts["fits"] == (dp == 128)  # on 8,192 the interleaved order holds 18 micro-batches
     plain = replace(layout, virtual_stages=1)
-    assert plan_cluster(model, cluster, plain, sequence=8192, global_batch=2048, engine="theirs").facts["fits"]
+    assert plan_cluster(ClusterStep(model, cluster, sequence=8192, global_batch=2048, engine="theirs"), plain).facts[
+        "fits"
+    ]
 
 
 def test_hybrid_sharding_divides_by_the_group_and_gathers_inside_it():

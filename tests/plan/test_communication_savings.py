@@ -9,10 +9,10 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
-from ironlaw.machine.links import KINDS, Fabric, RankCosts
+from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.request_types import ClusterRequest
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.requests.communication_savings import (
     CommunicationSaving,
     cluster_savings,
@@ -23,7 +23,7 @@ from ironlaw.plan.work import Work
 from ironlaw.workload.collectives import compressed_elements, traffic
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.parameters import Parameter
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))
 COSTS = RankCosts("this", "today", 2, dict.fromkeys(KINDS, CURVE), {"compute": 1.9, "memory": 1.5}, 1e-4, 1e-4, 1e-4)
@@ -77,9 +77,9 @@ def test_a_plan_of_ranks_sends_what_the_config_says(gradients: str, machine_prof
     document: dict[str, Any] = {"model": GPT, "train": {"global_batch": 4, "micro_batch": 2, "precision": "fp32"}}
     config = build_config(document | {"communication": {"gradients": gradients}})
     layout = parse_layout("dp=2 micro_batch=2")
-    plan = plan_step(config, machine_profile, layout, Fabric(COSTS), 2)
+    plan = plan_step(config, machine_profile, layout, RankFabric(COSTS), 2)
     (talk,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
-    (table,) = traffic(config.model, layout, Batch(4, 64), Recipe(communication=config.communication))
+    (table,) = traffic(config.model, layout, StepBatch(4, 64), Recipe(communication=config.communication))
     assert talk.bytes == table["replicate", "all_reduce"].bytes < 4 * config.model.parameters
-    plain = plan_step(build_config(document), machine_profile, replace(layout), Fabric(COSTS), 2)
+    plain = plan_step(build_config(document), machine_profile, replace(layout), RankFabric(COSTS), 2)
     assert plan.step_seconds < plain.step_seconds

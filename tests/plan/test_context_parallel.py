@@ -13,13 +13,14 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import possible_layouts
 from ironlaw.plan.cluster.layout_table import layout_of
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.workload.layout import CP_KINDS, parse_layout
 from ironlaw.workload.messages import context_messages
 from ironlaw.workload.program import step
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 LLAMA = ModelConfig.named("llama3-8b").model_copy(update={"context": 131_072})
 LONG = 131_072
@@ -113,8 +114,10 @@ def test_what_cannot_run_is_said(layout, model, reason):
 
 def test_the_engine_decides_where_nobody_does_and_the_plan_says_which():
     def planned(name, model=LLAMA, layout="dp=4 cp=2"):
-        return plan_cluster(model, parse_cluster("8xh100-sxm-80gb"), parse_layout(layout), sequence=8192,
-                            global_batch=8, engine=name).facts  # fmt: skip
+        return plan_cluster(
+            ClusterStep(model, parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8, engine=name),
+            parse_layout(layout),
+        ).facts
 
     assert "cp_kind=ring" in planned("nemo")["layout"]
     assert "all-gather" in planned("torchtitan")["context_parallel"]
@@ -132,7 +135,7 @@ def test_the_search_tries_the_kinds_that_the_engine_has():
         for row in possible_layouts(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("torchtitan").cp_kinds)
     }
     assert rows == {None, "ring", "all_gather"}
-    found = search(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4, keep=5)
+    found = search(ClusterStep(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4), keep=5)
     assert found.best and all(c.layout.cp_kind for c in found.best)
 
 
@@ -142,6 +145,8 @@ def test_messages_of_many_layouts_are_those_of_the_program_of_one(name):
     tp, cp = (np.array(sizes, dtype=float) for sizes in zip(*degrees, strict=True))
     many = context_messages(model, 2 * 4096 / cp, tp, cp, 2.0, padded=True)["all_gather"][0]
     for i, (tensor, context) in enumerate(degrees):
-        program = step(model, Batch(2, 4096), parse_layout(f"tp={tensor} cp={context} micro_batch=2"), Recipe("bf16"))
+        program = step(
+            model, StepBatch(2, 4096), parse_layout(f"tp={tensor} cp={context} micro_batch=2"), Recipe("bf16")
+        )
         (sent,) = (c for c in program.collectives[0] if (c.dimension, c.kind) == ("cp", "all_gather"))
         assert sent.bytes / sent.calls == many.bytes[i]

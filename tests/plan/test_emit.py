@@ -13,8 +13,8 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.emit.trainers import TRAINERS, emit, trainer_named
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.work import Work
 from ironlaw.workload.layout import parse_layout
 

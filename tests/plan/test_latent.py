@@ -17,12 +17,12 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.collective_costs import spared_collectives
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.memory import kept_activation_bytes, layer_activation_bytes
+from ironlaw.plan.cluster.request import ClusterRequest, ClusterStep
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import emit
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.request import plan_request
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.work import Work
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.latent import widened_bytes
@@ -144,7 +144,9 @@ def test_the_published_training_of_deepseek_v3():
 
 
 def test_the_search_finds_a_layout():
-    found = search(ModelConfig.named("deepseek-v2-lite"), parse_cluster("8xh200"), sequence=4096, global_batch=64)
+    found = search(
+        ClusterStep(ModelConfig.named("deepseek-v2-lite"), parse_cluster("8xh200"), sequence=4096, global_batch=64)
+    )
     assert found.best and found.fitting < found.planned
     assert any("tp" in str(one.layout) for one in found.best)
 

@@ -12,6 +12,7 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.operation_costs import operation_costs
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import step_costs
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.low_precision import storage_by
@@ -102,9 +103,16 @@ def test_wide_precisions_and_unknown_software_are_as_before():
 
 def test_the_plan_says_what_it_holds():
     ledger = plan_cluster(
-        LLAMA, parse_cluster("8xh100-sxm-80gb"), parse_layout("dp=8 zero=1"), sequence=TOKENS, global_batch=64,
-        precision="fp8", engine="megatron-core",
-    )  # fmt: skip
+        ClusterStep(
+            LLAMA,
+            parse_cluster("8xh100-sxm-80gb"),
+            sequence=TOKENS,
+            global_batch=64,
+            precision="fp8",
+            engine="megatron-core",
+        ),
+        parse_layout("dp=8 zero=1"),
+    )
     assert "2 B beside their 16-bit ones" in ledger.facts["low_precision"]
     weights = next(line for line in ledger.memory if line.component == "weights")
     assert weights.note == ledger.facts["low_precision"]

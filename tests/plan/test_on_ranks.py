@@ -8,14 +8,14 @@ import pytest
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
-from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
+from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.schedule import simulate_pipeline
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.workload.collectives import traffic
 from ironlaw.workload.layout import Layout, parse_layout
-from ironlaw.workload.recipe import Batch
+from ironlaw.workload.recipe import StepBatch
 from ironlaw.workload.schedule import passes
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
@@ -35,9 +35,9 @@ def config(model: dict[str, Any] = GPT) -> RunConfig:
     return build_config({"model": model, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32"}})
 
 
-def planned(profile: Profile, layout: str | Layout, fabric: Fabric | None = None, **model: Any) -> StepPlan:
+def planned(profile: Profile, layout: str | Layout, fabric: RankFabric | None = None, **model: Any) -> StepPlan:
     chosen = parse_layout(layout + " micro_batch=2") if isinstance(layout, str) else layout
-    return plan_step(config(GPT | model), profile, chosen, fabric or Fabric(COSTS))
+    return plan_step(config(GPT | model), profile, chosen, fabric or RankFabric(COSTS))
 
 
 LATENT: dict[str, Any] = LLAMA | {
@@ -52,7 +52,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
     family: dict[str, Any], layout: str, machine_profile: Profile
 ) -> None:
     chosen = parse_layout(layout + " micro_batch=2")
-    plan = plan_step(config(family), machine_profile, chosen, Fabric(COSTS))
+    plan = plan_step(config(family), machine_profile, chosen, RankFabric(COSTS))
     ledger = plan.ledger()
     alone = plan_run(config(family), machine_profile)
     model, flops = config(family).model, alone.totals["flops_per_step"].value
@@ -60,7 +60,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
         narrow = (model.latent.query_rank or 0) + model.latent.down_size
         flops += (chosen.tp - 1) * 6 * model.layers * model.hidden * narrow * 16 * 64
     assert ledger.totals["flops_per_step"].value == pytest.approx(flops, rel=1e-3)
-    tables = traffic(config(family).model, chosen, Batch(16, 64))
+    tables = traffic(config(family).model, chosen, StepBatch(16, 64))
     for stage, table in zip(plan.stages, tables, strict=True):
         sent = {(t.dimension, t.kind): t.bytes for t in stage.communication}
         assert sent == {key: value.bytes for key, value in table.items()}
@@ -71,7 +71,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
 
 def test_a_link_costs_its_bytes_and_its_latency(machine_profile: Profile) -> None:
     slow = Link(latency_seconds=1e-3, bytes_per_second=1e6)
-    apart = Fabric(COSTS, ranks_per_host=1, between=slow)
+    apart = RankFabric(COSTS, ranks_per_host=1, between=slow)
     near, far = planned(machine_profile, "dp=2 zero=3"), planned(machine_profile, "dp=2 zero=3", apart)
     found = {t.name: t for t in far.stages[0].communication}
     gather = found["shard all_gather"]
@@ -81,14 +81,14 @@ def test_a_link_costs_its_bytes_and_its_latency(machine_profile: Profile) -> Non
     assert scatter.seconds == pytest.approx(scatter.bytes / 1e6 + scatter.count * (2e-3 + 1e-4), rel=0.01)
     talking = sum(t.seconds for t in far.stages[0].communication) - sum(t.seconds for t in near.stages[0].communication)
     assert far.step_seconds - near.step_seconds == pytest.approx(talking, rel=0.3)  # a host each: cores of their own
-    two_hosts = planned(machine_profile, "dp=4", Fabric(COSTS, ranks_per_host=2, between=slow))
+    two_hosts = planned(machine_profile, "dp=4", RankFabric(COSTS, ranks_per_host=2, between=slow))
     assert two_hosts.step_seconds < planned(machine_profile, "dp=4", apart).step_seconds + 0.1
 
 
 def test_a_pipeline_waits_for_the_gradients_of_its_tied_weight(machine_profile: Profile) -> None:
     """The first stage and the last send them to each other when all passes are through."""
-    apart = Fabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=0.0, bytes_per_second=1e6))
-    near = Fabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=0.0, bytes_per_second=1e9))
+    apart = RankFabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=0.0, bytes_per_second=1e6))
+    near = RankFabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=0.0, bytes_per_second=1e9))
     more = [
         planned(machine_profile, "pp=2", apart, vocab=vocab).step_seconds
         - planned(machine_profile, "pp=2", near, vocab=vocab).step_seconds
@@ -101,7 +101,7 @@ def test_a_pipeline_waits_for_the_gradients_of_its_tied_weight(machine_profile: 
 
 def test_ddp_hides_reductions_behind_the_backward_pass_only_where_a_link_is_slow(machine_profile: Profile) -> None:
     link = Link(latency_seconds=0.0, bytes_per_second=2e8)
-    plan = planned(machine_profile, "dp=2", Fabric(COSTS, ranks_per_host=1, between=link), hidden=512, layers=8)
+    plan = planned(machine_profile, "dp=2", RankFabric(COSTS, ranks_per_host=1, between=link), hidden=512, layers=8)
     (reduce,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
     assert 0 < reduce.exposed_seconds < 0.9 * reduce.seconds
     here = planned(machine_profile, "dp=2", hidden=512, layers=8)
@@ -134,13 +134,13 @@ def test_a_pipeline_of_equal_stages_idles_as_the_formula_says() -> None:
 
 
 def test_the_best_layout_is_the_fastest_that_fits(machine_profile: Profile) -> None:
-    fabric = Fabric(COSTS)
+    fabric = RankFabric(COSTS)
     choice = best_layout(config(), machine_profile, 4, fabric, lambda layout: True)
     assert all(plan.fits for plan in choice.plans) and choice.tried >= len(choice.plans) > 10
     assert choice.best.step_seconds <= 1.01 * min(plan.step_seconds for plan in choice.plans)
     assert "\n" not in choice.reason and str(choice.best.layout) in choice.reason
     # Links a thousand times slower than this machine's: whatever talks least wins.
-    far = Fabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=1e-4, bytes_per_second=1e5))
+    far = RankFabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=1e-4, bytes_per_second=1e5))
     apart = best_layout(config(), machine_profile, 4, far, lambda layout: True).best
     least = min(sum(t.bytes for t in plan.stages[0].communication) for plan in choice.plans)
     assert sum(t.bytes for t in apart.stages[0].communication) < 3 * least
@@ -152,7 +152,7 @@ def test_the_best_layout_is_the_fastest_that_fits(machine_profile: Profile) -> N
 
 def test_what_cannot_be_planned_is_said(machine_profile: Profile) -> None:
     with pytest.raises(UserError, match="accelerators, the cluster has 4"):
-        plan_step(config(), machine_profile, Layout(dp=2, micro_batch=2), Fabric(COSTS), 4)
+        plan_step(config(), machine_profile, Layout(dp=2, micro_batch=2), RankFabric(COSTS), 4)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", "pp=2"])
@@ -161,7 +161,7 @@ def test_what_is_recomputed_and_how_the_loss_is_computed_is_the_configs(layout: 
     document = {"model": GPT, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32", "loss": "chunked"}}
     wanted = build_config(document | {"recompute": {"mode": "every", "every": 2}})
     chosen = parse_layout(layout + " micro_batch=2")
-    plan = plan_step(wanted, machine_profile, chosen, Fabric(COSTS), 2)
+    plan = plan_step(wanted, machine_profile, chosen, RankFabric(COSTS), 2)
     alone, ledger = plan_run(wanted, machine_profile), plan.ledger()
     assert ledger.decided.recompute and ledger.decided.loss_chunk
     assert ledger.decisions == alone.decisions

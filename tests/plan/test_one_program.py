@@ -1,21 +1,28 @@
 """One description of a step: the plan of one layout, of thousands at once, and the Program of a run say the same."""
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.capabilities import lacking
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
+from ironlaw.plan.cluster.layout_table import layout_of
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
+from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
 from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import RecomputeConfig, policies
 
 SEQUENCE, BATCH = 1024, 64
@@ -29,7 +36,7 @@ ONLY_PLANNED = {("host", "step"), ("other", "pipeline_bubble"), ("host", "dispat
 def program_of(model, layout):
     mode = RecomputeConfig(mode="full") if layout.recompute == "full" else RecomputeConfig()
     recipe = Recipe("bf16", cuda=True, gloo=False, recompute=policies(mode, model))
-    return step(model, Batch(BATCH, SEQUENCE), layout, recipe)
+    return step(model, StepBatch(BATCH, SEQUENCE), layout, recipe)
 
 
 def possible(name):
@@ -54,7 +61,9 @@ def test_a_cluster_plan_of_our_trainer_has_the_keys_of_its_run(name):
             ("communication", "collective", f"{c.dimension} {c.kind}") for rank in program.collectives for c in rank
         }
         cluster = parse_cluster(f"{layout.accelerators}xh100-sxm-80gb")
-        ledger = plan_cluster(model, cluster, layout, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw")
+        ledger = plan_cluster(
+            ClusterStep(model, cluster, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw"), layout
+        )
         planned = {
             (str(line.phase), str(line.kind), line.operation)
             for line in ledger.lines
@@ -65,40 +74,85 @@ def test_a_cluster_plan_of_our_trainer_has_the_keys_of_its_run(name):
         assert sum(line.flops or 0 for line in ledger.lines) == ledger.totals["flops_per_step"].value
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_operations_of_many_candidates_are_those_of_the_exact_program(name):
-    """Products, FLOPs, bytes moved and kept of every block: arrays in place of numbers, and the same functions."""
-    ours = engine("ironlaw")
-    for model, layout in possible(name):
+def some_model(chance):
+    """Any decoder whose parts go together."""
+    while True:
+        heads, size = chance.choice([4, 8, 12, 16]), chance.choice([16, 64, 128])
+        document = {
+            "layers": chance.choice([2, 4, 6, 8]), "hidden": chance.choice([heads * size, 512, 768]), "heads": heads,
+            "head_size": size, "kv_heads": chance.choice([heads, heads // 2, 2]), "vocab": chance.choice([1000, 32000]),
+            "context": 4096, "ffn": chance.choice([512, 1024, 1408]), "norm": chance.choice(["layernorm", "rmsnorm"]),
+            "norm_place": chance.choice(["pre", "pre", "post"]), "qk_norm": chance.random() < 0.3,
+            "positions": chance.choice(["learned", "rope", "none"]), "bias": chance.random() < 0.3,
+            "gated_ffn": chance.random() < 0.5, "activation": chance.choice(["gelu", "silu", "relu2"]),
+            "tied": chance.random() < 0.5, "dropout": chance.choice([0, 0, 0, 0.1]),
+        }  # fmt: skip
+        if chance.random() < 0.4:
+            document["moe"] = {
+                "experts": chance.choice([4, 8, 16]), "experts_per_token": chance.choice([1, 2, 3]),
+                "expert_ffn": chance.choice([256, 512]), "shared_experts": chance.choice([0, 1]),
+                "dense_layers": chance.choice([0, 1]), "score": chance.choice(["softmax", "sigmoid"]),
+            }  # fmt: skip
+        if chance.random() < 0.25:
+            document |= {"kv_heads": None, "head_size": None, "positions": "rope", "bias": False, "qk_norm": False}
+            document["latent"] = {
+                "key_value_rank": 64, "query_rank": chance.choice([None, 96]), "plain_size": 32, "rotary_size": 16,
+                "value_size": chance.choice([32, 48]),
+            }  # fmt: skip
+        if chance.random() < 0.25:
+            document |= {"sliding_window": 256, "full_every": chance.choice([None, 2])}
+        with suppress(ValidationError):
+            return ModelConfig(**document)
+
+
+def some_layouts(chance, model, count, number):
+    table = possible_layouts(model, count, SEQUENCE, BATCH, {}, 8, True, ("all_gather", "ring", "all_to_all"))
+    variants = [NO_SAVING, *savings(model, offload=False)]
+    return [saving(table[[chance.randrange(len(table))]], chance.choice(variants)) for _ in range(number)]
+
+
+QUANTITIES = ("batch", "flops", "elements", "bytes_moved", "saved_bytes", "temporary_bytes", "frees_saved_bytes",
+              "frees_temporary_bytes", "gradient_bytes")  # fmt: skip
+
+
+def test_operations_of_arrays_are_those_of_numbers():
+    """Of any model in any layout that our trainer runs: every operation that the Program has, in every quantity."""
+    chance, ours, compared = random.Random(0), engine("ironlaw"), 0
+    while compared < 25:
+        model = ModelConfig.named(MODELS[compared]) if compared < len(MODELS) else some_model(chance)
+        layout = layout_of(some_layouts(chance, model, chance.choice([2, 4, 8, 16]), 1)[0][0])
+        if not_trained_here(layout, model) or lacking(ours, layout):
+            continue
+        compared += 1
         shape = candidates_of(model, [layout], sequence=SEQUENCE, global_batch=BATCH).shape(ours)
-        layers = {layer.kind: layer for layer in program_of(model, layout).stages[0].layers if layer.recomputed == ()}
-        for kind in layers.keys() - {"embedding", "head"}:
-            exact = [op for op in (*layers[kind].forward, *layers[kind].backward) if op.repeat]
-            many = [op for part in both_passes(shape, kind) for op in part]
+        batch, recipe = recipe_of_layout(model, layout, SEQUENCE, BATCH, "bf16", "adamw")
+        program = step(model, batch, layout, replace(recipe, loss_chunk=0))
+        layers = {layer.kind: layer for stage in program.stages for layer in stage.layers if not layer.recomputed}
+        for kind, layer in layers.items():
+            exact = [op for op in (*layer.forward, *layer.backward) if op.repeat]
+            many = [op for part in both_passes(shape, kind) for op in part if np.any(op.repeat)]
             assert [op.name for op in exact] == [op.name for op in many]
             for one, op in zip(exact, many, strict=True):
-                values = (*(one.matmul or ()), one.batch, one.flops or 0, one.bytes_moved, one.saved_bytes)
-                arrays = (*(op.matmul or ()), op.batch, op.flops or 0, op.bytes_moved, op.saved_bytes)
-                assert [float(np.reshape(a, -1)[0]) for a in arrays] == pytest.approx(values, rel=1e-9), op.name
+                values = [(*(o.matmul or ()), *(getattr(o, name) or 0 for name in QUANTITIES)) for o in (one, op)]
+                arrays = [float(np.reshape(value, -1)[0]) for value in values[1]]
+                assert arrays == pytest.approx(values[0], rel=1e-9), (op.name, layout, model)
 
 
 @pytest.mark.parametrize("engine_name", ["ironlaw", "nemo", "torchtitan", "megatron-2021"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_one_plan_is_what_thousands_at_once_say_of_it(engine_name, seed):
     chance = random.Random(f"{engine_name} {seed}")
-    model = ModelConfig.named(chance.choice(MODELS))
+    model = chance.choice([ModelConfig.named(chance.choice(MODELS)), some_model(chance)])
     cluster = parse_cluster(chance.choice(["16xh100-sxm-80gb", "8xa100-sxm-40gb", "64xb200-sxm", "16xmi300x"]))
     system = system_of(cluster, engine(engine_name), "bf16")
-    table = possible_layouts(model, cluster.count, SEQUENCE, BATCH, {}, 8, True, ("all_gather", "ring", "all_to_all"))
-    variants = [NO_SAVING, *savings(model, offload=False)]
-    picked = [table[[chance.randrange(len(table))]] for _ in range(40)]
-    rows = np.concatenate([saving(row, chance.choice(variants)) for row in picked])
+    rows = np.concatenate(some_layouts(chance, model, cluster.count, 40))
 
-    def planned(part):
-        return plan_candidates(candidates_of(model, part, sequence=SEQUENCE, global_batch=BATCH), system)
+    def planned(part, known=None):
+        candidates = candidates_of(model, part, sequence=SEQUENCE, global_batch=BATCH, known=known)
+        return plan_candidates(candidates, system)
 
-    together = planned(rows)
-    for i in range(0, len(rows), 4):
-        alone = planned(rows[i : i + 1])
-        assert together.step_seconds[i] == pytest.approx(alone.step_seconds[0], rel=1e-9)
-        assert together.peak.total[i] == pytest.approx(alone.peak.total[0], rel=1e-9)
+    together, known = planned(rows), {}
+    for i in range(0, len(rows), 4):  # what a search knows of others' blocks changes nothing
+        for alone in (planned(rows[i : i + 1]), planned(rows[i : i + 1], known)):
+            assert together.step_seconds[i] == pytest.approx(alone.step_seconds[0], rel=1e-9)
+            assert together.peak.total[i] == pytest.approx(alone.peak.total[0], rel=1e-9)

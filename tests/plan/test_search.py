@@ -15,6 +15,7 @@ from ironlaw.plan.cluster.capabilities import lacking
 from ironlaw.plan.cluster.estimate import least_seconds, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import layout_of
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
@@ -33,7 +34,9 @@ def brute_force(cluster, offload=False):
             if lacking(engine("megatron-core"), layout):
                 continue
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
-            ledger = plan_cluster(TINY, cluster, layout, sequence=1024, global_batch=4, engine="megatron-core")
+            ledger = plan_cluster(
+                ClusterStep(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), layout
+            )
             count += 1
             if ledger.facts["fits"]:
                 fitting.append((ledger.totals["step_seconds"].value, str(layout)))
@@ -48,7 +51,7 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memo
         small = replace(EIGHT.accelerator, memory_bytes=Figure(memory_gib * 2**30, "test"))
         cluster = replace(EIGHT, accelerator=small)
     monkeypatch.setattr("ironlaw.plan.cluster.search.CHUNK", 64)
-    found = search(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core", keep=5)
+    found = search(ClusterStep(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), keep=5)
     fitting, count = brute_force(cluster)
     assert found.best[0].step_seconds == pytest.approx(fitting[0][0])
     assert {str(c.layout) for c in found.best} <= {text for _, text in fitting}
@@ -57,27 +60,31 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memo
 
 def test_offloading_is_tried_where_nothing_fits_without():
     model, cluster = ModelConfig.named("llama3-70b"), parse_cluster("8xh100-sxm-80gb")
-    found = search(model, cluster, sequence=4096, global_batch=8)
+    found = search(ClusterStep(model, cluster, sequence=4096, global_batch=8))
     assert found.best and all(candidate.layout.offload != "none" for candidate in found.best)
     unknown = parse_cluster("8xh100-sxm-80gb@pcie-server")  # a host of which nothing is known
-    assert not search(model, unknown, sequence=4096, global_batch=8).best
+    assert not search(ClusterStep(model, unknown, sequence=4096, global_batch=8)).best
 
 
 def test_ruled_out_layouts_are_counted_by_reason():
-    found = search(ModelConfig.named("llama3-405b"), parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8)
+    found = search(
+        ClusterStep(ModelConfig.named("llama3-405b"), parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8)
+    )
     assert found.best == [] and found.ruled_out["memory"] == found.planned
     assert found.nearest_miss is not None and found.nearest_miss.peak_bytes > 80e9 + 10e9
 
 
 def test_nothing_to_plan_is_an_error_with_reasons():
     with pytest.raises(UserError, match="global batch not divisible"):
-        search(ModelConfig.named("gpt2"), parse_cluster("17xa100-sxm-80gb"), sequence=1024, global_batch=2)
+        search(ClusterStep(ModelConfig.named("gpt2"), parse_cluster("17xa100-sxm-80gb"), sequence=1024, global_batch=2))
 
 
 def test_gpt3_on_4096_accelerators_takes_seconds():
     start = time.process_time()  # of one core, whatever else the machine does
     found = search(
-        ModelConfig.named("gpt3-175b"), parse_cluster("4096xa100-sxm-80gb"), sequence=2048, global_batch=4096
+        ClusterStep(
+            ModelConfig.named("gpt3-175b"), parse_cluster("4096xa100-sxm-80gb"), sequence=2048, global_batch=4096
+        )
     )
     assert time.process_time() - start < 10
     assert found.planned > 10_000 and found.best[0].step_seconds <= found.best[-1].step_seconds
@@ -97,8 +104,8 @@ def test_gpt3_on_4096_accelerators_takes_seconds():
 )
 def test_the_fastest_alone_is_the_fastest_of_all(name, on, sequence, batch):
     model, cluster = ModelConfig.named(name), parse_cluster(on)
-    words = {"sequence": sequence, "global_batch": batch, "hybrid": False}
-    every, alone = (search(model, cluster, **words, keep=1, fastest_alone=f) for f in (False, True))
+    asked = ClusterStep(model, cluster, sequence, batch)
+    every, alone = (search(asked, keep=1, hybrid=False, fastest_alone=f) for f in (False, True))
     assert [c.step_seconds for c in alone.best] == [c.step_seconds for c in every.best]
     assert alone.planned < every.planned / 2 or cluster.count == 8 or name == "gpt2"
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import FAMILIES, answers, engine, expected, greedy, ours, theirs
 
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.graphs import Graphs
 from ironlaw.serve.loading import prepare
 
 pytestmark = pytest.mark.skipif(
@@ -96,6 +99,22 @@ def test_a_batch_answers_as_each_request_alone(
         assert server.scheduler.preemptions > 0
     if "speculation" in settings:
         assert server.accepted_tokens > 0
+
+
+def test_steps_of_fixed_shapes_answer_as_others(
+    llama: tuple[Transformer, list[list[int]], list[list[int]]],
+) -> None:
+    """As CUDA graphs take them, but run anew where those would be replayed."""
+    model, prompts, wanted = llama
+    server = engine(model, batch=32, compiled=False)
+
+    def record(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Any]]:
+        logits = step().clone()
+        return logits.zero_(), lambda: logits.copy_(step())
+
+    graphs = server.runner.graphs = Graphs(record)
+    assert answers(server.generate(prompts, greedy(20))) == wanted
+    assert {shapes[0] for shapes in graphs.found} <= {1, 2, 4, 8, 16, 32} and 1 < len(graphs.found) < 20
 
 
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(

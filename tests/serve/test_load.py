@@ -16,7 +16,7 @@ from serving import write_server_directory
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.load import Outcome, Report, poisson, read_trace, summary
+from ironlaw.serve.load import Report, RequestOutcome, poisson, read_trace, summary
 from ironlaw.serve.measured import serving_ledger
 from ironlaw.serve.trials import Load
 
@@ -56,10 +56,10 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
 
 
 def test_goodput_counts_answers_within_both_limits_of_all_requests() -> None:
-    def answer(ttft: float, end: float) -> Outcome:
-        return Outcome(0.0, 10, 5, output_tokens=5, status=200, ttft=ttft, end=end, times=[ttft, end])
+    def answer(ttft: float, end: float) -> RequestOutcome:
+        return RequestOutcome(0.0, 10, 5, output_tokens=5, status=200, ttft=ttft, end=end, times=[ttft, end])
 
-    refused, failed = Outcome(0.0, 10, 5, status=429, error="busy"), Outcome(0.0, 10, 5, error="gone")
+    refused, failed = RequestOutcome(0.0, 10, 5, status=429, error="busy"), RequestOutcome(0.0, 10, 5, error="gone")
     found = summary(Report([answer(0.1, 0.5), answer(0.1, 4.1), answer(2.0, 2.4), refused, failed], 10.0), 1.0, 0.2)
     assert (found["completed"], found["refused"], found["errors"]) == (3, 1, 1)
     assert found["goodput_share"] == 0.2 and found["goodput_requests_per_second"] == 0.1

@@ -132,3 +132,13 @@ def test_first_tokens_of_many_requests_follow_the_model(model: Transformer) -> N
     with torch.no_grad():
         wanted = torch.softmax(model(torch.tensor([prompt]))[0, -1], -1)
     assert likely(counts, wanted)
+
+
+def test_penalties_biases_and_logprobs_of_the_models_own_logits(model: Transformer) -> None:
+    """They are changed in place, and are tensors of inference mode."""
+    asked = Sampling(max_tokens=6, temperature=0, repetition_penalty=5.0, frequency_penalty=1.0, logprobs=1,
+                     logit_bias=((7, 1.0),), ignore_end=True)  # fmt: skip
+    server = engine(model)
+    (plain,) = server.generate([[1, 2, 3]], Sampling(max_tokens=6, temperature=0, ignore_end=True))
+    (other,) = server.generate([[1, 2, 3]], asked)
+    assert len(other.answer) == 6 and len(set(other.answer)) >= len(set(plain.answer))

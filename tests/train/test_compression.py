@@ -18,9 +18,12 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.awq import balance
-from ironlaw.numerics.compression import _watching, compress, read_target, weight_formats
+from ironlaw.numerics.compression import _watching, compress, mixed_formats, read_target, weight_formats
+from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.pruning import Sparse
+from ironlaw.numerics.quantized import quantize
+from ironlaw.numerics.quantized_linear import quantize_layers
+from ironlaw.numerics.scaling import Inputs, balance
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
@@ -76,6 +79,10 @@ def test_two_of_every_four_neighbours_stay() -> None:
         assert weight.bytes == was.numel() * 2 + was.numel() // 8  # half of the fp32 numbers, and a bit of each
 
 
+def linears_of(model: Transformer) -> list[Linear]:
+    return [module for module in model.blocks.modules() if isinstance(module, Linear)]
+
+
 def output_error(method: str, to: str, **options: Any) -> float:
     """Of the logits on tokens of the kind that were calibrated on."""
     model, reference = random_model(context=64), random_model(context=64)
@@ -88,6 +95,48 @@ def output_error(method: str, to: str, **options: Any) -> float:
 @pytest.mark.parametrize("to", ["int4", "mxfp4", "int4,2:4"])
 def test_gptq_changes_the_output_less_than_rounding_to_nearest(to: str) -> None:
     assert output_error("gptq", to) < 0.8 * output_error("rtn", to)
+
+
+def test_hqq_gives_outliers_less_weight() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(32, 128) * torch.randn(32, 128).abs().pow(2)
+    for name in ("int4", "nf4", "int8", "fp8_block"):
+        ours, nearest = hqq(weight, number_format(name)), quantize(weight, name, block=number_format(name).weight_block)
+        costs = [float((weight - held.dequantize()).abs().pow(0.7).sum()) for held in (ours, nearest)]
+        assert costs[0] < costs[1], name
+        assert ours.bytes == nearest.bytes
+
+
+def test_smoothquant_leaves_inputs_that_8_bits_hold() -> None:
+    """Of an input channel that is 200 times as large as the others, a token's scale leaves these few steps."""
+    errors, tokens = [], torch.randint(0, 40, (8, 16), generator=torch.Generator().manual_seed(1))
+    for method in ("rtn", "smoothquant"):
+        model = random_model(**TINY_LLAMA)
+        with torch.no_grad():
+            for block in model.blocks:
+                block.ffn_norm.weight[3] = 200.0
+                block.ffn.up.weight[:, 3] /= 200
+                block.ffn.gate.weight[:, 3] /= 200
+            before = model(tokens)
+            held = compress(model, read_target("int8"), method=method, batches=[tokens])  # type: ignore[arg-type]
+            quantize_layers(model, held)
+            errors.append(float((model(tokens) - before).square().mean()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_formats_are_mixed_within_bytes() -> None:
+    tokens = torch.randint(0, 40, (16, 16))
+    model, target = random_model(), read_target("mxfp4")
+    parameters, layers = model.config.parameters, sum(m.weight.numel() for m in linears_of(model))
+    others = 4 * (parameters - layers)
+    chosen = mixed_formats(model, target, others + layers * 3 // 4, 4, [tokens])
+    held = compress(model, target, formats=chosen)
+    taken = sum(weight.bytes for weight in held.values())
+    assert 0.7 * layers < taken <= 0.75 * layers
+    assert len({weight.format.name for weight in held.values()}) > 1
+    for room, told in ((others + layers // 2, "narrower format"), (0, "--within")):
+        with pytest.raises(UserError, match=told):
+            mixed_formats(model, target, room, 4, [tokens])
 
 
 @pytest.mark.parametrize("fields", [TINY_GPT, TINY_LLAMA | {"kv_heads": 4}, TINY_GPT | {"parallel_norms": 1}])
@@ -106,12 +155,12 @@ def test_awq_scales_channels_and_leaves_the_function(fields: dict[str, Any]) -> 
         compress(other, read_target("int4"), method=method, batches=[tokens])  # type: ignore[arg-type]
         errors.append(float((other(tokens) - before).detach().square().mean()))
     assert errors[1] < 0.85 * errors[0]
-    moments: dict[torch.nn.Module, torch.Tensor] = {}
-    with torch.no_grad(), _watching([m for m in model.modules() if isinstance(m, Linear)], moments):
+    moments: dict[torch.nn.Module, Inputs] = {}
+    with torch.no_grad(), _watching(linears_of(model), moments):
         model(tokens)
     weights = [block.ffn.up.weight.clone() for block in model.blocks]
-    for block, weight in zip(model.blocks, weights, strict=True):
-        balance(block, moments, number_format("int4"))
+    for block, weight, method in zip(model.blocks, weights, ("awq", "smoothquant"), strict=True):
+        balance(block, moments, number_format("int4"), method)
         assert not torch.equal(block.ffn.up.weight, weight)
     assert torch.allclose(model(tokens), before, atol=2e-4)
 
@@ -146,6 +195,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert ironlaw_here("generate", "small", "--prompt", "def", "--tokens", "3")[0] == 0
     code, _, err = ironlaw_here("export", "small", "exported")
     assert code == 0, err
+    code, _, err = ironlaw_here("export", "small", "codes", "--dtype", "int4")
+    assert code == 2 and "the run holds int8" in err and not (tmp_path / "codes").exists()
     from transformers import AutoModelForCausalLM
 
     ours = load_for_inference(newest_of(tmp_path / "small"), config)
@@ -199,6 +250,24 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
     assert newest_of(small).index["store"] == "quantized"
 
 
+@pytest.mark.parametrize("to", ["int4", "2:4", "mxfp4,2:4"])
+def test_what_trained_with_weights_as_held_loses_nothing_when_compressed(
+    to: str, run: Path, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    small = compress_run(run, read_target(to), tmp_path / "small", engine_decoder)
+    about = {"train": {"steps": 4, "start_from": str(tmp_path / "small"), "qat": to}, "optimizer": {"lr": 3e-3}}
+    config = tiny_config(TINY_LLAMA, **about, checkpoint={"every": 2})
+    train(config, tmp_path / "tuned")
+    again = compress_run(tmp_path / "tuned", read_target(to), tmp_path / "again", engine_decoder)
+    assert again.loss_after < small.loss_after
+    logged = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    assert again.loss_after == pytest.approx(logged, rel=1e-4)
+    if to == "2:4":  # rounded ones may be 0 too, of which any may go
+        held = [dict(read_held(newest_of(tmp_path / name).path)) for name in ("small", "again")]
+        masks = [(one.bitmap, held[1][name].bitmap) for name, one in held[0].items() if isinstance(one, Sparse)]
+        assert len(masks) == 10 and all(torch.equal(*pair) for pair in masks)
+
+
 def test_a_hugging_face_directory_is_compressed_too(
     run: Path, corpus: Path, ironlaw_here: Here, tmp_path: Path
 ) -> None:
@@ -244,11 +313,31 @@ REFUSED = [
     (["--to", "fp8", "--method", "gptq"], "use rtn"),
     (["--to", "fp8_block", "--method", "gptq"], "use rtn"),
     (["--to", "2:4", "--method", "gptq"], "use rtn"),
-    (["--to", "int4", "--method", "hqq"], "rtn, gptq, awq"),
+    (["--to", "int4", "--method", "hqqq"], "rtn, gptq, awq"),
+    (["--to", "mxfp4", "--method", "hqq"], "use rtn"),
+    (["--to", "int4,2:4", "--method", "hqq"], "gptq or rtn"),
+    (["--to", "int4", "--within", "many"], "20GiB"),
+    (["--to", "int4", "--method", "awq", "--within", "1MB"], "leave the others out"),
     (["--to", "bf16", "--method", "awq"], "8 bits or fewer"),
     (["--to", "int4", "--prune-by", "wanda"], "2:4"),
     (["--to", "int4", "--data", "nowhere"], "nowhere"),
 ]
+
+
+QAT_REFUSED = [
+    ({"train": {"qat": "int5"}}, r"train\.qat: 'int5' is no format"), ({"layout": {"dp": 1}}, "layout"),
+    ({"finetune": {"method": "lora"}}, "adapters"), ({"train": {"precision": "mxfp4"}}, "bf16"),
+    ({"optimizer": {"name": "muon"}}, "adamw"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "told"), QAT_REFUSED)
+def test_what_qat_does_not_go_with(
+    fields: dict[str, Any], told: str, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    about = fields | {"train": {"qat": "int4", "steps": 2} | fields.get("train", {})}
+    with pytest.raises(UserError, match=told):
+        train(tiny_config(TINY_LLAMA, **about), tmp_path / "run")
 
 
 def test_what_does_not_go_together_is_refused_in_one_line(run: Path, ironlaw_here: Here, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.train import rollback
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.mesh import Agreed
-from ironlaw.train.recovery import Measured, Recovery, Skips, Spike, find_spike
+from ironlaw.train.recovery import MeasuredStep, Recovery, Skips, Spike, find_spike
 from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]
@@ -30,16 +30,16 @@ DEFAULT = RecoveryConfig()
 # -- what is a spike ---------------------------------------------------------------------------------------------
 
 
-def curve(steps: int, noise: float, seed: int = 0) -> list[Measured]:
+def curve(steps: int, noise: float, seed: int = 0) -> list[MeasuredStep]:
     """A falling loss with noise, gradient norms with the heavy tail that they have."""
     chance = random.Random(seed)
     return [
-        Measured(n, 2 + 6 * math.exp(-n / 300) + chance.gauss(0, noise), math.exp(chance.gauss(0, 0.4)))
+        MeasuredStep(n, 2 + 6 * math.exp(-n / 300) + chance.gauss(0, noise), math.exp(chance.gauss(0, 0.4)))
         for n in range(1, steps + 1)
     ]
 
 
-def first_spike(history: list[Measured], config: RecoveryConfig = DEFAULT) -> Spike | None:
+def first_spike(history: list[MeasuredStep], config: RecoveryConfig = DEFAULT) -> Spike | None:
     return next((s for n in range(1, len(history) + 1) if (s := find_spike(history[max(0, n - 70) : n], config))), None)
 
 
@@ -51,13 +51,13 @@ def test_noise_is_no_spike(noise: float) -> None:
 def test_a_single_hard_batch_is_no_spike() -> None:
     history = curve(300, 0.05)
     for step in (150, 200, 201):
-        history[step - 1] = Measured(step, history[step - 1].loss + 4, 9.0)
+        history[step - 1] = MeasuredStep(step, history[step - 1].loss + 4, 9.0)
     assert first_spike(history) is None
 
 
-def raised(history: list[Measured], first: int, last: int, loss: float, norm: float = 1.0) -> list[Measured]:
+def raised(history: list[MeasuredStep], first: int, last: int, loss: float, norm: float = 1.0) -> list[MeasuredStep]:
     return [
-        Measured(m.step, m.loss + loss, m.grad_norm * norm) if first <= m.step <= last else m for m in history
+        MeasuredStep(m.step, m.loss + loss, m.grad_norm * norm) if first <= m.step <= last else m for m in history
     ]  # fmt: skip
 
 
@@ -80,8 +80,8 @@ def test_gradients_that_break_out_earlier_mark_its_beginning_and_make_a_smaller_
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_what_is_not_finite_is_one_at_once(loss: float) -> None:
-    assert find_spike([Measured(1, loss, 1.0)], DEFAULT) is not None
-    found = find_spike([*curve(3, 0.1), Measured(4, 2.0, loss)], DEFAULT)
+    assert find_spike([MeasuredStep(1, loss, 1.0)], DEFAULT) is not None
+    found = find_spike([*curve(3, 0.1), MeasuredStep(4, 2.0, loss)], DEFAULT)
     assert found is not None and found.reason == "the gradient norm is not finite"
 
 

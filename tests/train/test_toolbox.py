@@ -107,6 +107,7 @@ ROTARY = {
     "kv_heads": 2, "ffn": 160, "gated_ffn": True, "norm": "rmsnorm", "positions": "rope", "bias": False,
 }  # fmt: skip
 SWITCHED: dict[str, dict[str, dict[str, Any]]] = {
+    "qat": {"train": {"qat": "int4,2:4"}},
     "gemma2": {"model": ROTARY | {
         "norm_place": "sandwich", "sliding_window": 24, "full_every": 2, "attention_cap": 20.0, "logit_cap": 10.0,
         "embedding_scale": 4.0,
@@ -122,7 +123,7 @@ SWITCHED: dict[str, dict[str, dict[str, Any]]] = {
     }},
 }  # fmt: skip
 WITH = [
-    ("gemma2",), ("gemma2", "recompute full"), ("gemma3", "bf16"), ("gemma3", "recompute budget"),
+    ("qat",), ("gemma2",), ("gemma2", "recompute full"), ("gemma3", "bf16"), ("gemma3", "recompute budget"),
     ("cohere", "chunked loss"), ("cohere", "documents"), ("bloom", "documents"), ("gpt-oss", "ragged accumulation"),
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.finetune import Adapters, FinetuneConfig, targets_of
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.program import Program, in_order, step
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 NOWHERE = Path("none")  # no Hugging Face directory: names of the family that would be written
 SEQUENCES, TOKENS = 4, 48
@@ -46,7 +46,7 @@ def both(
     recompute_blocks(model.blocks, policies)
     adapters = Adapters(finetune, tuple(targets_of(config, names_of(NOWHERE, config), finetune)))
     return model, step(
-        config, Batch(SEQUENCES, TOKENS), recipe=Recipe(precision, recompute=policies, adapters=adapters)
+        config, StepBatch(SEQUENCES, TOKENS), recipe=Recipe(precision, recompute=policies, adapters=adapters)
     )
 
 

@@ -17,7 +17,7 @@ from ironlaw.serve.request import Request, Sampling
 from ironlaw.serve.runner import Runner, Work
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import Program
-from ironlaw.workload.recipe import Batch
+from ironlaw.workload.recipe import StepBatch
 from ironlaw.workload.serving import Chunk, cache_bytes, decode, forward_pass, kept_elements, prefill, scores
 
 SIZES: dict[str, Any] = {
@@ -67,8 +67,8 @@ def unmasked(program: Program, all_scores: int) -> int:
 
 def test_prefill_chunks_of_it_and_decoding_have_the_counters_flops() -> None:
     counted = WithCache(sequences=3)
-    assert unmasked(prefill(LLAMA, Batch(3, 20)), 3 * 20 * 20) == counted.flops(20)
-    assert unmasked(prefill(LLAMA, Batch(3, 12), cached=20), 3 * 12 * 32) == counted.flops(12)
+    assert unmasked(prefill(LLAMA, StepBatch(3, 20)), 3 * 20 * 20) == counted.flops(20)
+    assert unmasked(prefill(LLAMA, StepBatch(3, 12), cached=20), 3 * 12 * 32) == counted.flops(12)
     # A single query sees all that is there: nothing is masked.
     assert decode(LLAMA, 3, cached=32).flops() == counted.flops(1)
 
@@ -77,8 +77,8 @@ def test_chunks_of_a_prompt_compute_what_the_whole_prompt_does_but_for_logits() 
     def attention(program: Program) -> int:
         return sum((op.flops or 0) * times for op, times in program.operations() if op.attention is not None)
 
-    whole = prefill(LLAMA, Batch(1, 64))
-    parts = [prefill(LLAMA, Batch(1, 16), cached=done) for done in range(0, 64, 16)]
+    whole = prefill(LLAMA, StepBatch(1, 64))
+    parts = [prefill(LLAMA, StepBatch(1, 16), cached=done) for done in range(0, 64, 16)]
     assert attention(whole) == sum(map(attention, parts))
     head = 2 * LLAMA.hidden * LLAMA.vocab
     assert sum(part.flops() for part in parts) - 3 * head == whole.flops()
@@ -86,7 +86,7 @@ def test_chunks_of_a_prompt_compute_what_the_whole_prompt_does_but_for_logits() 
 
 def test_one_pass_takes_sequences_of_many_lengths() -> None:
     mixed = forward_pass(LLAMA, [Chunk(16, 32), Chunk(1, 7), Chunk(1, 90)])
-    apart = [prefill(LLAMA, Batch(1, 16), cached=32), decode(LLAMA, 1, 7), decode(LLAMA, 1, 90)]
+    apart = [prefill(LLAMA, StepBatch(1, 16), cached=32), decode(LLAMA, 1, 7), decode(LLAMA, 1, 90)]
     assert mixed.flops() == sum(one.flops() for one in apart)
     cache = {t.component: t.bytes for t in mixed.tensors[0]}["cache"]
     assert cache == 2 * 2 * LLAMA.key_value_size * LLAMA.layers * (48 + 8 + 91)

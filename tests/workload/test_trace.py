@@ -20,7 +20,7 @@ from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
 from ironlaw.workload.program import training_operations, unfolded
-from ironlaw.workload.trace import Trace, trace
+from ironlaw.workload.trace import ModuleTrace, trace
 
 GPT = {}
 LLAMA = {
@@ -64,7 +64,7 @@ def config(**overrides: object) -> ModelConfig:
     return ModelConfig(**(sizes | overrides))  # type: ignore[arg-type]
 
 
-def traced(model: ModelConfig, precision: str = "fp32", batch: int = 3, sequence: int = 40) -> Trace:
+def traced(model: ModelConfig, precision: str = "fp32", batch: int = 3, sequence: int = 40) -> ModuleTrace:
     inputs = [Input(name, (batch, sequence), "int64") for name in ("tokens", "targets")]
     return trace(lambda: Transformer(model), inputs, precision="as is" if precision == "fp32" else precision)  # type: ignore[arg-type]
 

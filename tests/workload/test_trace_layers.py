@@ -17,7 +17,7 @@ from ironlaw.plan.request import Options, plan_request
 from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.program import step_of_trace
-from ironlaw.workload.trace import Trace, trace
+from ironlaw.workload.trace import ModuleTrace, trace
 from ironlaw.workload.trace_layers import longest_stack
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
@@ -65,10 +65,10 @@ class Stacked(nn.Module):
         return self.head(x)
 
 
-def same_rows(build: Callable[[], nn.Module], inputs: list[Input]) -> tuple[Trace, Trace]:
+def same_rows(build: Callable[[], nn.Module], inputs: list[Input]) -> tuple[ModuleTrace, ModuleTrace]:
     whole, repeated = (trace(build, inputs, repeated=kind, real=False) for kind in (False, True))
 
-    def rows(found: Trace) -> Counter[tuple[Any, ...]]:
+    def rows(found: ModuleTrace) -> Counter[tuple[Any, ...]]:
         return Counter((op.phase, op.name, op.kernel, op.matmul, op.flops, op.bytes_moved) for op in found.operations)
 
     assert rows(whole) == rows(repeated)

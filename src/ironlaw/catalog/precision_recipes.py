@@ -21,6 +21,7 @@ class PrecisionRecipe:
 
     rotation:   numbers per random Hadamard rotation of the weight gradient's operands; 0: none.
     headroom:   factor of gradients before they are rounded, undone after.
+    history:    micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself.
     keep_last:  share of the last blocks that compute in `held_as`.
     library:    what runs it on the device's own units; empty: it is emulated everywhere.
     """
@@ -35,6 +36,7 @@ class PrecisionRecipe:
     stochastic: bool = False
     rotation: int = 0
     headroom: float = 1.0
+    history: int = 0
     keep_last: float = 0.0
     library: str = ""
 

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from ironlaw.numerics.compression import Held
     from ironlaw.train.compression import Decoder
 
-METHODS, SCORES = ("rtn", "gptq", "awq"), ("magnitude", "wanda")
+METHODS, SCORES = ("rtn", "gptq", "awq", "smoothquant", "hqq"), ("magnitude", "wanda")
 
 
 def compress(
     source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or a Hugging Face model's directory.")],
     to: Annotated[str | None, typer.Option(help="A format of `ironlaw formats`, 2:4, pruned=50%, or int4,2:4.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run directory to write; of --sweep a page, .html.")] = None,
-    method: Annotated[str, typer.Option(help="rtn: to nearest. gptq, awq: by the layers' inputs.")] = "rtn",
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}: docs/formats.md.")] = "rtn",
     prune_by: Annotated[str, typer.Option(help="magnitude, or wanda: times the norm of the input.")] = "magnitude",
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Embedding and output layer too.")] = False,
+    within: Annotated[str | None, typer.Option(help="Bytes, such as 6MB: wider formats where loss needs them.")] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Every format: loss against bytes and speed.")] = False,
     budget: Annotated[str, typer.Option(help="Time for --sweep: 90s, 10min, 1h.")] = "10min",
     data: Annotated[str | None, typer.Option(help="Text to measure on; a run's own unless given.")] = None,
@@ -47,13 +48,18 @@ def compress(
     from ironlaw.numerics.compression import read_target
     from ironlaw.report.catalog_view import compression_view
     from ironlaw.train.compression import compress_run
+    from ironlaw.units import parse_bytes
 
     target = read_target(to)
+    try:
+        room = None if within is None else parse_bytes(within)
+    except ValueError as error:
+        raise UserError(f"--within {error}") from None
     if prune_by == "wanda" and target.pruning is None:
         raise UserError("--prune-by wanda prunes nothing: add 2:4 or pruned=50% to --to")
     result = compress_run(
-        source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers, data=data,  # type: ignore[arg-type]
-        say=messages().print,
+        source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers,  # type: ignore[arg-type]
+        within=room, data=data, say=messages().print,
     )  # fmt: skip
     if json:
         print_json({"schema": 1, "out": str(out), **asdict(result)})

@@ -11,7 +11,7 @@ from ironlaw.cli.console import messages, output, print_json
 from ironlaw.errors import UserError
 
 _TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-DTYPES = {"hf": tuple(_TORCH), "gguf": (*_TORCH, "q8_0", "q4_0")}
+DTYPES = {"hf": (*_TORCH, "int4", "int8", "fp8", "mxfp4", "nf4"), "gguf": (*_TORCH, "q8_0", "q4_0")}
 
 
 def export(
@@ -22,7 +22,7 @@ def export(
     ] = "hf",
     dtype: Annotated[
         str | None,
-        typer.Option(help="fp32, bf16, fp16; of gguf also q8_0, q4_0. fp32 unless given, of gguf fp16."),
+        typer.Option(help="fp32 (gguf: fp16) unless given; bf16. Of a compressed run its format; of gguf q8_0, q4_0."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -39,8 +39,9 @@ def export(
     from ironlaw.model.gguf import check_gguf, write_gguf
     from ironlaw.model.huggingface.configs import family_of
     from ironlaw.model.huggingface.verify import Verified, verify
-    from ironlaw.model.huggingface.weights import write_model, write_tokenizer
+    from ironlaw.model.huggingface.weights import write_model, write_tensors, write_tokenizer
     from ironlaw.numerics.compression import int4_scales
+    from ironlaw.numerics.stored import COMPUTES, LIBRARY, STORED, check_stored, stored_tensors
     from ironlaw.train.restore import load_run
     from ironlaw.train.run_directory import complete_or_nothing
 
@@ -61,12 +62,18 @@ def export(
             )  # fmt: skip
         verified = Verified(reason="a GGUF file is not read back here")
     else:
-        precision = getattr(torch, _TORCH[dtype])
+        precision = getattr(torch, _TORCH.get(dtype, "float32"))
+        if dtype in STORED:
+            check_stored(config, trained.held, dtype)
         with complete_or_nothing(folder) as partial:
-            write_model(partial, config, model.state_dict(), precision, end)
+            if dtype in STORED:
+                tensors, about = stored_tensors(config, model.state_dict(), trained.held, dtype)
+                write_tensors(partial, config, tensors, precision, end, quantization_config=about)
+            else:
+                write_model(partial, config, model.state_dict(), precision, end)
             if tokenizer is not None:
                 write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
-            verified = verify(partial, model, precision)
+            verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))
             if verified.differs:
                 raise UserError(
                     f"{verified.problem or f'{verified.version} computes another model from what was written'} "

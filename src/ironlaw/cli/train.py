@@ -14,7 +14,6 @@ from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
-from ironlaw.train.schedule import check_warmup
 
 if TYPE_CHECKING:
     from ironlaw.machine.profile import Profile
@@ -35,7 +34,6 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
     settings = load_config(config, set_ or [])
-    check_warmup(settings)
     said = os.environ.get("WORLD_SIZE", "1")
     if not said.isdecimal() or not int(said):
         raise UserError(f"WORLD_SIZE={said} in the environment is no number of ranks: unset it, or start with torchrun")

@@ -35,7 +35,7 @@ class Samples(Protocol):
         """How the documents were packed: what was padded, cropped and cut, as fractions."""
 
 
-class Windows:
+class TokenWindows:
     """Windows of `sequence` tokens of the text as it stands: no two overlap, their edges move every epoch."""
 
     def __init__(self, tokens: TokenArray, sequence: int, seed: int, needed: int, bounds: np.ndarray | None = None):
@@ -155,7 +155,7 @@ class Batches:
         check_world(sequences_per_batch, rank, world)
         if isinstance(source, np.ndarray | Tokens):
             check_enough(source, sequence, sequences_per_batch)
-            source = Windows(source, sequence, seed, sequences_per_batch)
+            source = TokenWindows(source, sequence, seed, sequences_per_batch)
         self.samples: Samples = source
         self.sequence = sequence
         self.sequences_per_batch = sequences_per_batch
@@ -226,7 +226,7 @@ def evaluation_batches(
             f"the validation text has {len(tokens):,} tokens, fewer than one sequence of {sequence} and its "
             "target: raise data.validation_fraction, lower model.context, or give more text in data.path"
         )
-    windows = Windows(tokens, sequence, 0, 0, bounds)
+    windows = TokenWindows(tokens, sequence, 0, 0, bounds)
     for chosen in spread(fitting, sequences_per_batch, limit):
         batch = empty(len(chosen), sequence, bounds is not None)
         windows.fill(chosen * sequence, batch)

@@ -20,7 +20,7 @@ from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
 from ironlaw.data.readers import IDS
 from ironlaw.data.splits import SPLITS, Splitter
-from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of
+from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of
 from ironlaw.data.unigram import Counting
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_json
@@ -29,7 +29,7 @@ PROGRESS = "progress.json"
 
 
 @dataclass
-class Work:
+class FinishedShards:
     """What is finished in a folder: its shards in order and the seconds they cost, and what they were made with."""
 
     folder: Path
@@ -50,12 +50,12 @@ class Work:
         write_json(self.folder / PROGRESS, document | {"seconds": dict(self.seconds)})
 
 
-def resume(folder: Path, head: dict[str, Any]) -> Work:
+def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
     """The work left in `folder`, when it was made with `head` and its files are intact; an empty one otherwise.
 
     Files that belong to no finished shard are removed: they may be half-written.
     """
-    work = Work(folder, head)
+    work = FinishedShards(folder, head)
     with suppress(OSError, ValueError, KeyError, TypeError):
         document = read_json(folder / PROGRESS)
         if document["schema"] == shards.SCHEMA_VERSION and document["head"] == head:
@@ -73,7 +73,7 @@ def resume(folder: Path, head: dict[str, Any]) -> Work:
 
 
 def build(
-    work: Work, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
+    work: FinishedShards, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
     progress: shards.Progress | None,
 ) -> Counting:  # fmt: skip
     """Make the shards that are missing; how often each id occurs in all of them.
@@ -163,7 +163,7 @@ def remake(
 
 def _flat(
     tokeniser: Tokeniser, corpus: Corpus, splitter: Splitter, start: Cursor
-) -> Generator[tuple[Piece, np.ndarray], None, None]:
+) -> Generator[tuple[TextPiece, np.ndarray], None, None]:
     with closing(tokeniser.encode(pieces_of(corpus, splitter, start))) as chunks:
         for chunk in chunks:
             yield from chunk

@@ -17,7 +17,7 @@ PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One folder of the cache. `kind`: prepared, unfinished, stream (where its blocks begin) or tokenizer."""
 
     path: Path
@@ -36,7 +36,7 @@ class Entry:
         return max(0.0, (time.time() - self.used) / 86_400)
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CacheEntry]:
     """Everything in the cache that preparation made, the largest first. What is not ours is left out."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -49,11 +49,11 @@ def entries(folder: Path) -> list[Entry]:
         used = max(times, default=path.stat().st_mtime)
         size = sum(status.st_size for status in files.values())
         busy = in_the_making(folder / path.name.removeprefix(PARTIAL))
-        found.append(Entry(path, kind, _source(path), size, used, busy))
+        found.append(CacheEntry(path, kind, _source(path), size, used, busy))
     return sorted(found, key=lambda entry: -entry.bytes)
 
 
-def chosen(found: list[Entry], names: list[str], unused_days: float | None) -> list[Entry]:
+def chosen(found: list[CacheEntry], names: list[str], unused_days: float | None) -> list[CacheEntry]:
     """Those named (as listed, or the beginning of one name), else all; of them those unused for so long."""
     picked = found
     if names:
@@ -68,7 +68,7 @@ def chosen(found: list[Entry], names: list[str], unused_days: float | None) -> l
     return [entry for entry in picked if unused_days is None or entry.days >= unused_days]
 
 
-def remove(entry: Entry) -> bool:
+def remove(entry: CacheEntry) -> bool:
     """Delete it; False, and nothing is done, while a process is making it."""
     if in_the_making(entry.path.parent / entry.name):
         return False

@@ -73,6 +73,19 @@ class Text:
         marked, quoted = self._marked(messages)
         return self._tokens(self._render(marked, True, more), messages, quoted)[0].tolist()
 
+    def turn_ends(self) -> frozenset[int]:
+        """The special token that the template writes behind what the assistant says, where it writes one."""
+        if self.template is None:
+            return frozenset()
+        said = [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}]
+        try:
+            after = self._render(said, False).rpartition("\ue001")[2].replace(_END, "").lstrip()
+        except UserError:  # it wants another conversation
+            return frozenset()
+        first = self.encode(after, add_special=False)[:1]
+        special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        return frozenset(special.intersection(first))
+
     def conversation(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (N,) of a whole conversation, and (N,) bool: which of them the assistant says.
 

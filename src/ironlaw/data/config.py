@@ -41,9 +41,9 @@ class DataConfig(Section):
     # .idx; "stdlib": the Python standard library's sources. format = "chat": JSONL with `messages`, of which the
     # assistant's are learned; "pairs": with `prompt`, `chosen` and `rejected`.
     path: str = "stdlib"
-    format: Format = "auto"
-    field: str = "text"
-    split: str | None = None
+    format: Format = "auto"  # by suffix and content, unless given
+    field: str = "text"  # JSONL field or Parquet / Arrow column that holds the text
+    split: str | None = None  # of a Hugging Face DatasetDict; "train" unless given
     sources: tuple[SourceConfig, ...] = ()  # a mixture: [[data.sources]] with path and weight, instead of data.path
     # A Hugging Face tokenizer.json or a directory with a tokenizer; otherwise a byte-level BPE is trained here.
     tokenizer: str | None = None
@@ -51,7 +51,7 @@ class DataConfig(Section):
     chat_template: str | None = None  # a Jinja2 file for format = "chat"; the tokenizer's own unless given
     # Whole documents are held out, by a hash of their text. A corpus of a single document holds out its tail.
     validation_fraction: float = Field(0.02, gt=0.0, lt=1.0)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0)  # decides which documents are held out
     # concat: windows of the text as it stands, documents cut where a window ends; best_fit: a document is cut only
     # when it is longer than a sequence, and rows are filled with the pieces that fit best (arXiv 2404.10830).
     packing: Packing = "concat"

@@ -59,7 +59,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class CorpusDocument:
     """One document, or with `content` None something that should have been one."""
 
     content: readers.Content | None
@@ -146,7 +146,7 @@ class Corpus:
             return None
         return text
 
-    def documents(self, start: Cursor = START) -> Iterator[Document]:
+    def documents(self, start: Cursor = START) -> Iterator[CorpusDocument]:
         """Every document from `start` on, in order; read as it is asked for."""
         before = sum(file.size for file in self.files[: start[0]])
         for number in range(start[0], len(self.files)):
@@ -155,7 +155,7 @@ class Corpus:
             if file.kind == "text":
                 text = self.text(file)
                 if text is not None:
-                    yield Document(text, file, following, before + file.size)
+                    yield CorpusDocument(text, file, following, before + file.size)
             else:
                 position = start[1] if number == start[0] else 0
                 for record in readers.read(file.kind, file.path, self.field, position):
@@ -163,7 +163,7 @@ class Corpus:
                     content = record.content
                     if isinstance(content, list | dict):
                         content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
-                    yield Document(content, file, (number, record.next), done, record.reason)
+                    yield CorpusDocument(content, file, (number, record.next), done, record.reason)
             before += file.size
 
     def _tokens_of(self, content: readers.Messages | readers.Preference, where: str) -> np.ndarray:

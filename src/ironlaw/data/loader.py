@@ -12,7 +12,7 @@ import numpy as np
 
 from ironlaw.data import batches
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, PackedRows, Samples, Windows
+from ironlaw.data.batches import Batches, PackedRows, Samples, TokenWindows
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.mixture import Mixture, together
@@ -35,7 +35,7 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LoaderRecipe:
     """What another process needs to make the same batches: no tokens, only where they are."""
 
     config: DataConfig
@@ -52,7 +52,7 @@ class Recipe:
         return Loader(dataset, self.config, self.sequence)
 
 
-def _reopen(recipe: Recipe, global_batch: int, seed: int, rank: int, world: int) -> BatchSource:
+def _reopen(recipe: LoaderRecipe, global_batch: int, seed: int, rank: int, world: int) -> BatchSource:
     """In another process."""
     return recipe.loader().training(global_batch, seed, rank, world)
 
@@ -94,11 +94,11 @@ class Loader:
         masked = bounds if config.masks_documents else None
         return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
 
-    def _recipe(self) -> Recipe:
+    def _recipe(self) -> LoaderRecipe:
         parts = self.dataset.sources or (self.dataset,)
         folders = tuple(part.folder for part in parts if part.folder is not None)
         config = self.config.model_copy(update={"loader_processes": 0})
-        return Recipe(config, self.dataset.vocab, folders, self.dataset.weights, self.sequence)
+        return LoaderRecipe(config, self.dataset.vocab, folders, self.dataset.weights, self.sequence)
 
     def facts(self) -> dict[str, Any]:
         """How the text became rows, for the ledger: fractions of positions and documents."""
@@ -130,7 +130,7 @@ class Loader:
                 )
             return PackedRows(tokens, packed, seed, dataset.end_of_text, dataset.train_marks, self.config.pairs)
         batches.check_enough(tokens, self.sequence, needed)
-        return Windows(tokens, self.sequence, seed, needed, dataset.train_documents)
+        return TokenWindows(tokens, self.sequence, seed, needed, dataset.train_documents)
 
     def _pack(self, bounds: np.ndarray) -> Packed:
         if id(bounds) not in self._packed:

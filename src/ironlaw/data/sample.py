@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ironlaw.data import readers
-from ironlaw.data.corpus import Corpus, Document, File
+from ironlaw.data.corpus import Corpus, CorpusDocument, File
 from ironlaw.data.splits import Splitter, number
 
 _SHARE = 2**20  # characters that any place may give
@@ -61,7 +61,7 @@ def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, 
         contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
     for content in contents:
         if content is not None:
-            for split, part in splitter.parts(Document(content, file, (0, 0), 0)):
+            for split, part in splitter.parts(CorpusDocument(content, file, (0, 0), 0)):
                 if split == "train" and isinstance(part, str):
                     yield part
 

@@ -22,7 +22,7 @@ from ironlaw.cores import usable_cores
 from ironlaw.data.corpus import START, Cursor
 from ironlaw.data.readers import IDS, MARKS, UNLEARNED
 from ironlaw.data.splits import SPLITS, Split
-from ironlaw.data.tokenise import Piece
+from ironlaw.data.tokenise import TextPiece
 from ironlaw.data.tokenizer import file_sha256
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
@@ -118,7 +118,7 @@ class ShardWriter:
     def tokens(self) -> int:
         return sum(writer.tokens for writer in self._writers.values())
 
-    def write(self, piece: Piece, ids: np.ndarray) -> None:
+    def write(self, piece: TextPiece, ids: np.ndarray) -> None:
         if piece.content is None:
             self._skipped[piece.reason] += 1
         else:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ironlaw.data.corpus import Corpus, Document, File, tail_cut
+from ironlaw.data.corpus import Corpus, CorpusDocument, File, tail_cut
 from ironlaw.data.readers import Content
 from ironlaw.errors import UserError
 
@@ -46,7 +46,7 @@ class Splitter:
     tail: bool  # there is but one document: its tail is held out
     names: dict[str, int] | None = None  # numbers by file name, where names decide
 
-    def parts(self, document: Document) -> list[tuple[Split, Content]]:
+    def parts(self, document: CorpusDocument) -> list[tuple[Split, Content]]:
         """The document with its split; in two parts where the tail is held out."""
         content = document.content
         assert content is not None

@@ -32,7 +32,7 @@ from ironlaw.data.dataset import Dataset, Statistics, Stream
 from ironlaw.data.order import mix, permuted
 from ironlaw.data.shards import token_dtype
 from ironlaw.data.shared_tokenizer import shared_tokenizer
-from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of, worker_count
+from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
 
 BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
@@ -163,7 +163,7 @@ class StreamBatches:
         finally:
             chunks.close()
 
-    def _pieces(self, start: _Start, ends: deque[tuple[int, int, int]]) -> Iterator[Piece]:
+    def _pieces(self, start: _Start, ends: deque[tuple[int, int, int]]) -> Iterator[TextPiece]:
         """Training text without end; `next` is set on the last piece of a block only, and `ends` says where it is."""
         epoch, cursor = start.epoch, (start.file, start.position)
         while True:
@@ -185,7 +185,7 @@ class StreamBatches:
                 raise UserError(f"{self._stream.corpus.root} has no training text: give more in data.path")
             epoch, cursor = epoch + 1, corpora.START
             ends.append((epoch, *cursor))
-            yield Piece("train", None, 0, True, cursor, 0)  # a block never spans two epochs
+            yield TextPiece("train", None, 0, True, cursor, 0)  # a block never spans two epochs
 
     def _note(self, start: _Start) -> None:
         if start in self._starts:
@@ -249,7 +249,7 @@ def _held_out(
     corpus: corpora.Corpus, splitter: splitting.Splitter, tokenizer: tokenizers.Tokenizer, path: str
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Tokens, bounds and bytes of the first held-out documents."""
-    chosen: list[Piece] = []
+    chosen: list[TextPiece] = []
     held = 0
     for piece in pieces_of(corpus, splitter):
         if piece.content is not None and piece.split == "validation":

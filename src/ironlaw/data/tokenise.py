@@ -36,7 +36,7 @@ _CHUNK_BYTES = 2**19  # what a worker gets at a time: a fraction of a second of 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A document, one of the pieces of a long one, or (`content` None) something left out, for `reason`."""
 
     split: Split
@@ -48,11 +48,11 @@ class Piece:
     reason: str = ""
 
 
-def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[Piece]:
+def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[TextPiece]:
     """The corpus from `start` on, cut for the workers."""
     for document in corpus.documents(start):
         if document.content is None:
-            yield Piece("train", None, 0, True, document.next, document.done_bytes, document.reason)
+            yield TextPiece("train", None, 0, True, document.next, document.done_bytes, document.reason)
             continue
         parts = splitter.parts(document)
         for split, content in parts:
@@ -61,7 +61,7 @@ def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iter
                 size = 0 if isinstance(part, np.ndarray) else len(part.encode("utf-8"))
                 last = part is cut[-1]
                 done = last and content is parts[-1][1]
-                yield Piece(split, part, size, last, document.next if done else None, document.done_bytes)
+                yield TextPiece(split, part, size, last, document.next if done else None, document.done_bytes)
 
 
 def worker_count(asked: int | None, corpus_bytes: int) -> int:
@@ -94,7 +94,7 @@ class Tokeniser:
         self._here_bytes = chunk_bytes * max(2, usable_cores())
         self._workers = workers if tokenizer is not None else 0
 
-    def encode(self, source: Iterator[Piece]) -> Generator[list[tuple[Piece, np.ndarray]], None, None]:
+    def encode(self, source: Iterator[TextPiece]) -> Generator[list[tuple[TextPiece, np.ndarray]], None, None]:
         """Lists of pieces with their ids; whatever was begun is finished or dropped when the caller stops."""
         if self._workers == 0:
             yield from self._by_threads(source)
@@ -116,13 +116,13 @@ class Tokeniser:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _by_threads(self, source: Iterator[Piece]) -> Iterator[list[tuple[Piece, np.ndarray]]]:
+    def _by_threads(self, source: Iterator[TextPiece]) -> Iterator[list[tuple[TextPiece, np.ndarray]]]:
         """The library lets go of the interpreter: two batches are under way while this thread reads and writes."""
         if self._tokenizer is None:
             for chunk in self._chunks(source, self._here_bytes):
                 yield list(zip(chunk, self._here(chunk, []), strict=True))
             return
-        waiting: deque[tuple[list[Piece], Future[tuple[list[np.ndarray], float]]]] = deque()
+        waiting: deque[tuple[list[TextPiece], Future[tuple[list[np.ndarray], float]]]] = deque()
         chunks = self._chunks(source, self._here_bytes)
         pool = ThreadPoolExecutor(_BATCHES_AHEAD, "tokenise")
         try:
@@ -148,8 +148,10 @@ class Tokeniser:
         start = time.perf_counter()
         return self._tokenizer.encode_many(texts) if texts else [], time.perf_counter() - start
 
-    def _in_order(self, pool: ProcessPoolExecutor, source: Iterator[Piece]) -> Iterator[list[tuple[Piece, np.ndarray]]]:
-        waiting: deque[tuple[list[Piece], Future[Any]]] = deque()
+    def _in_order(
+        self, pool: ProcessPoolExecutor, source: Iterator[TextPiece]
+    ) -> Iterator[list[tuple[TextPiece, np.ndarray]]]:
+        waiting: deque[tuple[list[TextPiece], Future[Any]]] = deque()
         chunks = self._chunks(source, self._chunk_bytes)
         more = True
         while more or waiting:
@@ -167,8 +169,8 @@ class Tokeniser:
                 self.seconds += seconds / self._workers
                 yield list(zip(chunk, _apart(chunk, ids, lengths), strict=True))
 
-    def _chunks(self, source: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
-        chunk: list[Piece] = []
+    def _chunks(self, source: Iterator[TextPiece], size: int) -> Iterator[list[TextPiece]]:
+        chunk: list[TextPiece] = []
         held = 0
         while True:
             start = time.perf_counter()
@@ -184,7 +186,7 @@ class Tokeniser:
         if chunk:
             yield chunk
 
-    def _here(self, chunk: list[Piece], encoded: list[np.ndarray]) -> Iterator[np.ndarray]:
+    def _here(self, chunk: list[TextPiece], encoded: list[np.ndarray]) -> Iterator[np.ndarray]:
         """The ids of each piece: those of its text, or those it holds already."""
         ids = iter(encoded)
         for piece in chunk:
@@ -194,7 +196,7 @@ class Tokeniser:
                 yield next(ids) if piece.content is not None else np.empty(0, np.int64)
 
 
-def _apart(chunk: list[Piece], ids: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+def _apart(chunk: list[TextPiece], ids: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
     ends = iter(np.cumsum(lengths).tolist())
     begin = 0
     for piece in chunk:

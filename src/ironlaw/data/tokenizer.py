@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
 import tempfile
@@ -17,6 +16,7 @@ import numpy as np
 
 from ironlaw.data.slow_tokenizer import tokenizer_file
 from ironlaw.errors import UserError
+from ironlaw.files import open_file, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -110,10 +110,9 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     """Of a file that may not be there."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except (OSError, UserError):
         return {}
-    return document if isinstance(document, dict) else {}
 
 
 def train(texts: Iterable[str], vocab: int, path: Path) -> Tokenizer:
@@ -158,8 +157,8 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _allow_parallelism() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ironlaw import units
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.rule import Axis, Rule
 from ironlaw.explain.rules import RULES
 from ironlaw.machine.interference import MOST_OTHERS
@@ -71,7 +71,7 @@ class Diagnosis:
         }  # fmt: skip
 
 
-def diagnose(evidence: Evidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
+def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
     """Try every rule; the fault that costs the most binds, and without a fault the ceiling with the largest share.
 
     A symptom (time beyond its plan) counts half: a cause that explains half of it says more.
@@ -92,7 +92,7 @@ def diagnose(evidence: Evidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
     )  # fmt: skip
 
 
-def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding], list[str]]:
+def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Finding], list[str]]:
     findings, not_tested = [], []
     for rule in rules:
         value = rule.measure(evidence)
@@ -115,7 +115,7 @@ def _order(findings: list[Finding], elsewhere: set[str]) -> list[Finding]:
     return sorted(findings, key=lambda f: (not f.fault, not f.cause.notice, -weight(f)))
 
 
-def _insufficient(evidence: Evidence) -> str | None:
+def _insufficient(evidence: RunEvidence) -> str | None:
     """Why no verdict may be given, if so."""
     if evidence.step is None:
         return "the step was not timed"
@@ -129,7 +129,7 @@ def _insufficient(evidence: Evidence) -> str | None:
     return None
 
 
-def _confidence(evidence: Evidence, findings: Sequence[Finding]) -> str:
+def _confidence(evidence: RunEvidence, findings: Sequence[Finding]) -> str:
     """High: well over its threshold, clear of the next cause, and the phases close. Each doubt is a step down."""
     first = findings[0]
     rivals = [f.weight for f in findings[1:] if f.fault == first.fault]

@@ -14,7 +14,7 @@ CLEARLY_OVER = 1.15  # times the plan
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """All shares are fractions of the measured step unless their name says wall (of the training command)."""
 
     plan: Ledger

@@ -11,8 +11,8 @@ from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.energy import energy_use
-from ironlaw.explain.evidence import Evidence
-from ironlaw.explain.gap import Gap, Row, subtract_ledgers
+from ironlaw.explain.evidence import RunEvidence
+from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
 from ironlaw.explain.roofline import roofline
@@ -194,7 +194,7 @@ def explain_run(run_dir: Path, profile: Profile | None = None) -> Explanation:
     # Once the planner was asked, a remedy that is not in the list is one without gain.
     gains = {} if note.startswith(NOT_PLANNED) else {kind.name: 0.0 for kind in REMEDIES}
     gains |= {remedy.name: remedy.gain for remedy in remedies}
-    diagnosis = diagnose(Evidence(plan, run, gap, gains))
+    diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
     return Explanation(
         run_dir, config, config_text, plan, run, gap, diagnosis, remedies, note, read_metrics(run_dir / "metrics.jsonl")
     )
@@ -279,8 +279,8 @@ def _is_number(value: Any) -> bool:
     return number or value is None or value in ("nan", "inf", "-inf")
 
 
-def _row(totals: dict[str, Row], name: str) -> dict[str, Any]:
-    row = totals.get(name, Row(name, None, None))
+def _row(totals: dict[str, GapRow], name: str) -> dict[str, Any]:
+    row = totals.get(name, GapRow(name, None, None))
     return {"planned": row.planned, "measured": row.measured, "error": row.error} | {
         key: value for key, value in row.to_json().items() if key.endswith("_interval")
     }

@@ -8,7 +8,7 @@ from ironlaw.catalog import accelerator, peak
 from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.explanation import NOT_PLANNED, Explanation
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.ledger import Estimate, Ledger, Origin
@@ -23,7 +23,7 @@ def explain_trace(path: Path) -> Explanation:
     _add_peak(plan, run)
     run.facts["unknown"] = _unknown(run)
     gap = subtract_ledgers(plan, run)
-    evidence = Evidence(plan, run, gap)
+    evidence = RunEvidence(plan, run, gap)
     note = f"{NOT_PLANNED}: a trace has no config to change; what helps stands with each cause."
     return Explanation(path, None, "", plan, run, gap, diagnose(evidence), [], note, [])
 

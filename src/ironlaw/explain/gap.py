@@ -15,7 +15,7 @@ PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
 
 
 @dataclass(frozen=True)
-class Row:
+class GapRow:
     """One quantity on both sides, in SI units. Absent stays absent: nothing here is 0 because it is unknown."""
 
     name: str
@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class OperationRow(Row):
+class OperationRow(GapRow):
     """Seconds per step of one operation in one phase; `bound` is the ceiling that the plan says sets its time."""
 
     phase: Phase = Phase.IDLE
@@ -60,17 +60,17 @@ class OperationRow(Row):
 class Gap:
     """Two ledgers side by side. Seconds are per optimizer step; phases + unattributed = the measured step."""
 
-    totals: dict[str, Row]
-    phases: list[Row]
-    kinds: list[Row]
+    totals: dict[str, GapRow]
+    phases: list[GapRow]
+    kinds: list[GapRow]
     operations: list[OperationRow]  # by absolute missing seconds, the largest first
-    memory: list[Row]
+    memory: list[GapRow]
     unattributed_seconds: float | None
     scale: dict[Phase, float]  # what the profiled lines of a phase were multiplied by to sum to its measured seconds
 
     @property
-    def step(self) -> Row:
-        return self.totals.get("step_seconds", Row("step_seconds", None, None))
+    def step(self) -> GapRow:
+        return self.totals.get("step_seconds", GapRow("step_seconds", None, None))
 
     @property
     def unattributed_fraction(self) -> float | None:
@@ -134,7 +134,7 @@ def recomputed_seconds(run: Ledger) -> float:
     return max(operations, float(whole) * scale.get(Phase.BACKWARD, 1.0))
 
 
-def _total(name: str, plan: Ledger, run: Ledger) -> Row:
+def _total(name: str, plan: Ledger, run: Ledger) -> GapRow:
     planned, measured = plan.totals.get(name), run.totals.get(name)
 
     def interval(estimate: Any) -> tuple[float, float] | None:
@@ -142,7 +142,7 @@ def _total(name: str, plan: Ledger, run: Ledger) -> Row:
             return None
         return estimate.low, estimate.high
 
-    return Row(
+    return GapRow(
         name,
         None if planned is None else planned.value,
         None if measured is None else measured.value,
@@ -173,10 +173,12 @@ def _component_names(plan: Ledger, run: Ledger) -> list[str]:
     return list(dict.fromkeys(line.component for line in (*plan.memory, *run.memory)))
 
 
-def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[Any, float]) -> list[Row]:
+def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[Any, float]) -> list[GapRow]:
     """A row for each name that at least one side knows, in the order of the names."""
     return [
-        Row(str(name), planned.get(name), measured.get(name)) for name in names if name in planned or name in measured
+        GapRow(str(name), planned.get(name), measured.get(name))
+        for name in names
+        if name in planned or name in measured
     ]
 
 

@@ -12,10 +12,10 @@ from ironlaw import units
 from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
+from ironlaw.explain.observed_remedies import AS_IT_IS, ObservedPlans, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
 from ironlaw.files import read_json
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Origin, Phase, named_as
@@ -59,7 +59,7 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     gap = subtract_ledgers(plan, run)
     remedies = _remedies(run_dir, plan, run, gap, profile)
     gains = dict.fromkeys(GRADED, 0.0) | {r.name: r.gain for r in remedies}
-    diagnosis = diagnose(Evidence(plan, run, gap, gains))
+    diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
     metrics = read_metrics(run_dir / "metrics.jsonl")
     return Explanation(run_dir, None, "", plan, run, gap, diagnosis, remedies, note, metrics)
@@ -81,7 +81,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
         _add_shapes(document, run)
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         variants = _variants(document, run, profile)
-    return find_observed_remedies(Observed(plan, run, gap, profile, variants))
+    return find_observed_remedies(ObservedPlans(plan, run, gap, profile, variants))
 
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:

@@ -19,7 +19,7 @@ FEWER = 10  # times, evaluations and checkpoints
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedPlans:
     """What a remedy may look at. `variants`: name -> plan of one micro-batch step run that way, on the same machine."""
 
     plan: Ledger
@@ -48,7 +48,7 @@ class Observed:
 
 
 def _remedy(
-    now: Observed, name: str, title: str, effect: Effect, risk: str, when: str, how: str, saved: float, basis: str,
+    now: ObservedPlans, name: str, title: str, effect: Effect, risk: str, when: str, how: str, saved: float, basis: str,
     bytes_saved: float = 0.0,
 ) -> Remedy | None:  # fmt: skip
     """`saved`: seconds per step. What only a plan says must be more than the plan's own error."""
@@ -60,7 +60,7 @@ def _remedy(
     )
 
 
-def _data(now: Observed) -> Remedy | None:
+def _data(now: ObservedPlans) -> Remedy | None:
     stage = now.run.facts.get("data_stage")
     titles = {
         "workers": ("Use more DataLoader workers", "DataLoader(..., num_workers=4, persistent_workers=True)"),
@@ -77,7 +77,7 @@ def _data(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _threads(now: Observed) -> Remedy | None:
+def _threads(now: ObservedPlans) -> Remedy | None:
     gains = now.run.facts.get("thread_gain")
     if gains is None:
         return None
@@ -94,11 +94,11 @@ def _threads(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _busy(now: Observed) -> float:
+def _busy(now: ObservedPlans) -> float:
     return now.phase(Phase.FORWARD) + now.phase(Phase.BACKWARD)
 
 
-def _left_on(now: Observed) -> Remedy | None:
+def _left_on(now: ObservedPlans) -> Remedy | None:
     found = now.run.facts.get("left_on") or []
     if not found:
         return None
@@ -110,7 +110,7 @@ def _left_on(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _float64(now: Observed) -> Remedy | None:
+def _float64(now: ObservedPlans) -> Remedy | None:
     found = now.run.facts.get("float64")
     if not found:
         return None
@@ -121,7 +121,7 @@ def _float64(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _fused_update(now: Observed) -> Remedy | None:
+def _fused_update(now: ObservedPlans) -> Remedy | None:
     found = now.run.facts.get("fused_update")
     if not found:
         return None
@@ -133,7 +133,7 @@ def _fused_update(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _native(now: Observed) -> Remedy | None:
+def _native(now: ObservedPlans) -> Remedy | None:
     """PyTorch's fused attention against our own, both timed at the shapes of the run."""
     found = now.run.facts.get("fused_calls_seconds")
     if not found or now.run.facts.get("device") != "cpu":
@@ -148,7 +148,7 @@ def _native(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _precision(now: Observed) -> Remedy | None:
+def _precision(now: ObservedPlans) -> Remedy | None:
     ratio = now.ratio("bf16")
     if ratio is None:
         return None
@@ -161,7 +161,7 @@ def _precision(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _batch(now: Observed) -> Remedy | None:
+def _batch(now: ObservedPlans) -> Remedy | None:
     """Merge the micro-batches of a step, or with one of them take larger steps: the gain is for the same samples."""
     per_sample = now.ratio("larger_batch")
     if per_sample is None:
@@ -180,7 +180,7 @@ def _batch(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _attention(now: Observed) -> Remedy | None:
+def _attention(now: ObservedPlans) -> Remedy | None:
     """Scores that are written out: their products, softmax and masks against the fused kernel of the same shape."""
     found = unfused_attention(now)
     if found is None:
@@ -193,7 +193,7 @@ def _attention(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
+def unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
     """(seconds spent, seconds the fused kernel takes, bytes of scores) per step; None without a softmax of scores."""
     run, _ = reconcile(now.run)
     roots = {line.operation.rpartition(".")[0] for line in run.lines if line.operation.endswith(".softmax")}
@@ -233,7 +233,7 @@ def _under(operation: str, root: str, *names: str) -> bool:
     return path == root and last in names
 
 
-def _alignment(now: Observed) -> Remedy | None:
+def _alignment(now: ObservedPlans) -> Remedy | None:
     saved, found = 0.0, now.run.facts.get("misaligned") or []
     run, _ = reconcile(now.run)
     for entry in found:
@@ -248,7 +248,7 @@ def _alignment(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _recompute(now: Observed) -> Remedy | None:
+def _recompute(now: ObservedPlans) -> Remedy | None:
     needed = now.run.totals.get("resident_bytes")
     have, kept = now.run.facts.get("memory_bytes"), now.plan.memory_bytes().get("activations") or 0.0
     if needed is None or not have or needed.value + kept > FULL_MEMORY * have:
@@ -260,8 +260,8 @@ def _recompute(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _between(name: str, title: str, risk: str, how: str) -> Callable[[Observed], Remedy | None]:
-    def propose(now: Observed) -> Remedy | None:
+def _between(name: str, title: str, risk: str, how: str) -> Callable[[ObservedPlans], Remedy | None]:
+    def propose(now: ObservedPlans) -> Remedy | None:
         wall = (now.run.facts.get("wall_seconds") or {}).get(name) or 0.0
         saved = wall * (1 - 1 / FEWER) / now.steps
         if not now.step or wall / now.steps < 0.05 * now.step:
@@ -274,7 +274,7 @@ def _between(name: str, title: str, risk: str, how: str) -> Callable[[Observed],
     return propose
 
 
-def _syncs(now: Observed) -> Remedy | None:
+def _syncs(now: ObservedPlans) -> Remedy | None:
     extra = (now.run.facts.get("gradient_syncs_per_step") or 0.0) - 1
     waiting = now.phase(Phase.COMMUNICATION)
     if extra <= 0.5:
@@ -286,7 +286,7 @@ def _syncs(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _straggler(now: Observed) -> Remedy | None:
+def _straggler(now: ObservedPlans) -> Remedy | None:
     ranks = sorted(now.run.facts.get("rank_removable_seconds") or [])
     if len(ranks) < 2:
         return None
@@ -297,7 +297,7 @@ def _straggler(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-REMEDIES: tuple[Callable[[Observed], Remedy | None], ...] = (
+REMEDIES: tuple[Callable[[ObservedPlans], Remedy | None], ...] = (
     _data, _straggler, _threads, _left_on, _float64, _precision, _batch, _attention, _native, _fused_update,
     _alignment, _recompute, _syncs,
     _between("evaluation", "Evaluate a tenth as often", "the curve has fewer points", "evaluate every N steps"),
@@ -306,7 +306,7 @@ REMEDIES: tuple[Callable[[Observed], Remedy | None], ...] = (
 
 
 def find_observed_remedies(
-    now: Observed, kinds: Iterable[Callable[[Observed], Remedy | None]] = REMEDIES
+    now: ObservedPlans, kinds: Iterable[Callable[[ObservedPlans], Remedy | None]] = REMEDIES
 ) -> list[Remedy]:
     """What pays, ranked: what leaves the training as it is before what changes it, each by gain."""
     found = [remedy for kind in kinds if (remedy := kind(now)) is not None]

@@ -9,7 +9,7 @@ from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
-from ironlaw.machine.links import Fabric, Link, load_costs
+from ironlaw.machine.links import Link, RankFabric, load_costs
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.layouts import best_layout
 from ironlaw.workload.layout import Layout
@@ -21,11 +21,11 @@ def ranks_of(run: Ledger) -> int:
     return int(run.facts.get("ranks") or 1) if known else 1
 
 
-def fabric_of(run: Ledger) -> Fabric:
+def fabric_of(run: Ledger) -> RankFabric:
     """UserError when what two ranks of this machine cost each other was not measured."""
     facts = run.facts["fabric"]
     between = Link(**facts["between"]) if facts["between"] else None
-    return Fabric(load_costs(), facts["ranks_per_host"], between)
+    return RankFabric(load_costs(), facts["ranks_per_host"], between)
 
 
 def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Ledger]:

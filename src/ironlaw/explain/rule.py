@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.units import percent, seconds
 
 
@@ -30,18 +30,18 @@ class Rule:
     name: str
     axis: Axis
     threshold: float
-    measure: Callable[[Evidence], float | None]
-    sentence: str | Callable[[Evidence], str]
+    measure: Callable[[RunEvidence], float | None]
+    sentence: str | Callable[[RunEvidence], str]
     advice: str
     source: str  # why the threshold is where it is
-    figures: Callable[[Evidence], list[str]] | None = None
+    figures: Callable[[RunEvidence], list[str]] | None = None
     facts: tuple[str, ...] = ()
     placed: str = ""  # a fact with a line of code, which becomes the first figure
     fault: bool = True  # False: what a healthy run is bound by, or a notice
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
     notice: bool = False  # costs nothing here, and would elsewhere: named before a ceiling, and the run is healthy
 
-    def state(self, evidence: Evidence, value: float) -> tuple[str, list[str]]:
+    def state(self, evidence: RunEvidence, value: float) -> tuple[str, list[str]]:
         """The sentence, and the figures behind it."""
         found = evidence.fact(self.placed) if self.placed else {}
         found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found

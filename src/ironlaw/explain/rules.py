@@ -6,7 +6,7 @@ Adding a rule is adding an entry here, or to `rules_of_code.py` where it is abou
 
 from __future__ import annotations
 
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.rule import Axis, Rule
 from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.ledger import Kind, Phase
@@ -14,14 +14,14 @@ from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
 
 
-def _off_plan(e: Evidence) -> float | None:
+def _off_plan(e: RunEvidence) -> float | None:
     worst = e.most_off_plan()
     if worst is None or e.step is None:
         return None
     return max(0.0, worst[1] - worst[2] - e.tolerance * worst[1]) / e.step
 
 
-def _off_plan_sentence(e: Evidence) -> str:
+def _off_plan_sentence(e: RunEvidence) -> str:
     kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
     if not planned:
         return f"Operations of kind {kind} take time that was not planned."
@@ -29,17 +29,17 @@ def _off_plan_sentence(e: Evidence) -> str:
     return f"Operations of kind {kind} take {times} what this machine was measured to need for them."
 
 
-def _off_plan_figures(e: Evidence) -> list[str]:
+def _off_plan_figures(e: RunEvidence) -> list[str]:
     kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
     return [f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"]
 
 
-def _throughout(e: Evidence) -> float | None:
+def _throughout(e: RunEvidence) -> float | None:
     both = e.slower_throughout()
     return None if both is None else max(0.0, (both[0] - both[1]) / both[0] - e.tolerance)
 
 
-def _throughout_sentence(e: Evidence) -> str:
+def _throughout_sentence(e: RunEvidence) -> str:
     measured, planned = e.slower_throughout() or (0.0, 1.0)
     return (
         f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
@@ -47,18 +47,18 @@ def _throughout_sentence(e: Evidence) -> str:
     )
 
 
-def _throughout_figures(e: Evidence) -> list[str]:
+def _throughout_figures(e: RunEvidence) -> list[str]:
     measured, planned = e.slower_throughout() or (0.0, 1.0)
     here = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
     return [here, *_others(e)]
 
 
-def _beyond(e: Evidence, share: float | None) -> float | None:
+def _beyond(e: RunEvidence, share: float | None) -> float | None:
     """In a loop that is not ours the model is given: its shape is a fault only where it costs half of the step."""
     return None if share is None else max(0.0, share - e.tolerance)
 
 
-def _slow(e: Evidence, neighbours: bool) -> float | None:
+def _slow(e: RunEvidence, neighbours: bool) -> float | None:
     """How much slower than planned the machine was: by what `neighbours` did, or by what can be found on it.
 
     A guest of a shared host on which nothing else ran: what slowed it is out of its sight and reach, and passes.
@@ -69,18 +69,18 @@ def _slow(e: Evidence, neighbours: bool) -> float | None:
     return max(0.0, 1.0 - e.machine_speed) if theirs is neighbours else 0.0
 
 
-def _slow_sentence(e: Evidence) -> str:
+def _slow_sentence(e: RunEvidence) -> str:
     return (
         "The machine was slower than it typically is: the same kernels ran at "
         f"{percent(e.machine_speed, 0)} of the speed that was planned with."
     )
 
 
-def _slow_figures(e: Evidence) -> list[str]:
+def _slow_figures(e: RunEvidence) -> list[str]:
     return [f"kernels repeated during the run: {percent(e.machine_speed, 0)} of their planned speed", *_others(e)]
 
 
-def _others(e: Evidence) -> list[str]:
+def _others(e: RunEvidence) -> list[str]:
     """Whose doing it was: that of programs on this machine, or of neighbours that the system cannot see."""
     share = e.fact("other_load")
     if share is None:
@@ -99,23 +99,23 @@ STAGES = {
 }
 
 
-def _input_share(e: Evidence) -> float | None:
+def _input_share(e: RunEvidence) -> float | None:
     """Waiting for a batch, and copying it to the device."""
     waiting, copying = e.phase_share(Phase.DATA), e.phase_share(Phase.TRANSFER)
     return copying if waiting is None else waiting + (copying or 0.0)
 
 
-def _stage(e: Evidence) -> str:
+def _stage(e: RunEvidence) -> str:
     copies = (e.phase_share(Phase.TRANSFER) or 0.0) > (e.phase_share(Phase.DATA) or 0.0)
     return "copy" if copies else str(e.fact("data_stage"))
 
 
-def _input_sentence(e: Evidence) -> str:
+def _input_sentence(e: RunEvidence) -> str:
     where = STAGES.get(_stage(e), "")
     return f"The step waits for data: {percent(_input_share(e))} of it passes before the next batch is there{where}."
 
 
-def _input_figures(e: Evidence) -> list[str]:
+def _input_figures(e: RunEvidence) -> list[str]:
     figures = [f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
     if _stage(e) == "copy":
         figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
@@ -126,7 +126,7 @@ def _input_figures(e: Evidence) -> list[str]:
     return figures
 
 
-def _host_share(e: Evidence) -> float | None:
+def _host_share(e: RunEvidence) -> float | None:
     """The loop's own Python and what it sleeps or waits for, less what is known to be logging. Waiting for a core that
     other programs have, or for a device, is no doing of its own."""
     host, idle = e.phase_share(Phase.HOST), e.phase_share(Phase.IDLE)
@@ -137,59 +137,59 @@ def _host_share(e: Evidence) -> float | None:
     return max(0.0, (host or 0.0) + waits - (logging_share(e) or 0.0))
 
 
-def _host_figures(e: Evidence) -> list[str]:
+def _host_figures(e: RunEvidence) -> list[str]:
     return [*_lines_of(e, Phase.HOST), f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}"]
 
 
-def _lines_of(e: Evidence, phase: Phase) -> list[str]:
+def _lines_of(e: RunEvidence, phase: Phase) -> list[str]:
     """Where the user's code spends a phase, as far as it was looked at: what takes a tenth of it and more."""
     lines = (e.fact("lines") or {}).get(str(phase), [])
     return [f"{place}: {percent(share, 0)} of it" for place, share in lines if share >= 0.1 and place != "?"]
 
 
-def _overhead_figures(e: Evidence) -> list[str]:
+def _overhead_figures(e: RunEvidence) -> list[str]:
     calls = count(e.bound_calls("overhead"))
     return [f"{calls} calls per step that take about as long as calling them", *_lines_of(e, Phase.FORWARD)]
 
 
-def _attention_sentence(e: Evidence) -> str:
+def _attention_sentence(e: RunEvidence) -> str:
     flops = (e.planned_flops(Kind.ATTENTION) or 0.0) / (e.plan.flops() or 1)
     share = percent(e.kind_share(Kind.ATTENTION), 0)
     return f"Attention binds: it takes {share} of the step for {percent(flops, 0)} of the FLOPs."
 
 
-def _attention_figures(e: Evidence) -> list[str]:
+def _attention_figures(e: RunEvidence) -> list[str]:
     attention, products = (rate(e.rate(kind), "FLOP") for kind in (Kind.ATTENTION, Kind.MATMUL))
     return [f"attention attains {attention}, matrix products {products}"]
 
 
-def _narrow_sentence(e: Evidence) -> str:
+def _narrow_sentence(e: RunEvidence) -> str:
     attained = percent((e.rate(Kind.MATMUL) or 0.0) / (e.peak_rate() or 1.0), 0)
     return f"The model is too narrow for this machine: its matrix products attain {attained} of what large ones do."
 
 
-def _narrow_figures(e: Evidence) -> list[str]:
+def _narrow_figures(e: RunEvidence) -> list[str]:
     attained, peak = rate(e.rate(Kind.MATMUL) or 0.0, "FLOP"), rate(e.peak_rate() or 1.0, "FLOP")
     return [f"matrix products {attained} of {peak} measured on large ones"]
 
 
-def _compute_figures(e: Evidence) -> list[str]:
+def _compute_figures(e: RunEvidence) -> list[str]:
     mfu, attained = e.run.totals.get("mfu"), e.rate(Kind.MATMUL)
     figures = [f"matrix products attain {rate(attained, 'FLOP')}"] if attained else []
     return figures + ([f"MFU {percent(mfu.value)} of the machine's measured matmul rate"] if mfu is not None else [])
 
 
-def _memory_figures(e: Evidence) -> list[str]:
+def _memory_figures(e: RunEvidence) -> list[str]:
     slowest, share = e.slowest_of("memory"), percent(e.bound_share("memory"))
     largest = f"; the largest is {slowest.name} ({slowest.phase}) with {seconds(slowest.measured)}" if slowest else ""
     return [f"operations limited by memory bandwidth: {share} of the step{largest}"]
 
 
-def _phase_seconds(e: Evidence, phase: Phase) -> str:
+def _phase_seconds(e: RunEvidence, phase: Phase) -> str:
     return seconds(next((row.measured for row in e.gap.phases if row.name == str(phase)), None))
 
 
-def _wall(e: Evidence, name: str) -> list[str]:
+def _wall(e: RunEvidence, name: str) -> list[str]:
     wall = e.fact("wall_seconds") or {}
     return [f"{name} {seconds(wall.get(name))}, training steps {seconds(wall.get('training'))}"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Axis, Rule
 from ironlaw.ledger import Kind, Phase
@@ -23,19 +23,19 @@ COPIES = ("copy", "clone", "contiguous", "to_copy", "to")
 TILE = 128  # rows and columns of a tile of matrix units
 
 
-def _gain(name: str) -> Callable[[Evidence], float | None]:
+def _gain(name: str) -> Callable[[RunEvidence], float | None]:
     return lambda evidence: evidence.gains.get(name)
 
 
-def _found(fact: str, value: float = NOTICED) -> Callable[[Evidence], float | None]:
+def _found(fact: str, value: float = NOTICED) -> Callable[[RunEvidence], float | None]:
     """The value where the run has such a thing, 0 where it was looked for."""
     return lambda e: None if fact not in e.run.facts else value if e.fact(fact) else 0.0
 
 
-def _traced(*phases: Phase) -> Callable[[Evidence], float | None]:
+def _traced(*phases: Phase) -> Callable[[RunEvidence], float | None]:
     """Share of a traced step on a device in these phases."""
 
-    def measure(e: Evidence) -> float | None:
+    def measure(e: RunEvidence) -> float | None:
         if e.fact("device") != "cuda" or e.fact("source") != "trace":
             return None
         return sum(e.phase_share(phase) or 0.0 for phase in phases)
@@ -43,7 +43,7 @@ def _traced(*phases: Phase) -> Callable[[Evidence], float | None]:
     return measure
 
 
-def logging_share(e: Evidence) -> float | None:
+def logging_share(e: RunEvidence) -> float | None:
     """Of the step: the loop's own time, as far as a logger was on the stack."""
     fraction = e.fact("logging_fraction")
     if fraction is None:
@@ -51,7 +51,7 @@ def logging_share(e: Evidence) -> float | None:
     return float(fraction) * sum(e.phase_share(phase) or 0.0 for phase in (Phase.HOST, Phase.IDLE))
 
 
-def _communication(e: Evidence) -> float | None:
+def _communication(e: RunEvidence) -> float | None:
     """Less what has a cause of its own: waiting for a rank that is slower, and exchanges that nothing needs."""
     share, ranks, rank = e.phase_share(Phase.COMMUNICATION), e.fact("rank_own_seconds"), int(e.fact("rank") or 0)
     if share is None:
@@ -60,23 +60,23 @@ def _communication(e: Evidence) -> float | None:
     return max(0.0, share - behind) * (1 - _useless(e))
 
 
-def _useless(e: Evidence) -> float:
+def _useless(e: RunEvidence) -> float:
     """Share of the gradient exchanges of a step after which it accumulates further."""
     per_step = float(e.fact("gradient_syncs_per_step") or 0.0)
     return max(0.0, per_step - 1) / per_step if per_step else 0.0
 
 
-def _extra_syncs(e: Evidence) -> float | None:
+def _extra_syncs(e: RunEvidence) -> float | None:
     """Exposed communication that is for exchanges in the middle of accumulation."""
     share = e.phase_share(Phase.COMMUNICATION)
     return None if share is None or not e.fact("gradient_syncs_per_step") else share * _useless(e)
 
 
-def _bubble(e: Evidence) -> float | None:
+def _bubble(e: RunEvidence) -> float | None:
     return e.plan.facts.get("bubble_fraction") or e.fact("bubble_fraction")
 
 
-def _straggler(e: Evidence) -> float | None:
+def _straggler(e: RunEvidence) -> float | None:
     """How much longer the slowest rank works before it meets the others, as a share of the step."""
     ranks = sorted(e.fact("rank_own_seconds") or [])
     if len(ranks) < 2 or not e.step:
@@ -84,27 +84,27 @@ def _straggler(e: Evidence) -> float | None:
     return float(ranks[-1] - ranks[(len(ranks) - 1) // 2]) / e.step
 
 
-def _sync_calls(e: Evidence) -> list[dict[str, Any]] | None:
+def _sync_calls(e: RunEvidence) -> list[dict[str, Any]] | None:
     points = e.fact("sync_points")
     return None if points is None or e.step is None else [p for p in points if p["per_step"] > MOST_SYNCS]
 
 
-def _syncs(e: Evidence) -> float | None:
+def _syncs(e: RunEvidence) -> float | None:
     calls = _sync_calls(e)
     return None if calls is None else float(sum(p["seconds"] for p in calls)) / (e.step or 1.0)
 
 
-def _syncs_sentence(e: Evidence) -> str:
+def _syncs_sentence(e: RunEvidence) -> str:
     total = sum(p["per_step"] for p in _sync_calls(e) or [])
     return f"The host waits for values of tensors {total:.0f} times per step, inside the loop."
 
 
-def _syncs_figures(e: Evidence) -> list[str]:
+def _syncs_figures(e: RunEvidence) -> list[str]:
     calls = (_sync_calls(e) or [])[:4]
     return [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls]
 
 
-def _recomputes(e: Evidence) -> float | None:
+def _recomputes(e: RunEvidence) -> float | None:
     if not e.run.lines or not e.step:
         return None
     resident, have = e.run.totals.get("resident_bytes"), e.fact("memory_bytes")
@@ -114,22 +114,22 @@ def _recomputes(e: Evidence) -> float | None:
     return recomputed_seconds(e.run) / e.step
 
 
-def _busy_figures(e: Evidence) -> list[str]:
+def _busy_figures(e: RunEvidence) -> list[str]:
     kinds = sorted(e.gap.kinds, key=lambda row: -(row.measured or 0.0))
     return [f"{row.name} {percent((row.measured or 0.0) / (e.step or 1.0), 0)}" for row in kinds[:3]]
 
 
-def _skipped(e: Evidence) -> float | None:
+def _skipped(e: RunEvidence) -> float | None:
     skipped, steps = e.fact("skipped_updates"), e.steps
     return None if skipped is None or not steps else float(skipped) / steps
 
 
-def _fragmentation(e: Evidence) -> float | None:
+def _fragmentation(e: RunEvidence) -> float | None:
     reserved, peak = e.fact("reserved_bytes"), e.run.totals.get("peak_bytes")
     return None if not reserved or peak is None else max(0.0, 1 - peak.value / float(reserved))
 
 
-def _quantisation(e: Evidence) -> float | None:
+def _quantisation(e: RunEvidence) -> float | None:
     """Time that products spend on parts of tiles and waves without work."""
     shapes, units = e.fact("product_shapes"), e.fact("compute_units")
     if not shapes or not units:
@@ -142,7 +142,7 @@ def _quantisation(e: Evidence) -> float | None:
     return 1 - useful / launched
 
 
-def _throttled(e: Evidence) -> float | None:
+def _throttled(e: RunEvidence) -> float | None:
     """By the board's mean clock during the steps; a processor's, by its speed, where the system counted heat."""
     clock, highest = e.fact("clock_hertz"), e.fact("clock_highest_hertz")
     if clock and highest:
@@ -153,19 +153,19 @@ def _throttled(e: Evidence) -> float | None:
     return max(0.0, 1 - speed) if events else 0.0
 
 
-def _matrix_units(e: Evidence) -> float | None:
+def _matrix_units(e: RunEvidence) -> float | None:
     """fp32 products on a device that has matrix units for 16 bits."""
     if e.fact("device") != "cuda" or e.fact("precision") is None:
         return None
     return (e.kind_share(Kind.MATMUL) or 0.0) if e.fact("precision") == "fp32" else 0.0
 
 
-def _unfused(e: Evidence) -> float | None:
+def _unfused(e: RunEvidence) -> float | None:
     flag = e.fact("unfused_attention")
     return None if flag is None else (e.kind_share(Kind.ATTENTION) or 0.0) + 0.01 if flag else 0.0
 
 
-def _align_figures(e: Evidence) -> list[str]:
+def _align_figures(e: RunEvidence) -> list[str]:
     figures = [
         f"{one['module']}: {one['shape'][0]} × {one['shape'][1]} takes {seconds(one['seconds'])}, "
         f"{one['aligned'][0]} × {one['aligned'][1]} {seconds(one['aligned_seconds'])}"
@@ -175,15 +175,15 @@ def _align_figures(e: Evidence) -> list[str]:
     return figures + [f"{name}: {size:,}, not a multiple of 8" for name, size in odd]
 
 
-def _misaligned_here(e: Evidence) -> float | None:
+def _misaligned_here(e: RunEvidence) -> float | None:
     found = e.fact("misaligned")
     return None if found is None else (NOTICED if found or e.fact("odd_sizes") else 0.0)
 
 
-def _threads(more: bool) -> Callable[[Evidence], float | None]:
+def _threads(more: bool) -> Callable[[RunEvidence], float | None]:
     """Gain of as many threads as cores, where there are more, or fewer."""
 
-    def measure(e: Evidence) -> float | None:
+    def measure(e: RunEvidence) -> float | None:
         threads, cores, gain = e.fact("threads"), e.fact("cores"), e.gains.get("threads")
         if gain is None or threads is None or cores is None:
             return None
@@ -192,12 +192,12 @@ def _threads(more: bool) -> Callable[[Evidence], float | None]:
     return measure
 
 
-def _grows_sentence(e: Evidence) -> str:
+def _grows_sentence(e: RunEvidence) -> str:
     holder = e.fact("memory_growth")["holder"]
     return "Memory grows from step to step" + (f": `{holder}` keeps something of every step." if holder else ".")
 
 
-def _grows_figures(e: Evidence) -> list[str]:
+def _grows_figures(e: RunEvidence) -> list[str]:
     grown = e.fact("memory_growth")["bytes_per_step"]
     have, resident = e.fact("memory_bytes"), e.run.totals.get("resident_bytes")
     figures = [f"{bytes_(grown)} more after every step, evenly to the end of the loop"]
@@ -206,7 +206,7 @@ def _grows_figures(e: Evidence) -> list[str]:
     return figures
 
 
-def _unread_forwards(e: Evidence) -> float | None:
+def _unread_forwards(e: RunEvidence) -> float | None:
     """Forward passes with gradients enabled that no backward pass comes through, as a share of the step."""
     forwards, read = e.fact("forwards_per_step"), e.fact("read_forwards_per_step")
     if not forwards or not read:
@@ -214,19 +214,19 @@ def _unread_forwards(e: Evidence) -> float | None:
     return max(0.0, 1 - read / forwards) * (e.phase_share(Phase.FORWARD) or 0.0)
 
 
-def _unread_figures(e: Evidence) -> list[str]:
+def _unread_figures(e: RunEvidence) -> list[str]:
     forwards, read = e.fact("forwards_per_step"), e.fact("read_forwards_per_step")
     passes = f"backward passes come through {read:.1f} of {forwards:.1f} forward passes per step"
     return [*(e.fact("forward_lines") or [])[:3], passes]
 
 
-def _recompiles(e: Evidence) -> float | None:
+def _recompiles(e: RunEvidence) -> float | None:
     """Wall time of steps, after the first few, in which the compiler ran, above that of a typical step."""
     spent, wall = e.fact("recompile_seconds"), e.fact("wall_seconds") or {}
     return None if spent is None or not wall.get("training") else float(spent) / float(wall["training"])
 
 
-def _copies(e: Evidence) -> float | None:
+def _copies(e: RunEvidence) -> float | None:
     """Of the recorded operations' time: copies and conversions within the module's passes, and what calling them costs.
     Autocast's own belong to it."""
     passes = [line for line in e.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD)]
@@ -238,7 +238,7 @@ def _copies(e: Evidence) -> float | None:
     return sum((line.seconds or 0.0) + calling * (line.count or 0) for line in copies) / whole
 
 
-def _by_hand(e: Evidence) -> float | None:
+def _by_hand(e: RunEvidence) -> float | None:
     """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
     lines, place = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER)), (e.fact("places") or {}).get("update_by_hand")
     if lines is None or place is None:
@@ -246,26 +246,34 @@ def _by_hand(e: Evidence) -> float | None:
     return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
-def _by_hand_figures(e: Evidence) -> list[str]:
-    lines = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), [])
-    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
+def _by_hand_figures(e: RunEvidence) -> list[str]:
+    lines, update = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), []), e.fact("places")["update_by_hand"]
+    shown = [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
+    return sorted(shown, key=lambda one: one.startswith(f"{update}:"))  # what the loop does itself first
 
 
-def _share_of(fact: str, phase: Phase) -> Callable[[Evidence], float | None]:
+def _share_of(fact: str, phase: Phase) -> Callable[[RunEvidence], float | None]:
     """Of the step: the phase, by the share of the gradients' elements that a fact has."""
 
-    def measure(e: Evidence) -> float | None:
+    def measure(e: RunEvidence) -> float | None:
         return e.fact(fact)["part"] * (e.phase_share(phase) or 0.0) if e.fact(fact) else None
 
     return measure
 
 
-def _copies_figures(e: Evidence) -> list[str]:
+def _padding(e: RunEvidence) -> float | None:
+    """Of the step: the passes, by the part of the tokens that is padding."""
+    if not e.fact("padding"):
+        return None
+    return float(e.fact("padding")["part"]) * sum(e.phase_share(p) or 0.0 for p in (Phase.FORWARD, Phase.BACKWARD))
+
+
+def _copies_figures(e: RunEvidence) -> list[str]:
     lines = (e.fact("lines") or {}).get(str(Phase.FORWARD), [])
     return [f"{place}: {percent(share, 0)} of the forward pass" for place, share in lines if place != "?"]
 
 
-def _mode_free(e: Evidence) -> float | None:
+def _mode_free(e: RunEvidence) -> float | None:
     return 0.0 if e.gains.get("mode", 0.0) >= MODE_COSTS else _found("left_on")(e)
 
 
@@ -281,6 +289,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "Gradients are never cleared: every step adds to those of all steps before.",
         "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
         placed="added_gradients",
+    ),
+    Rule(
+        "left_in_eval", Axis.ALGORITHM, 0.5, _found("left_in_eval", 0.9),
+        "The model trains in evaluation mode: dropout is off, and batch norms keep their old averages.",
+        "model.train() before training, and again after every evaluation",
+        "updates that followed passes in evaluation mode only, in most steps", placed="left_in_eval",
     ),
     Rule(
         "recompiles", Axis.ALGORITHM, 0.05, _recompiles,
@@ -312,10 +326,19 @@ CODE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradients_idle", Axis.ALGORITHM, 0.05, _share_of("idle_gradients", Phase.BACKWARD),
-        "Gradients are computed for weights that no optimizer updates: about {share} of the step.",
-        "requires_grad_(False) on what is frozen, or torch.no_grad() around its part of the forward pass",
+        "Gradients are computed that no update reads: about {share} of the step.",
+        ".detach() what another model gives, or make it under torch.no_grad(); requires_grad_(False) on what is frozen",
         "the backward pass, by the share of such weights; 5% as for forward passes that nothing reads",
+        lambda e: (e.fact("idle_gradients").get("lines") or [])[1:],
         placed="idle_gradients",
+    ),
+    Rule(
+        "padding", Axis.ALGORITHM, 0.2, _padding,
+        "The model computes padding: {share} of the step is for the value that rows are filled up with.",
+        "pad to the longest of each batch (in collate_fn), batches of like lengths, or several texts in a row",
+        "lengths that are spread evenly leave about a quarter of a batch that is padded to its own longest",
+        lambda e: [f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
+                   f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"], placed="padding",
     ),
     Rule(
         "rows_untouched", Axis.ALGORITHM, 0.10, _share_of("untouched_rows", Phase.OPTIMIZER),
@@ -470,6 +493,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
         "loss.backward() without retain_graph and create_graph", "only a second pass through the same graph needs it",
         placed="retained_graphs", fault=False, notice=True,
+    ),
+    Rule(
+        "unscaled", Axis.ALGORITHM, NOTICED, _found("unscaled"),
+        "fp16 without loss scaling: gradients below 6e-8 become zero.",
+        "torch.amp.GradScaler, or bf16, which needs none", "the least number that fp16 holds is 2^-24",
+        placed="unscaled", fault=False, notice=True,
     ),
     Rule(
         "mode_left_on_free", Axis.ALGORITHM, NOTICED, _mode_free, "{name} is left on: it costs little here.",

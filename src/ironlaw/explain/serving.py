@@ -29,7 +29,7 @@ ACCEPTED = 0.4  # of drafted tokens, below which a draft costs more than it save
 
 
 @dataclass(frozen=True)
-class Finding:
+class ServingFinding:
     """share: of the time that the engine was busy. gain: of it, that the remedy would save. None: not known."""
 
     name: str
@@ -47,7 +47,7 @@ class ServingExplanation:
     run: Ledger
     planned: dict[Phase, float]
     note: str
-    findings: list[Finding]
+    findings: list[ServingFinding]
 
     def to_json(self) -> dict[str, Any]:
         measured = self.run.phase_seconds
@@ -114,11 +114,11 @@ def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | No
 # -- what binds --------------------------------------------------------------------------------------------------------
 
 
-def find(run: Ledger) -> list[Finding]:
+def find(run: Ledger) -> list[ServingFinding]:
     """Findings, the one that costs most first; `healthy` where none reaches its threshold."""
     found = [finding for rule in RULES if (finding := rule(run)) is not None]
     found.sort(key=lambda finding: -(finding.share or 0.0))
-    return found or [Finding("healthy", "no cause reaches its threshold", "")]
+    return found or [ServingFinding("healthy", "no cause reaches its threshold", "")]
 
 
 def _busy(run: Ledger) -> float:
@@ -135,26 +135,26 @@ def _total(run: Ledger, name: str) -> float:
     return 0.0 if found is None else found.value
 
 
-def _queue(run: Ledger) -> Finding | None:
+def _queue(run: Ledger) -> ServingFinding | None:
     waiting, batch, limit = _total(run, "waiting"), _total(run, "decode_batch"), run.facts.get("batch") or 0
     if waiting < 1 or not limit or batch < 0.8 * limit:
         return None
     share = waiting / (waiting + batch)
     told = f"{waiting:.3g} requests wait on average while {batch:.3g} of {limit} places are taken"
-    return Finding("queue", told, f"--set serve.batch={2 * limit}, or another copy of the server", share)
+    return ServingFinding("queue", told, f"--set serve.batch={2 * limit}, or another copy of the server", share)
 
 
-def _cache(run: Ledger) -> Finding | None:
+def _cache(run: Ledger) -> ServingFinding | None:
     preempted = run.facts.get("preemptions") or 0
     if _total(run, "kv_usage") < FULL and not preempted:
         return None
     told = f"the cache is {_total(run, 'kv_usage'):.0%} full on average, {preempted} requests were sent back"
-    return Finding(
+    return ServingFinding(
         "kv", told, "more pages, or a cache of fewer bits: --set serve.kv=fp8 or int8", _total(run, "kv_usage")
     )
 
 
-def _prompts(run: Ledger) -> Finding | None:
+def _prompts(run: Ledger) -> ServingFinding | None:
     share = _share(run, Phase.PREFILL)
     if share < PROMPT_SHARE:
         return None
@@ -162,19 +162,21 @@ def _prompts(run: Ledger) -> Finding | None:
     remedy = "a smaller serve.token_budget where answers must not stall, a larger one where throughput counts"
     if queried and hits < 0.1 * queried:
         remedy += "; equal beginnings of prompts are computed once, and these prompts share next to nothing"
-    return Finding("prefill", f"prompts take {share:.0%} of the busy time and delay answers", remedy, share)
+    return ServingFinding("prefill", f"prompts take {share:.0%} of the busy time and delay answers", remedy, share)
 
 
-def _host(run: Ledger) -> Finding | None:
+def _host(run: Ledger) -> ServingFinding | None:
     share = _share(run, Phase.HOST, Phase.SAMPLING)
     if share < HOST_SHARE:
         return None
     told = f"scheduling, sampling and text take {share:.0%} of the busy time"
-    return Finding("host", told, "greedy answers, fewer logprobs, more requests at once per step", share, share / 2,
-                   "assumed: half of it grows with steps, not with tokens")  # fmt: skip
+    remedy = "greedy answers, fewer logprobs, more requests at once per step"
+    return ServingFinding(
+        "host", told, remedy, share, share / 2, "assumed: half of it grows with steps, not with tokens"
+    )
 
 
-def _bandwidth(run: Ledger) -> Finding | None:
+def _bandwidth(run: Ledger) -> ServingFinding | None:
     """Twice the requests take hardly longer: what a step reads is the weights."""
     by_batch = {int(k): v for k, v in run.facts.get("steps", {}).get("decode_seconds_by_batch", {}).items()}
     batch = _total(run, "decode_batch")
@@ -184,24 +186,34 @@ def _bandwidth(run: Ledger) -> Finding | None:
         return None
     told = f"{2 * pairs[0][0]} requests at once take {pairs[0][1]:.2f} times as long as {pairs[0][0]}: weights are read"
     gain = share * (1 - pairs[0][1] / 2)
-    return Finding("bandwidth", told, "more requests at once, fewer bits (serve.weights=int8 or int4), speculation",
-                   share, gain, "measured: twice the batch, time per token")  # fmt: skip
+    remedy = "more requests at once, fewer bits (serve.weights=int8 or int4), speculation"
+    return ServingFinding("bandwidth", told, remedy, share, gain, "measured: twice the batch, time per token")
 
 
-def _light(run: Ledger) -> Finding | None:
+def _light(run: Ledger) -> ServingFinding | None:
     idle = run.phase_seconds.get(Phase.IDLE, 0.0)
     share = idle / (idle + _busy(run)) if idle else 0.0
     if share < IDLE_SHARE:
         return None
-    return Finding("load", f"nobody asked for anything {share:.0%} of the time", "nothing: the server is not the limit")
+    return ServingFinding(
+        "load", f"nobody asked for anything {share:.0%} of the time", "nothing: the server is not the limit"
+    )
 
 
-def _draft(run: Ledger) -> Finding | None:
+def _draft(run: Ledger) -> ServingFinding | None:
     drafted, accepted = run.facts.get("drafted") or 0, run.facts.get("accepted") or 0
     if not drafted or accepted >= ACCEPTED * drafted:
         return None
     told = f"{accepted / drafted:.0%} of {drafted:,} drafted tokens were taken: speculation does not pay"
-    return Finding("speculation", told, '--set serve.speculation="none"', _share(run, Phase.DECODE))
+    return ServingFinding("speculation", told, '--set serve.speculation="none"', _share(run, Phase.DECODE))
 
 
-RULES: tuple[Callable[[Ledger], Finding | None], ...] = (_queue, _cache, _prompts, _host, _bandwidth, _draft, _light)
+RULES: tuple[Callable[[Ledger], ServingFinding | None], ...] = (
+    _queue,
+    _cache,
+    _prompts,
+    _host,
+    _bandwidth,
+    _draft,
+    _light,
+)

@@ -115,7 +115,7 @@ def tune(
     Raises UserError when the budget does not last for the first measurement.
     """
     began, real = clock(), measure is None
-    measure = measure or Runner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12))
+    measure = measure or TrialRunner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12))
     tried: set[tuple[Any, ...]] = set()
     start = measure(config, "start")
     result = Tuned(config, start, start, runs=1)
@@ -231,7 +231,7 @@ def judge(before: Measured, after: Measured, control: Measured) -> tuple[float, 
 
 
 @dataclass
-class Runner:
+class TrialRunner:
     """Measures a config by training a few steps of it in this process."""
 
     folder: Path

@@ -23,28 +23,28 @@ MeasureServing = Callable[[Settings, str], Measured]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ServingTrial:
     name: str
     settings: Settings
     effect: Effect = Effect.NONE
 
 
 def candidates(cores: int, at_once: int, context: int, formats: Sequence[str] = (), exact: bool = False,
-               speculates: bool = True) -> list[Candidate]:  # fmt: skip
+               speculates: bool = True) -> list[ServingTrial]:  # fmt: skip
     """What may pay, what mostly pays most first. `speculates`: the prompts are text, so that guesses mean something."""
-    found = [Candidate("weights", {"weights": form}, Effect.ROUNDING) for form in formats]
-    found += [Candidate("threads", {"threads": n}) for n in sorted({1, cores})]
+    found = [ServingTrial("weights", {"weights": form}, Effect.ROUNDING) for form in formats]
+    found += [ServingTrial("threads", {"threads": n}) for n in sorted({1, cores})]
     if speculates:
-        found += [Candidate("speculation", {"speculation": "ngram", "drafted": n}) for n in (3, 6)]
-    found += [Candidate("budget", {"token_budget": n}) for n in (128, 256, 1024, 2048) if n < 2 * context * at_once]
-    found += [Candidate("block", {"block": n}) for n in (8, 32, 64)]
-    found += [Candidate("batch", {"batch": n}) for n in (at_once // 4, at_once // 2) if n]
-    found += [Candidate("cache", {"kv": form}, Effect.ROUNDING) for form in ("bf16", "int8")]
+        found += [ServingTrial("speculation", {"speculation": "ngram", "drafted": n}) for n in (3, 6)]
+    found += [ServingTrial("budget", {"token_budget": n}) for n in (128, 256, 1024, 2048) if n < 2 * context * at_once]
+    found += [ServingTrial("block", {"block": n}) for n in (8, 32, 64)]
+    found += [ServingTrial("batch", {"batch": n}) for n in (at_once // 4, at_once // 2) if n]
+    found += [ServingTrial("cache", {"kv": form}, Effect.ROUNDING) for form in ("bf16", "int8")]
     return [one for one in found if not (exact and one.effect > Effect.NONE)]
 
 
 def tune_serving(
-    tried: Sequence[Candidate], measure: MeasureServing, base: Settings, *, budget_seconds: float,
+    tried: Sequence[ServingTrial], measure: MeasureServing, base: Settings, *, budget_seconds: float,
     say: Say = lambda message: None, clock: Callable[[], float] = time.monotonic,
     keep: Callable[[Tuned], None] = lambda result: None,
 ) -> Tuned:  # fmt: skip
@@ -77,7 +77,7 @@ def tune_serving(
     return result
 
 
-def _judge(result: Tuned, candidate: Candidate, after: Measured, control: Measured, say: Say) -> None:
+def _judge(result: Tuned, candidate: ServingTrial, after: Measured, control: Measured, say: Say) -> None:
     gain, noise, reason = judge(result.best, after, control)
     worse = loss_difference(result.best, after) if after.losses and control.losses else 0.0
     if not reason and worse > LOSS_TOLERANCE:

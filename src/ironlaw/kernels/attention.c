@@ -72,7 +72,7 @@ static inline vector larger(vector a, vector b) {
 
 /* e^x, at most 1: 2^n times a polynomial of the rest (the terms of its series, up to 1e-7 of the value). */
 static inline vector exponential(vector x) {
-    x = -larger(-larger(x, (vector){0} - 87.0f), (vector){0});
+    x = -larger((vector){0}, -larger((vector){0} - 87.0f, x)); /* in this order NaN stays NaN */
     integers n = __builtin_convertvector(x * 1.44269504f - 0.5f, integers);
     vector whole = __builtin_convertvector(n, vector);
     vector r = x - whole * 0.693145752f - whole * 1.42860677e-6f;

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, library
+from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, library
 
 TENSORS = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
 
@@ -66,13 +66,20 @@ def _compiled(dtype: torch.dtype) -> Any:
 
 def _run(tensors: tuple[Tensor, ...], log_sums: Tensor, scale: float, *, backward: bool) -> None:
     query, key, value = tensors[:3]
-    batch, heads, sequence, size = query.shape
+    (batch, heads, sequence, size), shared, wide = query.shape, key.shape[1], value.shape[3]
+    of_keys, of_values, of_out = (shared, sequence, size), (shared, sequence, wide), (heads, sequence, wide)
+    shapes = ((heads, sequence, size), of_keys, of_values, of_out, of_out, (heads, sequence, size), of_keys, of_values)
+    for tensor, shape in zip(tensors, shapes, strict=False):
+        if tensor.shape != (batch, *shape) or tensor.dtype is not query.dtype or heads % shared:
+            raise ValueError(
+                f"causal attention of {query.dtype} {tuple(query.shape)} with {shared} key heads: {tensor.dtype} "
+                f"{tuple(tensor.shape)} stands where {(batch, *shape)} belongs"
+            )
     described = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in tensors]
     described += [_Tensor()] * (len(TENSORS) - len(tensors))
-    call = _Call(
-        *described, log_sums.data_ptr(), scale, batch, heads, key.shape[1], sequence, size, value.shape[3],
-        torch.get_num_threads(),
-    )  # fmt: skip
+    at = address(log_sums, torch.float32, batch, heads, sequence)
+    threads = torch.get_num_threads()
+    call = _Call(*described, at, scale, batch, heads, shared, sequence, size, wide, threads)
     if _compiled(query.dtype)(ctypes.byref(call), backward):
         raise MemoryError("causal attention: no memory for the scores of a block of queries")
 

@@ -184,7 +184,7 @@ static void multiply(const Linear *l, const float *x, const Result *to, const St
     long rows = step->tokens, count = rows * l->inputs;
     if (l->format == BF16)
         for (long i = 0; i < count; i++) ((bf16 *)codes)[i] = narrowed(x[i]);
-    if (l->format == INT8) quantize(x, codes, scales, rows, l->inputs);
+    if (l->format == INT8 || l->format == INT4) quantize(x, codes, scales, rows, l->inputs, l->format);
     product(l, l->format == FP32 ? (const void *)x : codes, scales, to, rows, step->threads);
 }
 

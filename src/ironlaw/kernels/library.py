@@ -28,8 +28,27 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
 
 
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def address(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    """Of a contiguous tensor of this type and shape: of another C would read, and write, past the end. ValueError."""
+    if tensor is None:
+        return None
+    if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
+        raise _wrong(tensor, dtype, shape)
+    return tensor.data_ptr()
+
+
+def rows(tensor: Tensor, dtype: torch.dtype, *shape: int) -> tuple[int, int]:
+    """Address of (N, heads, size) and elements from one of N to the next; contiguous within. ValueError as above."""
+    row, head, element = tensor.stride()
+    together = element == 1 and (head == shape[2] or shape[1] == 1)
+    if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and together):
+        raise _wrong(tensor, dtype, shape)
+    return tensor.data_ptr(), row
+
+
+def _wrong(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> ValueError:
+    found = f"{tensor.dtype} {tuple(tensor.shape)} of strides {tensor.stride()} on {tensor.device}"
+    return ValueError(f"compiled code takes {dtype} {shape}, contiguous, on the CPU, and was called with {found}")
 
 
 def function(found: Any, *arguments: Any) -> Any:
@@ -63,7 +82,7 @@ def _build(compiles: list[str], file: Path) -> None:
         made, linked = f"{place}/made.o", f"{place}/made.so"
         # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would take turns at the cores.
         for words in ([*compiles, "-o", made], [compiles[0], "-shared", made, "-o", linked]):
-            subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
+            subprocess.run(words, check=True, capture_output=True, text=True, timeout=600)
         os.replace(linked, file)
 
 

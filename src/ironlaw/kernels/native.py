@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library
+from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library, rows
 from ironlaw.kernels.product import Linear
 
 
@@ -63,55 +63,55 @@ class Native:
 
     def __init__(self, library: Any, shapes: Shapes, store: torch.dtype, activation: torch.dtype) -> None:
         self.shapes, self.store, self.activation = shapes, store, activation
-        pointer, long = POINTER, LONG
-        self._attend = function(library.attend, pointer, pointer, pointer, long, pointer)
+        pointer, long, where = POINTER, LONG, (ctypes.POINTER(Layer), ctypes.POINTER(Step))
+        self._attend = function(library.attend, *where, pointer, long, pointer)
         self._turn = function(library.turn, pointer, long, INT, pointer, pointer, INT, INT)
         self._norm = function(library.norm, pointer, pointer, pointer, long, long, FLOAT)
         self.keeps = hasattr(library, "keep")  # 8-bit formats are scaled by PyTorch
         if self.keeps:
-            self._keep = function(library.keep, pointer, pointer, pointer, long, pointer, long)
+            self._keep = function(library.keep, *where, pointer, long, pointer, long)
         self.block = None  # a whole one, where products are compiled too
         if self.keeps and shapes.key == shapes.value and hasattr(library, "block"):
-            self.block = function(library.block, pointer, pointer, pointer, pointer, pointer, INT, pointer)
+            arguments = (ctypes.POINTER(Block), where[1], pointer, pointer, pointer, INT, pointer)
+            self.block = function(library.block, *arguments)
         numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         function(library.prepare, pointer)(numbers.data_ptr())
 
-    def _reads(self, *tensors: Tensor) -> None:
-        """Of another type C would read, and write, past the end of them."""
-        for tensor in tensors:
-            if tensor.dtype is not self.activation:
-                raise TypeError(f"compiled for {self.activation}, called with {tensor.dtype}")
-
-    def keep(self, layer: Any, step: Any, key: Tensor, value: Tensor | None = None) -> None:
+    def keep(self, layer: Layer, step: Step, key: Tensor, value: Tensor | None = None) -> None:
         """New keys (N, K, D) and values (N, K, W) to their pages."""
-        self._reads(key, *(() if value is None else (value,)))
-        stride = 0 if value is None else value.stride(0)
-        self._keep(layer, step, key.data_ptr(), key.stride(0), address(value), stride)
+        shapes, kind, count = self.shapes, self.activation, step.tokens
+        values = (None, 0) if value is None else rows(value, kind, count, shapes.shared, shapes.value)
+        self._keep(layer, step, *rows(key, kind, count, shapes.shared, shapes.key), *values)
 
-    def attend(self, layer: Any, step: Any, query: Tensor) -> Tensor:
+    def attend(self, layer: Layer, step: Step, query: Tensor) -> Tensor:
         """(N, A, W) of queries (N, A, D)."""
-        self._reads(query)
-        out = query.new_empty(query.shape[0], self.shapes.heads, self.shapes.value)
-        self._attend(layer, step, query.data_ptr(), query.stride(0), out.data_ptr())
+        shapes, count = self.shapes, step.tokens
+        out = query.new_empty(count, shapes.heads, shapes.value)
+        self._attend(layer, step, *rows(query, self.activation, count, shapes.heads, shapes.key), out.data_ptr())
         return out
 
     def turn(self, x: Tensor, cosines: Tensor, sines: Tensor, size: int | None) -> None:
         """`model.rotary.turn` of x (N, heads, D), in place."""
-        self._reads(x, cosines, sines)
-        (count, heads), size = x.shape[:2], size or self.shapes.key
-        self._turn(x.data_ptr(), x.stride(0), heads, cosines.data_ptr(), sines.data_ptr(), count, size)
+        (count, heads, _), size = x.shape, min(size or self.shapes.key, self.shapes.key)
+        self._turn(*rows(x, self.activation, count, heads, self.shapes.key), heads,
+                   *self.tables(count, cosines, sines), count, size)  # fmt: skip
+
+    def tables(self, count: int, *tables: Tensor) -> list[int | None]:
+        """Addresses of cosines and sines (N, 1, D)."""
+        return [address(table, self.activation, count, 1, self.shapes.key) for table in tables]
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """RMSNorm in fp32 over the last dimension; `x` is contiguous."""
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        self._norm(x.data_ptr(), address(weight), out.data_ptr(), x.numel() // size, size, eps)
+        """RMSNorm in fp32 over the last dimension."""
+        out, size = torch.empty_like(x), x.shape[-1]
+        at = address(x, torch.float32, *x.shape), address(weight, torch.float32, size), out.data_ptr()
+        self._norm(*at, x.numel() // size, size, eps)
         return out
 
 
 def compiled(shapes: Shapes, store: torch.dtype, activation: torch.dtype, folder: Path | None = None) -> Native | None:
     """The library for these shapes; None where it cannot be compiled."""
-    if store not in FORMATS or activation not in FORMATS:
+    on_stack = shapes.heads // shapes.shared * (shapes.key + shapes.value + shapes.page) * 4  # bytes, of each thread
+    if store not in FORMATS or activation not in FORMATS or on_stack > 2**20:
         return None
     numbers = {name.upper(): number for name, number in vars(shapes).items()}
     found = library("decode.c", numbers | {"STORE": FORMATS[store], "ACTIVATION": FORMATS[activation]}, folder)

@@ -1,8 +1,14 @@
-/* Products of a few or many rows with weights that are only read, for AVX-512: fp32, bf16 and int8 alike.
+/* Products of a few or many rows with weights that are only read, for AVX-512: fp32, bf16, int8 and int4.
 
    A weight (outputs, inputs) lies as (outputs / TILE, inputs / PACK, TILE, PACK), padded with zeros to whole tiles: PACK
    elements fill 4 bytes, and every step of the inner loop reads two vectors of weights, one after the other through
-   memory, and 4 bytes of each row. Sums are fp32, of int8 int32. Inputs of int8 are codes + 128, with a scale a row. */
+   memory, and 4 bytes of each row. Sums are fp32, of int8 int32. Inputs of int8 are codes + 128, with a scale a row.
+
+   Of int4 (codes + 8, an fp16 scale per SHARED_BY inputs) a step is one vector: the tile's first 16 outputs in the low bits,
+   the other 16 in the high ones. A group's sums start at -8 times its inputs added up, which takes the 8 off again;
+   inputs are signed codes, and these starts lie behind the codes of all rows. */
+
+#include <string.h>
 
 #include "numbers.h"
 
@@ -12,6 +18,7 @@
 
 #define TILE 32 /* outputs whose sums stay in registers */
 #define ROWS 12 /* rows of which they do */
+#define SHARED_BY 32 /* inputs that share a scale in int4 */
 
 enum { NONE, RELU, SQUARED_RELU, SILU, GELU, GELU_TANH };
 
@@ -21,7 +28,7 @@ static inline float exponential(float x) {
     int32_t n = (int32_t)(x * 1.44269504f - 0.5f);
     float r = x - n * 0.693145752f - n * 1.42860677e-6f;
     float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
-    union { int32_t bits; float value; } u = {(n + 127) << 23};
+    union { int32_t bits; float value; } u = {(int32_t)((uint32_t)(n + 127) << 23)};
     return p * u.value;
 }
 
@@ -54,6 +61,7 @@ typedef struct {
     const void *weight;
     const float *bias, *scales; /* of outputs, or NULL; scales of int8 */
     const int32_t *sums;        /* of int8: each output's codes times -128 added up */
+    const uint16_t *groups;     /* of int4: fp16 scales (outputs / TILE, inputs / SHARED_BY, TILE) */
     int32_t inputs, outputs, format;
 } Linear;
 
@@ -73,7 +81,7 @@ int formats(void) { /* that this processor multiplies: a bit each */
     known |= 1 << BF16;
 #endif
 #ifdef __AVX512VNNI__
-    known |= 1 << INT8;
+    known |= 1 << INT8 | 1 << INT4;
 #endif
 #endif
     return known;
@@ -123,6 +131,46 @@ INLINE void tile(const char *weight, const int32_t *x, const int32_t *first, lon
             _mm512_storeu_ps(out[r] + 16 * half, format == INT8 ? _mm512_cvtepi32_ps(whole[r][half]) : sums[r][half]);
 }
 
+/* The same of int4, with all scales: `x` signed codes, `first` the starts of each row's groups, `scale` of each row. */
+INLINE void tile4(const char *weight, const uint16_t *groups, const int32_t *x, const int32_t *first,
+                  const float *scale, long count, int rows, float out[ROWS][TILE]) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 sums[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (long g = 0; g < count; g++, groups += TILE) {
+        __m512i whole[ROWS][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) whole[r][0] = whole[r][1] = _mm512_set1_epi32(first[r * count + g]);
+#pragma GCC unroll 8
+        for (int k = 0; k < SHARED_BY / 4; k++, weight += 2 * TILE) {
+            __m512i both = _mm512_loadu_si512(weight);
+            __m512i parts[2] = {_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16(both, 4), low)};
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                __m512i here = _mm512_set1_epi32(x[(r * count + g) * (SHARED_BY / 4) + k]);
+                for (int half = 0; half < 2; half++) whole[r][half] = multiplied_codes(whole[r][half], here, parts[half]);
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            __m512 factor = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(groups + 16 * half)));
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++)
+                sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][half]), factor, sums[r][half]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            _mm512_storeu_ps(out[r] + 16 * half, _mm512_mul_ps(sums[r][half], _mm512_set1_ps(scale[r])));
+}
+
+#define CASE4(n) case n: tile4(weight, groups, x, first, scale, count, n, out); break;
+static void tiles4(const char *weight, const uint16_t *groups, const int32_t *x, const int32_t *first,
+                   const float *scale, long count, int rows, float out[ROWS][TILE]) {
+    switch (rows) { CASE4(1) CASE4(2) CASE4(3) CASE4(4) CASE4(5) CASE4(6) }
+}
+
 #define CASE(n) case n: tile(weight, x, first, steps, n, format, out); break;
 INLINE void tiles(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
                   float out[ROWS][TILE]) {
@@ -154,11 +202,14 @@ static void finish(const Linear *l, const Result *to, const float *scale, long r
 
 /* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. */
 void product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
-    long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + ROWS - 1) / ROWS;
-    long each = (rows + parts - 1) / parts;
+    if (rows < 1) return;
+    int most = l->format == INT4 ? ROWS / 2 : ROWS; /* of int4 a group's sums stay in registers beside the others */
+    long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + most - 1) / most;
+    long each = (rows + parts - 1) / parts, count4 = l->inputs / SHARED_BY;
+    const int32_t *starts = (const int32_t *)x + rows * steps; /* of int4 */
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < l->outputs; first += TILE) {
-        const char *weight = (const char *)l->weight + first * steps * 4;
+        const char *weight = (const char *)l->weight + first * steps * (l->format == INT4 ? 2 : 4);
         const int32_t *start = l->sums ? l->sums + first : 0;
         float out[ROWS][TILE];
         for (long row = 0; row < rows; row += each) {
@@ -166,23 +217,35 @@ void product(const Linear *l, const void *x, const float *scales, const Result *
             const int32_t *here = (const int32_t *)x + row * steps;
             if (l->format == FP32) tiles(weight, here, start, steps, count, FP32, out);
             else if (l->format == BF16) tiles(weight, here, start, steps, count, BF16, out);
-            else tiles(weight, here, start, steps, count, INT8, out);
+            else if (l->format == INT8) tiles(weight, here, start, steps, count, INT8, out);
+            else tiles4(weight, l->groups + first * count4, here, starts + row * count4, scales + row, count4, count, out);
             for (int r = 0; r < count; r++) finish(l, to, scales + row + r, row + r, first, out[r]);
         }
     }
 }
 
-/* Rows in 8 bits: the largest magnitude becomes 127. */
-void quantize(const float *x, uint8_t *codes, float *scales, long rows, long inputs) {
+/* Rows in 8 bits, as a weight of int8 or int4 takes them: the largest magnitude becomes 127. A row with infinities or NaN
+   has the scale NaN. */
+void quantize(const float *x, uint8_t *codes, float *scales, long rows, long inputs, int format) {
+    int32_t *start = (int32_t *)(codes + rows * inputs);
     for (long r = 0; r < rows; r++, x += inputs, codes += inputs) {
-        float most = 1e-30f;
+        float most = 1e-30f, zero = 0;
         for (long k = 0; k < inputs; k++) {
             float magnitude = x[k] < 0 ? -x[k] : x[k];
             most = magnitude > most ? magnitude : most;
+            zero += magnitude * 0;
         }
         float factor = 127 / most;
-        for (long k = 0; k < inputs; k++) codes[k] = (uint8_t)(int32_t)(x[k] * factor + 128.5f);
-        scales[r] = most / 127;
+        if (zero == 0)
+            for (long k = 0; k < inputs; k++) codes[k] = (uint8_t)(int32_t)(x[k] * factor + 128.5f);
+        else
+            memset(codes, 128, inputs);
+        scales[r] = most / 127 + zero;
+        for (long k = 0; format == INT4 && k < inputs; k += SHARED_BY) {
+            int32_t sum = 0;
+            for (long i = k; i < k + SHARED_BY; i++) sum += (int8_t)(codes[i] ^= 128);
+            *start++ = -8 * sum;
+        }
     }
 }
 #endif

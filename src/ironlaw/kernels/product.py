@@ -1,4 +1,4 @@
-"""Weights in the layout of `product.c`, and their products with rows: fp32, bf16 and int8 on processors with AVX-512.
+"""Weights in the layout of `product.c` and their products with rows: fp32, bf16, int8, int4 on processors of AVX-512.
 
 One thread, AMD EPYC (Zen 5), K x N of 256 x 1536 to 2048 x 768: products of 1 row took 0.5 to 0.85 of oneDNN's time in
 fp32 and bf16 and 0.4 to 0.7 of fbgemm's in int8; of 16 rows 0.7 to 0.95; of 512 rows as long.
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library
 
-_TILE = 32  # as in `product.c`
+_TILE, GROUP = 32, 32  # as in `product.c`
+INT4 = torch.uint8  # stands for codes of 4 bits
+_FORMATS = FORMATS | {INT4: 4}
 ACTIVATIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "silu", "gelu", "gelu_tanh"))}
 
 
@@ -24,7 +26,7 @@ class Linear(ctypes.Structure):
     """A packed weight, as `product.c` declares it."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("weight", "bias", "scales", "sums")),
+        *((name, POINTER) for name in ("weight", "bias", "scales", "sums", "groups")),
         *((name, INT) for name in ("inputs", "outputs", "format")),
     )
 
@@ -42,10 +44,10 @@ class Products:
     def __init__(self, compiled: Any) -> None:
         compiled.formats.restype = INT
         known = compiled.formats()
-        self.formats = {dtype for dtype, number in FORMATS.items() if known >> number & 1}
+        self.formats = {dtype for dtype, number in _FORMATS.items() if known >> number & 1}
         if self.formats:
             self.product = function(compiled.product, POINTER, POINTER, POINTER, POINTER, LONG, INT)
-            self.quantize = function(compiled.quantize, POINTER, POINTER, POINTER, LONG, LONG)
+            self.quantize = function(compiled.quantize, POINTER, POINTER, POINTER, LONG, LONG, INT)
 
 
 @cache
@@ -57,25 +59,42 @@ def products() -> Products | None:
 def multiplies(dtype: torch.dtype, inputs: int) -> bool:
     """Whether a weight (N, inputs) of this type can be packed here."""
     found = products()
-    return found is not None and dtype in found.formats and inputs * dtype.itemsize % 4 == 0
+    whole = inputs % GROUP == 0 if dtype is INT4 else inputs * dtype.itemsize % 4 == 0
+    return found is not None and dtype in found.formats and whole
 
 
 class Weight:
-    """A weight (N, K) packed; of int8 `scales` (N,) belong to its rows. The caller has asked `multiplies`."""
+    """A weight (N, K) packed. Of int8 `scales` (N,) belong to its rows; of int4 the weight is codes from -8 to 7 in
+    int8, `scales` are (N, K / 32) and held in fp16. The caller has asked `multiplies`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
         found = products()
         assert found is not None
-        self.library, self.dtype = found, weight.dtype
+        wanted = None if scales is None else scales.detach().float()
+        in_groups = wanted is not None and wanted.dim() == 2
+        self.library, self.dtype = found, INT4 if in_groups else weight.dtype
         (outputs, inputs), together = weight.shape, 4 // weight.itemsize
-        whole = F.pad(weight.detach(), (0, 0, 0, -outputs % _TILE))
+        missing = (0, 0, 0, -outputs % _TILE)
+        whole = F.pad(weight.detach(), missing)
         self.packed = whole.view(-1, _TILE, inputs // together, together).transpose(1, 2).contiguous()
-        sums = whole.sum(1, dtype=torch.int32).mul_(-128) if scales is not None else None
+        sums = groups = None
+        if wanted is not None and in_groups:
+            low, high = (self.packed + 8).view(torch.uint8).chunk(2, dim=2)
+            self.packed = low | high << 4
+            groups = F.pad(wanted.half(), missing).unflatten(0, (-1, _TILE)).transpose(1, 2).contiguous()
+        elif wanted is not None:
+            sums = whole.sum(1, dtype=torch.int32).mul_(-128)
+        if (wanted is not None) != (weight.dtype is torch.int8) or (in_groups and inputs % GROUP):
+            raise ValueError(f"scales do not go with a weight {weight.dtype} {tuple(weight.shape)}, or are missing")
         bias = None if bias is None else bias.detach().float().contiguous()
-        scales = None if scales is None else scales.detach().float().contiguous()
-        self.tensors = [t for t in (self.packed, bias, scales, sums) if t is not None]  # to which the struct points
-        at = (self.packed.data_ptr(), address(bias), address(scales), address(sums))
-        self.struct = Linear(*at, inputs, outputs, FORMATS[weight.dtype])
+        scales = None if wanted is None or in_groups else wanted.contiguous()
+        self.tensors = [t for t in (self.packed, bias, scales, sums, groups) if t is not None]  # to which C points
+        at = [address(each, torch.float32, outputs) for each in (bias, scales)]
+        at += (
+            address(sums, torch.int32, len(whole)),
+            address(groups, torch.half, len(whole) // _TILE, inputs // GROUP, _TILE),
+        )
+        self.struct = Linear(self.packed.data_ptr(), *at, inputs, outputs, _FORMATS[self.dtype])
         self._at = ctypes.byref(self.struct)
 
     @property
@@ -84,17 +103,18 @@ class Weight:
 
     def __call__(self, x: Tensor, dtype: torch.dtype, activation: str = "none", times: Tensor | None = None) -> Tensor:
         """(..., N) in fp32 or bf16 from x (..., K), activated, then multiplied by `times` (..., N) of that type."""
-        inputs, outputs = self.struct.inputs, self.struct.outputs
-        rows = x.numel() // inputs
+        inputs, outputs, kind = self.struct.inputs, self.struct.outputs, self.dtype
+        in_codes = kind in (torch.int8, INT4)
+        x = x.to(torch.float32 if in_codes else kind).contiguous()
+        at, scales, rows = address(x, x.dtype, *x.shape[:-1], inputs), None, x.numel() // inputs
+        if in_codes:  # of int4 a sum of 4 bytes for each group lies behind the codes
+            each = inputs + inputs // GROUP * 4 * (kind is INT4)
+            codes, scales = torch.empty(rows * each, dtype=torch.uint8), torch.empty(rows)
+            self.library.quantize(at, codes.data_ptr(), scales.data_ptr(), rows, inputs, self.struct.format)
+            at = codes.data_ptr()
         out = torch.empty(*x.shape[:-1], outputs, dtype=dtype)
-        scales = None
-        if self.dtype is torch.int8:
-            wide, scales = x.float().contiguous(), torch.empty(rows)
-            x = torch.empty(rows, inputs, dtype=torch.uint8)
-            self.library.quantize(wide.data_ptr(), x.data_ptr(), scales.data_ptr(), rows, inputs)
-        else:
-            x = x.to(self.dtype).contiguous()
-        result = Result(None, out.data_ptr(), address(times), 1.0, ACTIVATIONS[activation], dtype is torch.bfloat16)
-        threads = torch.get_num_threads()
-        self.library.product(self._at, x.data_ptr(), address(scales), ctypes.byref(result), rows, threads)
+        by = address(times, dtype, *out.shape)
+        result = Result(None, out.data_ptr(), by, 1.0, ACTIVATIONS[activation], dtype is torch.bfloat16)
+        of_rows = None if scales is None else scales.data_ptr()
+        self.library.product(self._at, at, of_rows, ctypes.byref(result), rows, torch.get_num_threads())
         return out

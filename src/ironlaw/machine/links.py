@@ -4,7 +4,7 @@ Made by `measure_links`, read by `plan/step.py`.
 
     costs = load_costs()                                  # measured between two processes of this machine
     costs.collective_seconds("all_reduce", 2**20, 4)      # gloo, all four on this machine
-    fabric = Fabric(costs, ranks_per_host=1, between=Link(latency_seconds=1e-3, bytes_per_second=12.5e6))
+    fabric = RankFabric(costs, ranks_per_host=1, between=Link(latency_seconds=1e-3, bytes_per_second=12.5e6))
     fabric.collective_seconds("all_reduce", 2**20, 4)     # each on a host of its own
 
 Gloo's rings over n ranks take n - 1 rounds for an all-gather and 2 (n - 1) for a reduction, of S / n bytes each; the
@@ -87,7 +87,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Fabric:
+class RankFabric:
     """Ranks on hosts like this machine: `ranks_per_host` neighbours on each (None: all of them), `between` the rest."""
 
     costs: RankCosts

@@ -26,11 +26,12 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.zeros(stop - start, rank))
         self.magnitude: nn.Parameter | None = None
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.whole_lengths: Callable[[Tensor], Tensor] = lambda lengths: lengths  # from those of the columns here
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     def added(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., stop - start)."""
-        return F.linear(F.linear(self.dropout(x), self.a) * self.scale, self.b)
+        return F.linear(F.linear(self.dropout(x), local(self.a)) * self.scale, local(self.b))
 
     @torch.no_grad()
     def merged(self, rows: Tensor) -> Tensor:
@@ -41,7 +42,13 @@ class Adapter(nn.Module):
     def stretch(self, merged: Tensor) -> Tensor:
         """What brings each row to its length. The gradient takes the present lengths as constants (section 4.3)."""
         assert self.magnitude is not None
-        return self.magnitude / torch.linalg.vector_norm(merged.detach(), dim=1)
+        return local(self.magnitude) / self.whole_lengths(torch.linalg.vector_norm(merged.detach(), dim=1))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Of a distributed tensor this rank's part."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 class AdaptedLinear(Linear):
@@ -84,7 +91,9 @@ class AdaptedLinear(Linear):
 
     def _stretch(self, adapter: Adapter) -> Tensor:
         with torch.autocast(adapter.a.device.type, enabled=False), torch.no_grad():
-            rows = self.frozen()[adapter.start : adapter.stop].float() + adapter.scale * (adapter.b @ adapter.a)
+            rows = self.frozen()[adapter.start : adapter.stop].float() + adapter.scale * (
+                local(adapter.b) @ local(adapter.a)
+            )
         return adapter.stretch(rows)
 
     def each(self) -> Iterator[Adapter]:

@@ -8,7 +8,6 @@ tokens that the pages of a group's longest sequence hold, A heads, K key/value h
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -147,9 +146,9 @@ class Few:
     scratch: Tensor | None = None  # of `compiled.py`
 
     def __post_init__(self) -> None:
-        at = (address(self.table), address(self.sequence), address(self.positions))
-        step = Step(*at, self.count, self.table.shape[1], torch.get_num_threads())
-        self.step = ctypes.byref(step)
+        table = address(self.table, torch.int32, *self.table.shape)
+        others = [address(each, torch.int32, self.count) for each in (self.sequence, self.positions)]
+        self.step = Step(table, *others, self.count, self.table.shape[1], torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -171,16 +170,19 @@ class LayerCache:
         self.config, self.pages, self.windowed, self.native = config, pages, windowed, native
         self.scale = config.score_scale or 1 / math.sqrt(config.size_of_head)
         if native is not None:
-            device = pages.parts[0].device
-            slopes = alibi_slopes(config.heads, device) if config.positions == "alibi" else None
+            shapes, device, heads = native.shapes, pages.parts[0].device, config.heads
+            own = (pages.page, pages.heads, pages.sizes[0], pages.sizes[-1], pages.store)
+            if own != (shapes.page, shapes.shared, shapes.key, shapes.value_stride, native.store):
+                raise ValueError(f"pages of {own} are not those that code is compiled for: {shapes}, {native.store}")
+            slopes = alibi_slopes(heads, device).contiguous() if config.positions == "alibi" else None
             self.sinks, self.slopes = None if sinks is None else sinks.detach().float().contiguous(), slopes
             window = config.sliding_window if windowed else None
-            scales = [address(scale) for scale in pages.scales] or [None]
-            self.struct = Layer(
-                address(pages.parts[0]), address(pages.parts[-1]), scales[0], scales[-1], address(slopes),
-                address(self.sinks), self.scale, config.attention_cap or 0.0, window or 0,
+            scales: list[int | None] = [scale.data_ptr() for scale in pages.scales] or [None]
+            self.layer = Layer(
+                pages.parts[0].data_ptr(), pages.parts[-1].data_ptr(), scales[0], scales[-1],
+                *(address(each, torch.float32, heads) for each in (slopes, self.sinks)),
+                self.scale, config.attention_cap or 0.0, window or 0,
             )  # fmt: skip
-            self.layer = ctypes.byref(self.struct)
 
     def attend(
         self, heads: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None, sinks: Tensor | None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ironlaw.kernels.library import address
 from ironlaw.kernels.native import Block, Native
 from ironlaw.kernels.product import ACTIVATIONS, Linear, Weight
 from ironlaw.model.cached import LayerCache
@@ -24,30 +25,35 @@ class CompiledBlock:
     def __init__(self, block: Any, native: Native, cache: LayerCache) -> None:
         weights = [_weight(m) for m in (block.attention.qkv, block.attention.out, block.ffn.gate, block.ffn.up,
                                         block.ffn.down)]  # fmt: skip
-        norms = [block.attention_norm, block.ffn_norm]
-        self.kept = weights, norms, cache  # to which the struct points
-        qkv, out, _, _, down = structs = [Linear() if w is None else w.struct for w in weights]
-        config = cache.config
+        norms, config, shapes = (block.attention_norm, block.ffn_norm), cache.config, native.shapes
+        hidden, at = config.hidden, [norm.weight for norm in norms]
+        self.kept = weights, at, cache  # to which the struct points
+        qkv, out, gate, _, down = structs = [Linear() if w is None else w.struct for w in weights]
+        found = [(each.inputs, each.outputs) for each in structs]
+        wide, ffn = (shapes.heads + 2 * shapes.shared) * shapes.key, (hidden, down.inputs)
+        if found != [(hidden, wide), (shapes.heads * shapes.value, hidden), ffn if gate.weight else (0, 0), ffn,
+                     (down.inputs, hidden)]:  # fmt: skip
+            raise ValueError(f"products of {found} are not those of a block of {hidden} with {shapes}")
         self.struct = Block(
-            ctypes.addressof(cache.struct), *structs,
-            *(None if norm.weight is None else norm.weight.data_ptr() for norm in norms),
-            *(norm.eps_value for norm in norms), block.residual_scale, config.hidden, ACTIVATIONS[block.ffn.activation],
+            ctypes.addressof(cache.layer), *structs, *(address(weight, torch.float32, hidden) for weight in at),
+            *(norm.eps_value for norm in norms), block.residual_scale, hidden, ACTIVATIONS[block.ffn.activation],
         )  # fmt: skip
-        self.turned = config.size_of_rotary
-        longest = max(config.hidden, out.inputs, down.inputs)
-        self.scratch = config.hidden + qkv.outputs + out.inputs + 2 * down.inputs + longest + 1  # floats a token
+        self.turned = min(config.size_of_rotary, shapes.key)
+        longest = max(hidden, out.inputs, down.inputs)
+        self.scratch = hidden + qkv.outputs + out.inputs + 2 * down.inputs + longest + 1  # floats a token
+        self.native = native
         self.call: Any = native.block
-        self.at = ctypes.byref(self.struct)
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
         """Of x (1, N, H), which may be changed."""
         few = cache.now.few
         assert few is not None
         x = x.float().contiguous()
+        at = address(x, torch.float32, 1, few.count, self.struct.hidden)
         if few.scratch is None or len(few.scratch) < few.count * self.scratch:
             few.scratch = torch.empty(few.count * self.scratch)
-        cos, sin = (None, None) if rotary is None else (table.data_ptr() for table in rotary)
-        self.call(self.at, few.step, x.data_ptr(), cos, sin, self.turned, few.scratch.data_ptr())
+        tables = (None, None) if rotary is None else self.native.tables(few.count, *rotary)
+        self.call(self.struct, few.step, at, *tables, self.turned, few.scratch.data_ptr())
         return x
 
 

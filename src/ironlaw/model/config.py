@@ -15,35 +15,38 @@ from ironlaw.model.yarn import score_factor
 
 
 class ModelConfig(Switches):
-    """Dimensions and choices of a decoder. Defaults are GPT-2's; `named("llama3-8b")` fills in a catalogued one.
+    """Dimensions and choices of a decoder. Defaults are GPT-2's; a name of `ironlaw catalog` brings its own.
 
-    Lengths are in elements: `hidden` per token, `context` and `sliding_window` in tokens. `Switches` has more fields.
+    Widths are in elements, `context` and `sliding_window` in tokens.
     """
 
-    name: str = "custom"
+    name: str = "custom"  # a catalogued name brings that model's figures; any other is a label
+
     # Upper bounds are some ten times what anybody has built: a plan walks over layers and divisors.
-    layers: int = Field(gt=0, le=10_000)
-    hidden: int = Field(gt=0, le=2**20)
-    heads: int = Field(gt=0, le=2**14)
+
+    layers: int = Field(gt=0, le=10_000)  # decoder blocks
+    hidden: int = Field(gt=0, le=2**20)  # width of the residual stream
+    heads: int = Field(gt=0, le=2**14)  # query heads of an attention layer
     kv_heads: int | None = Field(None, gt=0, le=2**14)  # fewer than `heads`: grouped-query attention
     head_size: int | None = Field(None, gt=0, le=2**14)  # hidden / heads unless the model says otherwise (Qwen3)
     ffn: int | None = Field(None, gt=0, le=2**24)  # inner width of the feed-forward network; 4 x hidden unless given
     gated_ffn: bool = False  # three matrices (SwiGLU) instead of two
+    # Of the feed-forward network.
     activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"] = "gelu_tanh"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = Field(1e-5, ge=0, lt=1)
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # kind of all norms
+    norm_eps: float = Field(1e-5, ge=0, lt=1)  # added to a norm's variance
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     qk_norm_whole: bool = False  # that norm runs over all heads at once (OLMoE)
-    positions: Literal["learned", "rope", "alibi", "none"] = "learned"
-    rope_theta: float = Field(10_000.0, gt=0)
+    positions: Literal["learned", "rope", "alibi", "none"] = "learned"  # how a token's place is told
+    rope_theta: float = Field(10_000.0, gt=0)  # base of the rotary frequencies
     rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original;
     # or YaRN's (yarn.py)
     bias: bool = True  # on every linear layer of the blocks
     qkv_bias: bool | None = None  # on the query, key and value projections only (Qwen2); same as `bias` unless given
-    vocab: int = Field(gt=0, le=2**28)
-    context: int = Field(gt=0, le=2**30)
+    vocab: int = Field(gt=0, le=2**28)  # tokens that there are
+    context: int = Field(gt=0, le=2**30)  # longest sequence, in tokens
     tied: bool = True  # the output layer shares the embedding
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # probability, wherever the model drops
     moe: MoEConfig | None = None  # experts in place of the dense feed-forward network
     latent: LatentConfig | None = None  # keys and values from one narrow vector per token (DeepSeek-V2)
 

@@ -319,7 +319,7 @@ def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | fl
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """How evenly a step's tokens went to experts; over all layers with experts."""
 
     busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
@@ -336,7 +336,7 @@ class Load:
 
 
 @torch.no_grad()
-def update_routing(model: nn.Module) -> Load | None:
+def update_routing(model: nn.Module) -> ExpertLoad | None:
     """Once per optimizer step: move the biases against the load (arXiv 2408.15664, algorithm 1), start counting anew.
 
     `load` must hold the choices of all ranks by then. None for a dense model.
@@ -354,4 +354,4 @@ def update_routing(model: nn.Module) -> Load | None:
         layer.dropped.zero_()
     if not busiest:
         return None
-    return Load(*(float(torch.stack(values).mean()) for values in (busiest, unused, dropped)))
+    return ExpertLoad(*(float(torch.stack(values).mean()) for values in (busiest, unused, dropped)))

@@ -18,7 +18,7 @@ class MoEConfig(Section):
     """Which layers have experts, how many, how wide, and how their load is kept even. Defaults are Mixtral's."""
 
     experts: int = Field(gt=1, le=2**16)  # routed ones, in each layer that has any
-    experts_per_token: int = Field(gt=0, le=2**16)
+    experts_per_token: int = Field(gt=0, le=2**16)  # that its router chooses for a token
     expert_ffn: int | None = Field(None, gt=0, le=2**24)  # inner width of one expert; the model's ffn unless given
     shared_experts: int = Field(0, ge=0, le=2**16)  # that every token visits (DeepSeekMoE); computed as one network
     shared_ffn: int | None = Field(

@@ -100,7 +100,7 @@ class PackedNorm(nn.Module):
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__()
         size = norm.normalized_shape[-1]
-        self.weight = None if norm.weight is None else norm.weight.detach()
+        self.weight = None if norm.weight is None else norm.weight.detach().float().contiguous()
         self.share = 1.0 / size
         self.eps_value = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         self.register_buffer("eps", torch.tensor(self.eps_value))

@@ -19,33 +19,27 @@ class Switches(Section):
     norm_bias: bool = True  # of a layernorm (not in Cohere, MPT)
     norm_weight: bool = True  # norms without parameters otherwise (OLMo)
     embedding_norm: bool = False  # BLOOM
-    # Biases of attention's output layer and of the feed-forward network; same as `bias` unless given.
-    out_bias: bool | None = None
-    ffn_bias: bool | None = None
+    out_bias: bool | None = None  # of attention's output layer; same as `bias` unless given
+    ffn_bias: bool | None = None  # of the feed-forward network; same as `bias` unless given
     head_bias: bool = False  # of the output layer of the model (Phi, GPT-J)
     rotary_size: int | None = Field(None, gt=0)  # of a head's elements, how many positions turn; all unless given (Phi)
     sliding_window: int | None = Field(None, gt=0)  # tokens that a query looks at, itself included; all unless given
-    # Where only some layers have that window: every n-th looks at all tokens (Gemma 3, gpt-oss), or the first ones do
-    # (Qwen2's max_window_layers).
-    full_every: int | None = Field(None, gt=1)
+    full_every: int | None = Field(None, gt=1)  # every n-th layer has no window (Gemma 3, gpt-oss)
     full_offset: int = Field(0, ge=0)  # so many layers earlier (GPT-Neo: every 2nd, from the first on)
-    full_first: int = Field(0, ge=0)
+    full_first: int = Field(0, ge=0)  # so many first layers have no window (Qwen2's max_window_layers)
     rope_theta_local: float | None = Field(None, gt=0)  # of layers with a window, unscaled; rope_theta unless given
-    # LongRoPE: what each frequency is divided by, up to rope_scaling's original_context and in longer sequences (Phi).
+    # LongRoPE (Phi): what each frequency is divided by, in sequences up to rope_scaling's original_context.
     rope_short: tuple[float, ...] | None = None
-    rope_long: tuple[float, ...] | None = None
+    rope_long: tuple[float, ...] | None = None  # the same in longer sequences
     unrotated_every: int | None = Field(None, gt=1)  # every n-th layer has no positions (SmolLM3, Command R7B)
-    # Scores, or logits, become cap x tanh(x / cap) (Gemma 2).
-    attention_cap: float | None = Field(None, gt=0)
-    logit_cap: float | None = Field(None, gt=0)
+    attention_cap: float | None = Field(None, gt=0)  # scores become cap x tanh(score / cap) (Gemma 2)
+    logit_cap: float | None = Field(None, gt=0)  # logits likewise
     qkv_clip: float | None = Field(None, gt=0)  # queries, keys and values stay within it (DBRX, MPT)
     attention_sinks: bool = False  # a learned score per head that takes its share and gives nothing (gpt-oss)
-    # Factors on what the embedding gives, on what a branch adds, on the logits; and on the scores of attention in place
-    # of 1 / sqrt(head size) (Gemma, Granite, Cohere).
-    embedding_scale: float = Field(1.0, gt=0)
-    residual_scale: float = Field(1.0, gt=0)
-    logit_scale: float = Field(1.0, gt=0)
-    attention_scale: float | None = Field(None, gt=0)
+    embedding_scale: float = Field(1.0, gt=0)  # factor on what the embedding gives (Gemma)
+    residual_scale: float = Field(1.0, gt=0)  # factor on what a branch adds (Granite)
+    logit_scale: float = Field(1.0, gt=0)  # factor on the logits (Cohere)
+    attention_scale: float | None = Field(None, gt=0)  # factor on the scores in place of 1 / sqrt(head size) (Granite)
 
     @model_validator(mode="after")
     def _one_block(self) -> Self:

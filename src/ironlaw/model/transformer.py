@@ -107,7 +107,9 @@ class Attention(nn.Module):
         config, together = self.config, self.qkv(x)
         if not isinstance(together, Tensor):  # three matrices after all: where ranks hold parts of each
             return [self.clipped(part) for part in together]
-        return self.clipped(together).split((config.query_size, config.key_value_size, config.key_value_size), dim=-1)
+        sizes = (config.query_size, config.key_value_size, config.key_value_size)
+        ranks = sum(sizes) // together.shape[-1]  # that have parts of the heads
+        return self.clipped(together).split([size // ranks for size in sizes], dim=-1)
 
     def clipped(self, x: Tensor) -> Tensor:
         return x if self.config.qkv_clip is None else x.clamp(-self.config.qkv_clip, self.config.qkv_clip)

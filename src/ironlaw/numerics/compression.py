@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.awq import balance, can_balance
 from ironlaw.numerics.gptq import check_gptq, gptq
+from ironlaw.numerics.hqq import check_hqq, hqq
 from ironlaw.numerics.pruning import Pruning, Score, Sparse, kept_weights, sparse
 from ironlaw.numerics.quantized import Quantized, quantize
+from ironlaw.numerics.scaling import Inputs, balance, can_balance
+from ironlaw.numerics.sensitivity import layer_formats, squared_gradients
 
-Method = Literal["rtn", "gptq", "awq"]
-MEASURING = ("gptq", "awq")  # methods that look at the layers' inputs
+Method = Literal["rtn", "gptq", "awq", "smoothquant", "hqq"]
+METHODS: tuple[Method, ...] = get_args(Method)
+SCALING = ("awq", "smoothquant")  # methods that scale input channels
+MEASURING = ("gptq", *SCALING)  # that look at the layers' inputs
 Held = Quantized | Sparse
 TWO_OF_FOUR, SHARE = "2:4", "pruned="
 
@@ -81,14 +85,20 @@ def _pruning(part: str) -> Pruning | None:
     return Pruning(share)
 
 
-def check_method(model: nn.Module, target: Target, method: Method) -> None:
-    """UserError where a method and a format, or a model, do not go together."""
+def check_method(model: nn.Module, target: Target, method: Method, mixes: bool = False) -> None:
+    """UserError where a method and a format, or a model, do not go together. mixes: formats by layer."""
+    if mixes and (target.pruning is not None or method not in ("rtn", "gptq")):
+        raise UserError("--within mixes formats by rtn or gptq, without pruning: leave the others out")
     if method == "gptq":
         check_gptq(target.format)
-    if method == "awq" and not any(can_balance(module) for module in model.modules()):
-        raise UserError("awq scales norms before layers, and this model has none: use --method gptq or rtn")
-    if method == "awq" and target.format.bits > 8:
-        raise UserError(f"awq has nothing to gain in {target.format.name}: give a format of 8 bits or fewer")
+    if method == "hqq":
+        check_hqq(target.format)
+        if target.pruning is not None:
+            raise UserError("hqq weighs errors of rounding, not of pruning: use --method gptq or rtn")
+    if method in SCALING and not any(can_balance(module) for module in model.modules()):
+        raise UserError(f"{method} scales norms before layers, and this model has none: use --method gptq or rtn")
+    if method in SCALING and target.format.bits > 8:
+        raise UserError(f"{method} has nothing to gain in {target.format.name}: give a format of 8 bits or fewer")
     if any(isinstance(module, ExpertLinear) for module in model.modules()):
         if method in MEASURING:
             raise UserError(f"{method} does not reach experts, each of which sees few tokens: use --method rtn")
@@ -99,16 +109,17 @@ def check_method(model: nn.Module, target: Target, method: Method) -> None:
 @torch.no_grad()
 def compress(
     model: Transformer, target: Target, *, method: Method = "rtn", score: Score = "magnitude", whole: bool = False,
-    batches: Iterable[Tensor] = (),
+    batches: Iterable[Tensor] = (), formats: Mapping[str, NumberFormat] | None = None,
 ) -> dict[str, Held]:  # fmt: skip
     """Compress `model` in place; returns what its weights are held as, by their names.
 
-    method:   "rtn" rounds each to nearest; "gptq" puts errors right in later columns, "awq" scales input channels,
-              both by the inputs of the layers.
+    method:   "rtn" rounds each to nearest, "hqq" with scales of its own; "gptq" puts errors right in later columns,
+              "awq" and "smoothquant" scale input channels, all three by the inputs of the layers.
     score:    by which weights are pruned: "wanda" needs inputs too.
     whole:    the embedding and the output layer too, rounded to nearest and not pruned.
     batches:  tokens (B, S) that the inputs are measured on. Block by block: a layer's inputs are those that the
               compressed blocks before it give, as they will be in use.
+    formats:  of weights by name that are held in another format than the target's (`mixed_formats`).
     """
     check_method(model, target, method)
     measured = method in MEASURING or (target.pruning is not None and score == "wanda")
@@ -116,12 +127,14 @@ def compress(
     held: dict[str, Held] = {}
     for number, block in enumerate(model.blocks):
         layers = {name: module for name, module in block.named_modules() if isinstance(module, Linear | ExpertLinear)}
-        moments = seen.moments(number, block, layers.values()) if seen is not None else {}
-        if method == "awq":
-            balance(block, moments, target.format)
+        inputs = seen.inputs_of(number, block, layers.values()) if seen is not None else {}
+        if method in SCALING:
+            balance(block, inputs, target.format, method)
         for name, module in layers.items():
-            made = _compressed(module.weight, target, method, score, moments.get(module))
-            held[f"blocks.{number}.{name}.weight"] = made
+            key = f"blocks.{number}.{name}.weight"
+            format = (formats or {}).get(key, target.format)
+            moment = inputs[module].moment if module in inputs else None
+            made = held[key] = _compressed(module.weight, replace(target, format=format), method, score, moment)
             module.weight.copy_(made.dequantize())
         if seen is not None:
             seen.pass_on(number, block)
@@ -134,6 +147,18 @@ def compress(
     return held
 
 
+def mixed_formats(
+    model: Transformer, target: Target, within: int, wide_bytes: int, batches: Iterable[Tensor]
+) -> dict[str, NumberFormat]:
+    """Formats of the blocks' matrices with which the whole model takes at most `within` bytes, `wide_bytes` a number
+    of what stays as it is. UserError where that cannot be."""
+    linears = ((name, m) for name, m in model.blocks.named_modules(prefix="blocks") if isinstance(m, Linear))
+    weights = {f"{name}.weight": module.weight.detach() for name, module in linears}
+    others = model.config.parameters - sum(weight.numel() for weight in weights.values())
+    squares = squared_gradients(model, weights, batches)
+    return layer_formats(weights, squares, target.format, within - wide_bytes * others)
+
+
 def _compressed(weight: Tensor, target: Target, method: Method, score: Score, moment: Tensor | None) -> Held:
     format, kept = target.format, None
     if target.pruning is not None:
@@ -142,6 +167,8 @@ def _compressed(weight: Tensor, target: Target, method: Method, score: Score, mo
     if method == "gptq":
         assert moment is not None
         made = gptq(weight, moment, format, kept)
+    elif method == "hqq":
+        made = hqq(weight, format)
     else:
         made = quantize(weight if kept is None else weight * kept, format.name, block=format.weight_block)
     return made if kept is None else sparse(made, kept)
@@ -175,9 +202,8 @@ class _Seen:
         if not self.inputs:
             raise UserError("there is nothing to measure the inputs of layers on: give --data")
 
-    def moments(self, number: int, block: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, Tensor]:
-        """x^T x (K, K) of the inputs of each of the block's layers, fp32."""
-        found: dict[nn.Module, Tensor] = {}
+    def inputs_of(self, number: int, block: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, Inputs]:
+        found: dict[nn.Module, Inputs] = {}
         with _watching(layers, found):
             self._run(number, block)
         return found
@@ -191,11 +217,11 @@ class _Seen:
 
 
 @contextmanager
-def _watching(layers: Iterable[nn.Module], found: dict[nn.Module, Tensor]) -> Iterator[None]:
+def _watching(layers: Iterable[nn.Module], found: dict[nn.Module, Inputs]) -> Iterator[None]:
     def add(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         rows = arguments[0].flatten(0, -2).float()
-        moment = rows.t() @ rows
-        found[module] = found[module] + moment if module in found else moment
+        here = Inputs(rows.t() @ rows, rows.abs().amax(0))
+        found[module] = found[module] + here if module in found else here
 
     handles = [layer.register_forward_pre_hook(add) for layer in layers]
     try:

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ironlaw.errors import UserError
 from ironlaw.model.adapters import AdaptedLinear
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.quantized import Quantized, quantize
+from ironlaw.numerics.rounding import decode
 
 SCALES_BLOCK = (1, 256)
 
@@ -38,21 +40,44 @@ class _Product(torch.autograd.Function):
 class FrozenLinear(AdaptedLinear):
     """`AdaptedLinear` without `weight`: codes and scales are its buffers, which no checkpoint holds."""
 
-    codes: Tensor
-    scale_codes: Tensor
-    scale_scales: Tensor
+    codes: Tensor  # (rows, bytes of a row)
+    scale_codes: Tensor  # (rows, blocks of a row)
+    group_scales: Tensor  # of 256 scales each, in the order of the whole matrix; with their mean, of all of it
     scale_mean: Tensor
-    _blocks: torch.Size  # rows and columns of the scales
+    group_rows: Tensor | None  # which rows of the whole matrix are here, where that is a part
+    _first_block = 0
+    _row_blocks: int  # of a whole row
     _form: tuple[Quantized, Quantized]  # of codes and of scales, without their tensors
 
     def frozen(self) -> Tensor:
         form, scales_form = self._form
-        scales = replace(scales_form, codes=self.scale_codes, scales=self.scale_scales).dequantize() + self.scale_mean
-        return replace(form, codes=self.codes, scales=scales.reshape(self._blocks)).dequantize()
+        rows, blocks = self.scale_codes.shape
+        whole_rows = self.group_rows if self.group_rows is not None else torch.arange(rows, device=self.codes.device)
+        here = torch.arange(self._first_block, self._first_block + blocks, device=self.codes.device)
+        group = (whole_rows[:, None] * self._row_blocks + here) // SCALES_BLOCK[1]
+        scales = decode(self.scale_codes, scales_form.format.element) * self.group_scales[group] + self.scale_mean
+        return replace(form, codes=self.codes, scales=scales).dequantize()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         product: Tensor = _Product.apply(x, self, bias)
         return product
+
+    def keep_part(self, rows: Tensor | None, columns: slice) -> None:
+        """Of the whole matrix these rows (None: all) and columns are left. UserError for a part of a block."""
+        form, scales_form = self._form
+        assert form.block is not None
+        block, bits = form.block[1], form.format.element.bits
+        if columns.start % block or (columns.stop % block and columns.stop != form.shape[1]):
+            raise UserError(
+                f"layout.tp leaves a rank {columns.stop - columns.start} columns of a matrix whose {form.format.name} "
+                f"blocks have {block}: use a tp that leaves a multiple of {block}, or zero = 3"
+            )
+        chosen = torch.arange(form.shape[0]) if rows is None else rows
+        self._first_block = columns.start // block
+        self.codes = self.codes[chosen, columns.start * bits // 8 : -(-columns.stop // block) * block * bits // 8]
+        self.scale_codes = self.scale_codes[chosen, self._first_block : -(-columns.stop // block)]
+        self.group_rows = chosen
+        self._form = replace(form, shape=torch.Size((len(chosen), columns.stop - columns.start))), scales_form
 
 
 @torch.no_grad()
@@ -62,14 +87,19 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     assert whole.scales is not None
     mean = whole.scales.mean()
     scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=SCALES_BLOCK)
+    assert scales.scales is not None
     module.__class__ = FrozenLinear
     assert isinstance(module, FrozenLinear)
     module.adapters = nn.ModuleDict()
     del module._parameters["weight"]
-    tensors = {"codes": whole.codes, "scale_codes": scales.codes, "scale_scales": scales.scales, "scale_mean": mean}
+    codes = scales.codes.flatten()[: whole.scales.numel()].view(whole.scales.shape).clone()
+    tensors = {
+        "codes": whole.codes, "scale_codes": codes, "group_scales": scales.scales.flatten(), "scale_mean": mean
+    }  # fmt: skip
     for part, tensor in tensors.items():
         module.register_buffer(part, tensor, persistent=False)
-    module._blocks = whole.scales.shape
+    module.register_buffer("group_rows", None, persistent=False)
+    module._row_blocks = whole.scales.shape[1]
     nothing = torch.empty(0)
     module._form = replace(whole, codes=nothing, scales=None), replace(scales, codes=nothing, scales=None)
     return module

@@ -36,6 +36,29 @@ class Moment:
     step: int = 0
     micro_batch: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # Delayed scaling: largest numbers of an operand of a layer, one of each micro-batch, and what they gave the last.
+    history: dict[str, Tensor] = field(default_factory=dict)
+    given: dict[str, tuple[int, int, Tensor]] = field(default_factory=dict)
+
+    def largest(self, operand: str, matrix: Tensor, length: int, training: bool) -> Tensor:
+        """(1, 1): the largest number of the `length` micro-batches before, 0 if there were none. The same for every
+        cast within a micro-batch."""
+        known = self.given.get(operand)
+        if known is not None and known[:2] == (self.step, self.micro_batch):
+            return known[2]
+        before = self.history.get(operand)
+        found = torch.zeros(1, 1, device=matrix.device) if before is None else before.amax().view(1, 1)
+        if training:
+            now = matrix.detach().abs().amax().float().view(1)
+            self.history[operand] = now if before is None else torch.cat((before, now))[-length:]
+            self.given[operand] = self.step, self.micro_batch, found
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": dict(self.history)}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.history, self.given = dict(state_dict["history"]), {}
 
     def generator(self, layer: int) -> torch.Generator:
         key = ((self.seed * 1_000_003 + self.step) * 1_000_003 + self.micro_batch) * 1_000_003 + layer
@@ -46,36 +69,42 @@ class LowPrecisionProduct(torch.autograd.Function):
     """Keeps x as it came and the weight itself: the casts are made again on the way back, as torchao does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: PrecisionRecipe, moment: Moment, layer: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: LowPrecisionLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.moment, ctx.layer = recipe, moment, layer
-        rows = rounded(x.flatten(0, -2).float(), recipe.input)
-        matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block)
+        ctx.layer, recipe, flat = layer, layer.recipe, x.flatten(0, -2).float()
+        rows = rounded(flat, recipe.input, largest=layer.largest("x", flat))
+        matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block, largest=layer.largest("w", weight))
         return (rows @ matrix.t()).to(x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        recipe: PrecisionRecipe = ctx.recipe
+        layer: LowPrecisionLinear = ctx.layer
+        recipe = layer.recipe
         g, of_x, of_weight = gradient.flatten(0, -2).float(), None, None
-        generator = ctx.moment.generator(ctx.layer) if recipe.stochastic else None
+        generator = layer.moment.generator(layer.number) if recipe.stochastic else None
+        of_gradient = layer.largest("g", g)
         if ctx.needs_input_grad[0]:
-            narrow = _gradient(g, recipe, generator)
+            narrow = _gradient(g, recipe, generator, of_gradient)
+            scale = layer.largest("w", weight)
             if recipe.square_weights:
-                matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block)
+                matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block, largest=scale)
             else:
-                matrix = rounded(weight.float().t(), recipe.weight, block=recipe.weight_block).t()
+                matrix = rounded(weight.float().t(), recipe.weight, block=recipe.weight_block, largest=scale).t()
             of_x = (narrow @ matrix).to(x.dtype).unflatten(0, x.shape[:-1])
         if ctx.needs_input_grad[1]:
             across = _along_tokens(g, recipe), _along_tokens(x.flatten(0, -2).float(), recipe)
-            left = _gradient(across[0], recipe, generator)
-            of_weight = (left @ rounded(across[1], recipe.input).t()).to(weight.dtype)
-        return of_x, of_weight, None, None, None
+            left = _gradient(across[0], recipe, generator, of_gradient)
+            right = rounded(across[1], recipe.input, largest=layer.largest("x", x))
+            of_weight = (left @ right.t()).to(weight.dtype)
+        return of_x, of_weight, None
 
 
-def _gradient(matrix: Tensor, recipe: PrecisionRecipe, generator: torch.Generator | None) -> Tensor:
-    return rounded(matrix, recipe.gradient, generator=generator, headroom=recipe.headroom)
+def _gradient(
+    matrix: Tensor, recipe: PrecisionRecipe, generator: torch.Generator | None, largest: Tensor | None
+) -> Tensor:
+    return rounded(matrix, recipe.gradient, generator=generator, headroom=recipe.headroom, largest=largest)
 
 
 def _along_tokens(matrix: Tensor, recipe: PrecisionRecipe) -> Tensor:
@@ -96,8 +125,13 @@ class LowPrecisionLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        product: Tensor = LowPrecisionProduct.apply(x, self.weight, self.recipe, self.moment, self.number)
+        product: Tensor = LowPrecisionProduct.apply(x, self.weight, self)
         return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def largest(self, operand: str, matrix: Tensor) -> Tensor | None:
+        """What the operand's scale is made of, where that is not its own numbers."""
+        length = self.recipe.history
+        return self.moment.largest(f"{self.number}.{operand}", matrix, length, self.training) if length else None
 
 
 def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> int:

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ironlaw.catalog.formats import NumberFormat
 from ironlaw.errors import UserError
 from ironlaw.numerics.packing import pack, unpack
 from ironlaw.numerics.quantized import Quantized
@@ -65,6 +66,10 @@ class Sparse:
     @property
     def shape(self) -> torch.Size:
         return self.held.shape
+
+    @property
+    def format(self) -> NumberFormat:
+        return self.held.format
 
     @property
     def bytes(self) -> int:

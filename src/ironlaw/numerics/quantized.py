@@ -57,21 +57,35 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """fp32, of the shape that was quantised."""
-        element = self.format.element
-        rows, columns = self.matrix_shape
-        values = decode(unpack(self.codes, element.bits, self.row_codes), element)
+        values = self._decoded()
         if self.block is not None:
-            values = _joined(_divided(values, self.block) * self._scale()[:, None, :, None])
-        return values[:rows, :columns].reshape(self.shape)
+            values = _joined(_divided(values, self.block) * self.scale()[:, None, :, None])
+        return self._cut(values)
+
+    def values(self) -> Tensor:
+        """What the codes mean, without their scales; fp32, of the tensor's shape."""
+        return self._cut(self._decoded())
+
+    def _decoded(self) -> Tensor:
+        element = self.format.element
+        return decode(unpack(self.codes, element.bits, self.row_codes), element)
+
+    def _cut(self, matrix: Tensor) -> Tensor:
+        rows, columns = self.matrix_shape
+        return matrix[:rows, :columns].reshape(self.shape)
+
+    def in_blocks(self, tensor: Tensor) -> Tensor:
+        """A tensor of this shape as (row blocks, rows, column blocks, columns) in fp32, filled up with zeros."""
+        assert self.block is not None
+        return _in_blocks(tensor.detach().float().reshape(self.matrix_shape), self.block)
 
     def scale_of_each(self) -> Tensor:
         """What each number's code is multiplied by; fp32, of the tensor's shape."""
         assert self.block is not None
-        rows, columns = self.matrix_shape
-        each = self._scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
-        return each[:rows, :columns].reshape(self.shape)
+        return self._cut(self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1))
 
-    def _scale(self) -> Tensor:
+    def scale(self) -> Tensor:
+        """Of each block; fp32 (row blocks, column blocks)."""
         assert self.scales is not None
         return scaled_up(decode(self.scales, number_format(self.format.scale)), self.tensor_scale)
 
@@ -107,6 +121,16 @@ def quantize(
     return Quantized(format, tensor.shape, pack(codes, element.bits), rounded.scale_codes, rounded.tensor_scale, size)
 
 
+def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantized:
+    """A matrix (N, K) rounded to nearest with chosen scales, one a block, numbers of the scales' format."""
+    matrix, kept = weight.detach().float(), number_format(format.scale)
+    block = resolved_block(format, matrix, format.weight_block)
+    assert block is not None
+    values = round_to(_joined(_in_blocks(matrix, block) / scale[:, None, :, None]), format.element)
+    codes = pack(encode(values, format.element), format.element.bits)
+    return Quantized(format, weight.shape, codes, encode(scale, kept), None, block)
+
+
 def rounded(
     matrix: Tensor,
     format: NumberFormat,
@@ -114,15 +138,17 @@ def rounded(
     generator: torch.Generator | None = None,
     block: tuple[int, int] | None = None,
     headroom: float = 1.0,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply.
 
     headroom: factor between scaling and rounding, undone after.
+    largest:  (1, 1), what a tensor's one scale is made of in place of its own largest number; more saturates.
     """
     size = resolved_block(format, matrix, block)
     if size is None:
         return round_to(matrix, format.element, generator)
-    made = _round_blocks(matrix, format, size, generator, headroom)
+    made = _round_blocks(matrix, format, size, generator, headroom, largest)
     scale = scaled_up(made.scale, made.tensor_scale)
     return _joined(made.values * (scale / headroom)[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
 
@@ -149,12 +175,10 @@ def _round_blocks(
     block: tuple[int, int],
     generator: torch.Generator | None,
     headroom: float = 1.0,
+    largest: Tensor | None = None,
 ) -> _Rounded:
-    rows, columns = matrix.shape
-    if rows % block[0] or columns % block[1]:
-        matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = _divided(matrix, block)
-    scale, scale_codes, tensor_scale = block_scales(blocks, format)
+    blocks = _in_blocks(matrix, block)
+    scale, scale_codes, tensor_scale = block_scales(blocks, format, largest=largest)
     scaled = _scaled(blocks, scale, tensor_scale) * headroom
     if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
         scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
@@ -162,16 +186,16 @@ def _round_blocks(
 
 
 def block_scales(
-    blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None
+    blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of (row blocks, rows, column blocks, columns): the scales without the tensor's (fp32), their codes, the tensor's.
 
-    `tensor_scale` is given where the blocks are not all of the tensor.
+    `tensor_scale` is given where the blocks are not all of the tensor, `largest` where it is not theirs.
 
     A block that holds NaN or an infinity has the scale NaN.
     """
     element, kept = format.element, number_format(format.scale)
-    largest = blocks.abs().amax((1, 3))
+    largest = blocks.abs().amax((1, 3)) if largest is None else largest
     finite = largest.isfinite()
     if format.rule == "floor":
         exponent = torch.frexp(largest).exponent - 1 - element.greatest_exponent
@@ -219,6 +243,13 @@ def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of a tensor of any rank: the last dimension is a row's."""
     columns = shape[-1] if len(shape) else 1
     return shape.numel() // max(columns, 1), columns
+
+
+def _in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    rows, columns = matrix.shape
+    if rows % block[0] or columns % block[1]:
+        matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
+    return _divided(matrix, block)
 
 
 def _divided(matrix: Tensor, block: tuple[int, int]) -> Tensor:

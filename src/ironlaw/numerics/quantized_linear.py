@@ -2,10 +2,11 @@
 
     int8, a scale a row    our own integer products (`kernels/product.c`), or fbgemm's; inputs in 8 bits too, with a
                            scale a token
-    int4, a scale per 32   PyTorch's kernel that widens the weights in registers; inputs in bf16, and a bf16 scale
+    int4, a scale per 32   our own as well, or PyTorch's kernel that widens the weights in registers: inputs and
+                           scales in bf16
 
 Where no kernel has a format, `quantized_linear` gives None: the layer is dequantised when it is read, and multiplies as
-it did. With many rows products are bound by arithmetic, not by reading: int4 is widened to bf16 for all rows at once.
+it did. With many rows products are bound by arithmetic, not by reading: PyTorch's int4 is widened to bf16 for all rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ironlaw.kernels.product import Weight, multiplies
+from ironlaw.kernels.product import GROUP, INT4, Weight, multiplies
 from ironlaw.model.packed import ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
@@ -61,12 +62,27 @@ class NativeInt8Linear(QuantizedLinear):
 
     def __init__(self, held: Quantized, bias: Tensor | None) -> None:
         super().__init__(held, bias)
-        assert held.scales is not None
-        self.held = Weight(held.codes.view(torch.int8), bias, held.scales.flatten())
+        self.held = self.pack(held, bias)
         self.bytes = self.held.bytes
+
+    def pack(self, held: Quantized, bias: Tensor | None) -> Weight:
+        assert held.scales is not None
+        return Weight(held.codes.view(torch.int8), bias, held.scales.flatten())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.held(x, torch.float32).to(x.dtype)
+
+
+class NativeInt4Linear(NativeInt8Linear):
+    kernel, format = "own int4", "int4"
+
+    @classmethod
+    def takes(cls, held: Quantized, device: torch.device) -> bool:
+        known = held.format.name == "int4" and held.block == (1, GROUP)
+        return known and device.type == "cpu" and multiplies(INT4, held.matrix_shape[1])
+
+    def pack(self, held: Quantized, bias: Tensor | None) -> Weight:
+        return Weight(held.values().to(torch.int8), bias, held.scales)
 
 
 class Int8Linear(QuantizedLinear):
@@ -170,7 +186,7 @@ class Int4Linear(QuantizedLinear):
         return product
 
 
-KERNELS = (NativeInt8Linear, Int8Linear, WideInt8Linear, Int4Linear)
+KERNELS = (NativeInt8Linear, Int8Linear, WideInt8Linear, NativeInt4Linear, Int4Linear)
 
 
 def quantized_linear(held: Held, bias: Tensor | None, device: torch.device) -> QuantizedLinear | None:

@@ -28,7 +28,7 @@ CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the 
 
 
 @dataclass
-class Piece:
+class StepPiece:
     """A stretch of a step and whose it is."""
 
     start: int
@@ -37,10 +37,10 @@ class Piece:
 
 
 @dataclass
-class Step:
+class TracedStep:
     begin: int
     end: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StepPiece] = field(default_factory=list)
 
     def seconds(self) -> dict[Phase, float]:
         sums: dict[Phase, float] = defaultdict(float)
@@ -102,16 +102,18 @@ def _main_thread(spans: Sequence[Span]) -> int | str:
     return max(busy, key=lambda lane: busy[lane]) if busy else 0
 
 
-def _steps(events: Sequence[Event], spans: Sequence[Span], main: int | str) -> tuple[list[Step], str]:
+def _steps(events: Sequence[Event], spans: Sequence[Span], main: int | str) -> tuple[list[TracedStep], str]:
     marked = [e for e in events if e.name.startswith("ProfilerStep#") and e.where == CPU]
     if marked:
         usual = sorted(e.end - e.start for e in marked)[len(marked) // 2]
         whole = [e for e in marked if e.end - e.start > CUT_OFF * usual]
-        return [Step(e.start, e.end) for e in whole], "marked by profiler.step()"
+        return [TracedStep(e.start, e.end) for e in whole], "marked by profiler.step()"
     ends = [s.event.end for s in spans if s.event.name.startswith("Optimizer.step#")]
     if len(ends) >= 2:
-        return [Step(a, b) for a, b in itertools.pairwise(ends)], "from one optimizer step to the next"
-    return [Step(min(e.start for e in events), max(e.end for e in events))], "the whole trace, as it marks no steps"
+        return [TracedStep(a, b) for a, b in itertools.pairwise(ends)], "from one optimizer step to the next"
+    return [
+        TracedStep(min(e.start for e in events), max(e.end for e in events))
+    ], "the whole trace, as it marks no steps"
 
 
 def span_phase(span: Span) -> Phase | None:
@@ -133,7 +135,7 @@ def span_phase(span: Span) -> Phase | None:
 # -- whose instant it is -----------------------------------------------------------------------------------------
 
 
-def _thread_pieces(step: Step, spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str) -> None:
+def _thread_pieces(step: TracedStep, spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str) -> None:
     """The main thread's outermost spans that tell a phase, and what lies between them."""
     now, last = step.begin, None
     for span in spans:
@@ -146,38 +148,38 @@ def _thread_pieces(step: Step, spans: Sequence[Span], phases: dict[int, Phase | 
         if event.start > now:
             between = BRIDGES.get((last, phase)) if last is not None else None
             between = between or (phase if last is phase else Phase.HOST)
-            step.pieces.append(Piece(now, event.start, between))
+            step.pieces.append(StepPiece(now, event.start, between))
         start, now = max(event.start, now), min(event.end, step.end)
-        step.pieces.append(Piece(start, now, phase))
+        step.pieces.append(StepPiece(start, now, phase))
         last = phase
     if now < step.end:
-        step.pieces.append(Piece(now, step.end, Phase.HOST))
+        step.pieces.append(StepPiece(now, step.end, Phase.HOST))
 
 
 def _device_pieces(
-    step: Step, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str,
+    step: TracedStep, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str,
     launchers: Launchers,
 ) -> None:  # fmt: skip
     """By priority: compute, communication, copies from the host, then what the host does while the device idles."""
-    layers: list[list[Piece]] = [[], [], [], [], []]
+    layers: list[list[StepPiece]] = [[], [], [], [], []]
     for event in events:
         if event.end <= step.begin or event.start >= step.end:
             continue
         if event.where == DEVICE:
             if COLLECTIVE.search(event.name):
-                layers[1].append(Piece(event.start, event.end, Phase.COMMUNICATION))
+                layers[1].append(StepPiece(event.start, event.end, Phase.COMMUNICATION))
             elif "HtoD" in event.name:
-                layers[2].append(Piece(event.start, event.end, Phase.TRANSFER))
+                layers[2].append(StepPiece(event.start, event.end, Phase.TRANSFER))
             else:
-                layers[0].append(Piece(event.start, event.end, _kernel_phase(event, launchers, phases)))
+                layers[0].append(StepPiece(event.start, event.end, _kernel_phase(event, launchers, phases)))
         elif event.where == RUNTIME:
-            layers[4].append(Piece(event.start, event.end, Phase.HOST))
+            layers[4].append(StepPiece(event.start, event.end, Phase.HOST))
     for span in spans:
         if span.event.lane == main and span.event.end > step.begin and span.event.start < step.end:
             if phases[id(span)] is Phase.DATA:
-                layers[3].append(Piece(span.event.start, span.event.end, Phase.DATA))
+                layers[3].append(StepPiece(span.event.start, span.event.end, Phase.DATA))
             elif span.event.name.startswith("aten::"):
-                layers[4].append(Piece(span.event.start, span.event.end, Phase.HOST))
+                layers[4].append(StepPiece(span.event.start, span.event.end, Phase.HOST))
     step.pieces = _by_priority(layers, step.begin, step.end, Phase.IDLE)
 
 
@@ -222,7 +224,7 @@ def _kernel_phase(event: Event, launchers: Launchers, phases: dict[int, Phase | 
     return Phase.FORWARD
 
 
-def _by_priority(layers: Sequence[list[Piece]], begin: int, end: int, rest: Phase) -> list[Piece]:
+def _by_priority(layers: Sequence[list[StepPiece]], begin: int, end: int, rest: Phase) -> list[StepPiece]:
     """Cut [begin, end] so that each instant has the phase of the first layer that covers it."""
     free, taken = [(begin, end)], []
     for layer in layers:
@@ -241,12 +243,12 @@ def _by_priority(layers: Sequence[list[Piece]], begin: int, end: int, rest: Phas
                     continue
                 if start > now:
                     remaining.append((now, start))
-                taken.append(Piece(start, stop, piece.phase))
+                taken.append(StepPiece(start, stop, piece.phase))
                 now = stop
             if now < high:
                 remaining.append((now, high))
         free = remaining
-    taken += [Piece(low, high, rest) for low, high in free]
+    taken += [StepPiece(low, high, rest) for low, high in free]
     return sorted(taken, key=lambda piece: piece.start)
 
 
@@ -254,7 +256,7 @@ def _by_priority(layers: Sequence[list[Piece]], begin: int, end: int, rest: Phas
 
 
 def _lines(
-    steps: Sequence[Step], events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None],
+    steps: Sequence[TracedStep], events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None],
     launchers: Launchers, on_device: bool,
 ) -> list[Line]:  # fmt: skip
     seconds: dict[Key, float] = defaultdict(float)
@@ -284,7 +286,7 @@ def _lines(
     ]  # fmt: skip
 
 
-def _inside(moment: int, steps: Sequence[Step]) -> bool:
+def _inside(moment: int, steps: Sequence[TracedStep]) -> bool:
     return steps[0].begin <= moment < steps[-1].end
 
 
@@ -305,13 +307,13 @@ def _flops(event: Event) -> int:
         return 0
 
 
-def _launches(steps: Sequence[Step], events: Sequence[Event], spans: Sequence[Span], on_device: bool) -> int:
+def _launches(steps: Sequence[TracedStep], events: Sequence[Event], spans: Sequence[Span], on_device: bool) -> int:
     if on_device:
         return sum(1 for e in events if e.where == DEVICE and _inside(e.start, steps)) // len(steps)
     return sum(1 for s in spans if s.kernel is s.event and _inside(s.event.start, steps)) // len(steps)
 
 
-def _sync_points(steps: Sequence[Step], spans: Sequence[Span], events: Sequence[Event]) -> list[dict[str, Any]]:
+def _sync_points(steps: Sequence[TracedStep], spans: Sequence[Span], events: Sequence[Event]) -> list[dict[str, Any]]:
     """Where the host waited for a value: with the line of the user's code when stacks were recorded."""
     found: dict[str, list[float]] = defaultdict(list)
     for span in spans:

@@ -5,6 +5,7 @@ Every finding carries the line of the user's code where it begins, as far as the
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import sys
@@ -20,12 +21,14 @@ from torch import nn
 
 from ironlaw.ledger import Phase
 from ironlaw.machine import host
-from ironlaw.observe.inputs import input_tensors
-from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_calling, user_line
+from ironlaw.observe.gradients import GradientUse
+from ironlaw.observe.inputs import input_tensors, padding
+from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_calling, padding_line, user_line
 
 TURNS = 7
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
 LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
+MOST_BATCHES = 32  # looked into for padding
 SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
 
@@ -89,16 +92,22 @@ class Habits:
     loaders: Counter[str] = field(default_factory=Counter)  # iterators made of DataLoaders
     lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # rule -> where it begins
     compiled: list[int] = field(default_factory=list)  # steps in which the compiler ran
-    gradients: dict[str, Any] | None = None  # what one backward pass computed that no update is for
+    learns_in_eval: bool = False  # the step before was of passes in evaluation mode only
+    eval_steps: int = 0
+    paddings: list[tuple[float, float]] = field(default_factory=list)  # of the first batches, as `inputs.padding`
     profiled: bool = False  # by a profiler that is not ours
 
     def __post_init__(self) -> None:
         self._files = files_of(self.module)
         self.profiled = torch.autograd._profiler_enabled()
         self._graphs = _compiled_graphs()
+        self.gradients = GradientUse(self.module, self.optimizers)
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
+        if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
+            self.paddings.append(found)
+        self.gradients.forward_begins(module)
         self._place = user_line() or "?"
         self.forward_lines[self._place] += 1
 
@@ -121,14 +130,14 @@ class Habits:
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if keeps_graph(args, kwargs):
             self.retained[user_line() or "?"] += 1
-        if self.gradients is None and len(self.resident) == LOOKED_AT:
-            self.gradients = self._look_into_gradients()
+        self.gradients.backward_ended()
         self.look()
 
     def finds_gradients(self) -> None:
         self.added_to[user_line() or "?"] += 1
 
-    def updates(self) -> None:
+    def updates(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.updates(optimizer)
         self.lines["update_by_hand"][user_line() or "?"] += 1
 
     def between(self, phase: Phase) -> None:
@@ -144,26 +153,16 @@ class Habits:
     def look(self) -> None:
         self.on |= {mode.name for mode in MODES if mode.is_on()}
 
-    def _look_into_gradients(self) -> dict[str, Any]:
-        """Parts of the elements of all gradients: of weights that no optimizer has, and of rows of embeddings that no
-        token of the batch was, which are zeros that an optimizer goes through all the same."""
-        updated = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        graded = [p for p in self.module.parameters() if p.grad is not None]
-        tables = {id(m.weight): m.weight.grad for m in self.module.modules()
-                  if isinstance(m, nn.Embedding | nn.EmbeddingBag)}  # fmt: skip
-        rows = [g for p, g in tables.items() if type(g) is torch.Tensor and not g.is_sparse and p in updated]
-        untouched = sum(float((g == 0).all(dim=1).sum()) * g.shape[1] for g in rows)
-        whole = max(1, sum(p.numel() for p in graded))
-        names = tuple(type(optimizer).__name__ for optimizer in self.optimizers)
-        return {
-            "idle": {"part": sum(p.numel() for p in graded if id(p) not in updated) / whole,
-                     "place": line_calling(names, self._files)},
-            "untouched": {"part": untouched / whole, "place": line_calling(("Embedding", "EmbeddingBag"), self._files)},
-        }  # fmt: skip
-
-    def stepped(self) -> None:
+    def stepped(self, forwards: int) -> None:
+        """A step of so many passes in training mode, or in the other where `learns_in_eval`."""
         self.look()
+        self.learns_in_eval = not (forwards if not self.learns_in_eval else self.module.training)
+        self.eval_steps += self.learns_in_eval
         self.resident.append(host.resident_bytes())
+        if len(self.resident) == LOOKED_AT:
+            self.gradients.begin()
+        elif len(self.resident) == LOOKED_AT + 1:
+            self.gradients.end()
         if (graphs := _compiled_graphs()) > self._graphs:
             self.compiled.append(len(self.resident))
             self._graphs = graphs
@@ -181,14 +180,40 @@ class Habits:
             "zeroed_gradients": most_calls(self.zeroed, steps),
             "retained_graphs": most_calls(self.retained, steps),
             "added_gradients": most_calls(self.added_to, steps),
-            "idle_gradients": self.gradients and self.gradients["idle"],
-            "untouched_rows": self.gradients and self.gradients["untouched"],
+            **self.gradients.facts(self._files),
+            "padding": self._padding(),
+            "left_in_eval": self._left_in_eval(),
+            "unscaled": self._unscaled(precision),
             "places": self._places(),
             "forwards_per_step": self.forwards / steps,
             "read_forwards_per_step": self.read / steps,
             "forward_lines": [place for place, count in self.unread_lines.most_common(4) if count],
             "profiled": line_calling(("profile", "emit_itt"), self._files) or "?" if self.profiled else None,
         }  # fmt: skip
+
+    def _padding(self) -> dict[str, Any] | None:
+        if not self.paddings:
+            return None
+        part, columns = (statistics.mean(parts) for parts in zip(*self.paddings, strict=True))
+        return {"part": part, "columns": columns, "place": padding_line(self._files)}
+
+    def _left_in_eval(self) -> dict[str, Any] | None:
+        """Where most steps learned without what training mode switches on, and the model has any of it."""
+        differs = any(
+            (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
+            or (isinstance(m, nn.modules.batchnorm._NormBase) and any(p.requires_grad for p in m.parameters()))
+            for m in self.module.modules()
+        )
+        if not differs or 2 * self.eval_steps < len(self.resident):
+            return None
+        place = line_calling(("eval",), self._files) or self.forward_lines.most_common(1)[0][0]
+        return {"place": place, "per_step": self.eval_steps / len(self.resident)}
+
+    def _unscaled(self, precision: str | None) -> dict[str, Any] | None:
+        scaled = any(issubclass(type(held), torch.amp.GradScaler) for held in gc.get_objects())
+        if precision != "fp16" or scaled:
+            return None
+        return {"place": line_calling(("float16", "half", "fp16"), self._files), "per_step": 1.0}
 
     def _places(self) -> dict[str, str]:
         """Rule -> the line that it is about, where the run or the text of the code tells."""

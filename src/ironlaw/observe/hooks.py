@@ -28,11 +28,12 @@ _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__b
 class Listener:
     """What the hooks tell the watch besides phases."""
 
+    training: Callable[[nn.Module], bool]  # whether a pass of it with gradients is one that the loop learns from
     forward_begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
     forward_ended: Callable[[Any], None]  # with what the model returned
     backward_begins: Callable[[], None]
     backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
-    updates: Callable[[], None]
+    updates: Callable[[torch.optim.Optimizer], None]
     stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
     cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given, once it is through
     skipped: Callable[[], None]  # loss scaling left an update out
@@ -50,10 +51,10 @@ def listening(
         for optimizer in optimizers:
             _watch_optimizer(stack, optimizer, partition, listener, ends_step=optimizer is optimizers[-1])
         _wrap(stack, torch.autograd, "backward", _backward(stack, model, partition, listener))
-        asked = _loading(model, partition, lambda batches: listener.loader(batches._num_workers))
+        asked = _loading(model, partition, listener, lambda batches: listener.loader(batches._num_workers))
         _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", asked)
         # Workers start and samples are drawn when a loader is iterated over, before the first batch is asked for.
-        begun = _loading(model, partition, lambda _: listener.loads_anew())
+        begun = _loading(model, partition, listener, lambda _: listener.loads_anew())
         _wrap(stack, dataloader.DataLoader, "__iter__", begun)
         _wrap(stack, torch, "save", _phased(partition, lambda: _begins(listener, Phase.CHECKPOINT)))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
@@ -72,7 +73,7 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, liste
         depth += 1
         if depth > 1 or partition.running is Phase.BACKWARD:  # within a pass, or run again for its backward pass
             return
-        training = module.training and torch.is_grad_enabled()
+        training = torch.is_grad_enabled() and listener.training(module)
         if training:
             listener.forward_begins(module, args, kwargs)
         partition.begin(Phase.FORWARD if training else _begins(listener, Phase.EVALUATION))
@@ -104,7 +105,7 @@ def _watch_optimizer(
     stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener, ends_step: bool
 ) -> None:
     def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        listener.updates()
+        listener.updates(optimizer)
         partition.begin(Phase.OPTIMIZER)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
         if closure is None:
@@ -215,15 +216,17 @@ class _Exchange:
         self._learning.clear()
 
 
-def _loading(model: nn.Module, partition: Partition, told: Callable[[Any], None]) -> Callable[[Any], Any]:
+def _loading(
+    model: nn.Module, partition: Partition, listener: Listener, told: Callable[[Any], None]
+) -> Callable[[Any], Any]:
     """A DataLoader's own time. In training `told` is given the loader, or what iterates over it, first."""
 
     def around(original: Any) -> Any:
-        timed = _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION)(original)
+        timed = _phased(partition, lambda: Phase.DATA if listener.training(model) else Phase.EVALUATION)(original)
 
         @functools.wraps(original)
         def call(self: Any) -> Any:
-            if model.training:
+            if listener.training(model):
                 told(self)
             return timed(self)
 

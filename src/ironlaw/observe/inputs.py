@@ -20,6 +20,23 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Ten
     yield from tensors((args, kwargs))
 
 
+def padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
+    """Parts of a batch of token ids, (B, T): the one value that rows end with, or begin with, from its second in a row
+    on; and the columns at that end that hold nothing else."""
+    ids = next((t for t in input_tensors(args, kwargs) if t.dim() == 2 and t.dtype in (torch.int32, torch.int64)), None)
+    if ids is None or len(ids) < 2 or ids.shape[1] < 8:
+        return None
+    found = []
+    for rows in (ids, ids.flip(1)):
+        value = rows[:, -1].mode().values
+        run = (rows == value).flip(1).cumprod(1).sum(1)
+        found.append((run * (run > 1), run.min()))
+    run, columns = max(found, key=lambda one: int(one[0].sum()))
+    if int(run.max()) == ids.shape[1]:  # rows of one value: made up
+        return None
+    return float(run.sum()) / ids.numel(), float(columns) / ids.shape[1]
+
+
 def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     """Precision, batch and tokens of one forward pass; `signature`: the inputs as a trace takes them, if it can."""
     given = list(input_tensors(args, kwargs))

@@ -44,7 +44,7 @@ def module_paths(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @dataclass
-class Recording:
+class ModuleRecording:
     """The partition's intervals of the recorded steps, each step a list; every interval ends at a mark of the trace."""
 
     steps: list[list[Interval]]
@@ -57,7 +57,7 @@ class Recording:
 
 
 def read_modules(
-    events: Sequence[Event], allocations: Sequence[Allocation], recording: Recording, held: Held
+    events: Sequence[Event], allocations: Sequence[Allocation], recording: ModuleRecording, held: Held
 ) -> ModuleProfile:
     ends, named = recording.phases(events)
     if not ends:

@@ -24,6 +24,7 @@ from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import Held, find_peak
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest, scopes_recorded
+from ironlaw.workload.objective import FROZEN
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
@@ -202,6 +203,8 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
             around.scope = _LAST_OF_UNIT.get(name.rpartition("(")[2].rstrip(")").rpartition(".")[2], "")
     elif name == RECOMPUTE_SCOPE:
         span.scope, span.again = "Block", True
+    elif span.scope == FROZEN and span.phase is Phase.FORWARD:
+        pass  # one operation, though it may be the trained model's own layers
     elif name.startswith(MODULE_SCOPE):
         span.scope = name.removeprefix(MODULE_SCOPE)
     elif name in _FUNCTIONS:

@@ -40,7 +40,7 @@ _LOGGERS = (
 )
 
 
-class Sampler:
+class StackSampler:
     """`stage()`: "workers" (waiting for a loader's processes), "lock" (for a thread of this process that is at work),
     "tokenise", or "read"; `place()`: the user's line; `logging_fraction()`: of the time in no phase, what logging took.
     """

@@ -21,6 +21,7 @@ LIBRARIES = tuple(
         sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))}
 )  # fmt: skip
 _GROW = ("append", "extend", "add", "appendleft", "insert")
+_FILLING = ("pad", "longest", "max_len", "maxlen")
 MOST_NODES = 2000
 
 
@@ -84,6 +85,24 @@ def line_calling(names: Sequence[str], files: Sequence[str]) -> str | None:
         if isinstance(node, ast.Attribute | ast.Name | ast.keyword | ast.Constant) and _last_name(node) in names:
             return f"{file}:{node.lineno}"
     return None
+
+
+def padding_line(files: Sequence[str]) -> str | None:
+    """Where rows are filled up, by what code calls it: a function before a keyword before a variable."""
+    found = []
+    for file, node in _nodes(files):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                rank = 0
+            case ast.keyword(arg=str(name), value=ast.Constant(value=str() | True)):
+                rank = 1
+            case ast.Name(id=name, ctx=ast.Load()):
+                rank = 2
+            case _:
+                continue
+        if (name.islower() or name.isupper()) and any(word in name.lower() for word in _FILLING):  # and no class
+            found.append((rank, files.index(file), getattr(node, "lineno", 1)))
+    return f"{files[min(found)[1]]}:{min(found)[2]}" if found else None
 
 
 def growing_line(name: str, files: Sequence[str]) -> str | None:

@@ -38,15 +38,16 @@ from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
+from ironlaw.observe.gradients import parameters_of
 from ironlaw.observe.habits import LOOKED_AT, Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
-from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, module_paths, read_modules
+from ironlaw.observe.module_profile import ModuleProfile, ModuleRecording, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
-from ironlaw.observe.sampler import Sampler
+from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
 from ironlaw.observe.updates import updates_of
@@ -115,7 +116,7 @@ class Watch:
         self._sampled = 0.0
         self._probed = 0.0
         self._profile: ModuleProfile | None = None
-        self.sampler: Sampler | None = None
+        self.sampler: StackSampler | None = None
         self.probes: list[dict[str, float]] = []
         self._stop_at = 0
 
@@ -127,7 +128,8 @@ class Watch:
     def __enter__(self) -> Self:
         self._habits = Habits(_inner(self.model), self.optimizers)
         listener = Listener(
-            self._forward_begins, self._habits.forward_ended, self._backward_begins, self._backward_ended,
+            lambda module: module.training or self._habits.learns_in_eval, self._forward_begins,
+            self._habits.forward_ended, self._backward_begins, self._backward_ended,
             self._habits.updates, self._stepped, self._cleared, self._skipped, self._loader_asked,
             self._habits.loads_anew, self._habits.between,
         )  # fmt: skip
@@ -208,7 +210,7 @@ class Watch:
 
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards += 1
-        self._habits.forward_begins()
+        self._habits.forward_begins(module, *((args, kwargs) if self._recorder is None else ((), {})))
         if self._forwards == 1 and len(self.metrics) == LOOKED_AT:
             self.gradients_found = "kept" if self._gradients() else "none"
         if not self.inputs and (args or kwargs):
@@ -238,11 +240,12 @@ class Watch:
     data_workers: int | None = None
 
     def _backward_begins(self) -> None:
+        self._habits.gradients.backward_begins()
         if self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
             return
         if not self._gradients():
             self.gradients_found = "forward"
-        elif any(bool(p.grad.any()) for p in self.model.parameters() if p.grad is not None):
+        elif any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None):
             self._habits.finds_gradients()
 
     def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,7 +261,7 @@ class Watch:
 
     def _stepped(self) -> None:
         """The optimizer has updated, the last one where there are several: the step ends."""
-        self._habits.stepped()
+        self._habits.stepped(self._forwards)
         intervals = self.partition.intervals
         self.partition.cut()
         number = len(self.metrics) + 1
@@ -305,7 +308,7 @@ class Watch:
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
-        self.sampler = self._recording_stack.enter_context(Sampler(self.partition))
+        self.sampler = self._recording_stack.enter_context(StackSampler(self.partition))
         with silent_stderr():
             self._recorder.start()
         self.partition.on_mark = mark
@@ -324,7 +327,7 @@ class Watch:
         if self._recording:
             self.sync_steps = len(self._recording)
             self._profile = read_modules(
-                recorded_events(recorder), recorded_allocations(recorder), Recording(self._recording), self._held
+                recorded_events(recorder), recorded_allocations(recorder), ModuleRecording(self._recording), self._held
             )
         self.partition.start()
         self.partition.intervals[0].after = Phase.OPTIMIZER

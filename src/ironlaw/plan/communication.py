@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ironlaw.ledger import Kind, Line, Phase
-from ironlaw.machine.links import Fabric
+from ironlaw.machine.links import RankFabric
 from ironlaw.workload.collectives import Collective
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import group_of
@@ -41,7 +41,7 @@ class CollectiveCost:
 class Links:
     """The links that a layout's ranks have to each other."""
 
-    fabric: Fabric
+    fabric: RankFabric
     layout: Layout
 
     @property
@@ -82,7 +82,7 @@ class Links:
         """The gradients of a tied weight, sent both ways at once between the first stage and the last."""
         layout = self.layout
         assert program.model is not None
-        if not program.model.tied or program.last_stage in program.stages_at(0):
+        if program.recipe.adapters is not None or not program.model.tied or program.last_stage in program.stages_at(0):
             return 0.0
         weight = next(p for p in program.stages[0].parameters if p.name == EMBEDDING)
         return self.seconds("pp", "send", weight.elements * 4 / layout.sharing)

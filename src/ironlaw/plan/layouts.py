@@ -9,7 +9,7 @@ from itertools import product
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.machine.links import Fabric
+from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import StepPlan, choose_precision, plan_step
 from ironlaw.workload.layout import Layout
@@ -48,7 +48,7 @@ def kinds(layout: Layout) -> tuple[bool, ...]:
 
 
 def best_layout(
-    config: RunConfig, profile: Profile, ranks: int, fabric: Fabric, runnable: Callable[[Layout], bool]
+    config: RunConfig, profile: Profile, ranks: int, fabric: RankFabric, runnable: Callable[[Layout], bool]
 ) -> LayoutChoice:
     """UserError where no layout can run, or none fits."""
     found, tried, precision = [], 0, choose_precision(config, profile)

@@ -81,7 +81,7 @@ class _Rank:
 
     def padded(self, tensors: list[Parameter]) -> float:
         """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
-        return float(sum(p.elements * self.sharing(p) for p in map(self.shard_of, tensors)) * FP32)
+        return float(sum(p.bytes * self.sharing(p) for p in map(self.shard_of, tensors)))
 
     def shard_of(self, parameter: Parameter) -> Parameter:
         """This rank's part."""
@@ -351,6 +351,9 @@ class _Rank:
             self._reduce(stage, unit, tensors)
 
     def _reduce(self, stage: int, unit: str, tensors: list[Parameter]) -> None:
+        tensors = [p for p in tensors if p.trained]
+        if not tensors:
+            return
         walk, size = self.walk, self.padded(tensors)
         narrow = size * (0.5 if self.recipe.communication.gradients == "bf16" else 1.0)
         walk.now["reducing"] -= self.waiting_buffer
@@ -382,7 +385,7 @@ class _Rank:
     def _finish(self) -> None:
         """Gradients of a tied weight are exchanged between the ends of a pipeline."""
         tied = self.program.model is not None and self.program.model.tied
-        if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
+        if self.layout.pp > 1 and tied and self.recipe.adapters is None and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
             size = math.ceil(table.shape[0] / self.layout.sharing) * table.shape[1] * FP32
             self.walk.passing("temporaries", size, "gradient of the tied weight")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Decisions, Ledger
+from ironlaw.ledger import Decisions, Ledger, Line
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, hardware_of
@@ -30,7 +30,7 @@ from ironlaw.workload.updates import Loop
 if TYPE_CHECKING:
     from torch import nn
 
-    from ironlaw.workload.trace import Loss, Trace
+    from ironlaw.workload.trace import Loss, ModuleTrace
     from ironlaw.workload.trace_inputs import Inputs
 
 __all__ = ["Input", "parse_input", "plan_module", "plan_traced", "resolve_module"]
@@ -46,7 +46,7 @@ ACCELERATOR_MEMORY_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
-class Target:
+class PlannedTarget:
     """Where something is planned to run."""
 
     machine: Machine
@@ -96,7 +96,7 @@ def plan_module(
 
 
 def plan_trace(
-    traced: Trace,
+    traced: ModuleTrace,
     profile: Profile | None,
     on: str = "this",
     *,
@@ -111,7 +111,7 @@ def plan_trace(
 
 
 def _planned(
-    traced: Trace, target: Target, name: str | None, accumulation: int = 1, loop: Loop | None = None
+    traced: ModuleTrace, target: PlannedTarget, name: str | None, accumulation: int = 1, loop: Loop | None = None
 ) -> Ledger:
     facts = {
         "model": {"name": name or traced.name},
@@ -123,11 +123,13 @@ def _planned(
     return ledger_on(target, step_of_trace(traced, accumulation, loop), traced.parameters, facts)
 
 
-def ledger_on(target: Target, program: Program, parameters: int, facts: dict[str, Any]) -> Ledger:
-    """A program of one process where it is to run, with what else is known of it."""
+def ledger_on(
+    target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any], more: Sequence[Line] = ()
+) -> Ledger:
+    """A program of one process, or of one of several alike, where it is to run, with what else is known of it."""
     system, peak = target.system, peak_memory(program)
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
-    ledger = Ledger("plan", lines=fold(program.operations(), target.machine), memory=peak.lines(notes))
+    ledger = Ledger("plan", lines=[*fold(program.operations(), target.machine), *more], memory=peak.lines(notes))
     ledger.facts = target.facts | {
         "machine": system.name,
         "precision": target.precision,
@@ -146,12 +148,12 @@ def ledger_on(target: Target, program: Program, parameters: int, facts: dict[str
 # -- where it runs -----------------------------------------------------------------------------------------------
 
 
-def _this_machine(profile: Profile, precision: str) -> Target:
+def _this_machine(profile: Profile, precision: str) -> PlannedTarget:
     slowdown = interference.typical(profile)
     wanted = "as is" if precision == "auto" else precision
     system = PlannedOn.measured(profile, wanted if wanted in profile.matmul else "fp32")
     guessed = f"{system.time_basis}; bytes at copy rate where there is no curve"
-    return Target(
+    return PlannedTarget(
         machine=ThisMachine(MeasuredMachine(profile, slowdown, own_products=False)),
         system=replace(system, time_basis=guessed),
         precision=wanted,
@@ -166,7 +168,7 @@ def _this_machine(profile: Profile, precision: str) -> Target:
     )
 
 
-def accelerator_target(on: str, precision: str, what: str = "a traced module is") -> Target:
+def accelerator_target(on: str, precision: str, what: str = "a traced module is") -> PlannedTarget:
     """UserError for several accelerators and for one whose memory nobody printed."""
     cluster = parse_cluster(on)
     if cluster.count != 1:
@@ -181,7 +183,7 @@ def accelerator_target(on: str, precision: str, what: str = "a traced module is"
     reason = f"autocast: matrix units of {found.name} want 16 bits" if precision == "auto" else "asked for"
     peak = hardware.peak(dtype)
     engine = engine_of_framework(EAGER_FRAMEWORK).on(found.generation)
-    return Target(
+    return PlannedTarget(
         machine=CataloguedAccelerator(hardware, engine),
         system=PlannedOn(
             found.name,
@@ -209,7 +211,7 @@ def accelerator_target(on: str, precision: str, what: str = "a traced module is"
 # -- the ledger --------------------------------------------------------------------------------------------------
 
 
-def _types(traced: Trace) -> str:
+def _types(traced: ModuleTrace) -> str:
     """The types that the matrix products run in, the busiest first."""
     flops: dict[str, int] = {}
     for op in traced.operations:

@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Precision
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, budget_bytes, undivided
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import policies
 from ironlaw.workload.sharding import expert_holders
 from ironlaw.workload.sizes import Size, larger, smaller
@@ -19,8 +19,8 @@ FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the
 CHUNK_BYTES = 128 * 2**20
 
 
-def batch_of(config: RunConfig) -> Batch:
-    return Batch(
+def batch_of(config: RunConfig) -> StepBatch:
+    return StepBatch(
         config.train.global_batch, config.sequence, config.data.masks_documents, config.data.packing == "best_fit",
         config.micro_batch,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def recomputation(layout: Layout) -> dict[str, Any]:
 def recipe_of_layout(
     model: ModelConfig, layout: Layout, sequence: int, global_batch: int, precision: str, optimizer: str,
     config: RunConfig | None = None,
-) -> tuple[Batch, Recipe]:  # fmt: skip
+) -> tuple[StepBatch, Recipe]:  # fmt: skip
     """What our trainer does on accelerators in this layout; what it does not say is as in the config, if any."""
     document: dict[str, Any] = config.model_dump(exclude_none=True, exclude={"layout"}) if config else {}
     document["train"] = document.get("train", {}) | {

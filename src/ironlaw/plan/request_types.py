@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ironlaw.catalog.nodes import Cluster
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
-from ironlaw.plan.work import Work, WorkOptions
+from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.layout import Layout
-
-if TYPE_CHECKING:
-    from ironlaw.workload.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -49,22 +45,6 @@ class PlanOutcome:
         """`fits` and the totals at the top, each {value, interval, origin, basis}; the whole ledger below."""
         totals = {name: estimate.to_json() for name, estimate in self.ledger.totals.items()}
         return {"fits": self.fits} | totals | self.more | {"ledger": self.ledger.to_json()}
-
-
-@dataclass(frozen=True)
-class ClusterRequest:
-    """`layout` is the one to plan, or None to search; `excluded` names what a search must leave out, and why."""
-
-    model: ModelConfig
-    cluster: Cluster
-    work: Work
-    precision: str
-    engine: str
-    prices: Prices = field(default_factory=Prices)
-    layout: Layout | None = None
-    optimizer: str = "adamw"
-    excluded: Callable[[Layout], str | None] | None = None
-    config: RunConfig | None = None  # of a run around the model, where there is one
 
 
 @dataclass(frozen=True)

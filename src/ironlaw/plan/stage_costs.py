@@ -83,8 +83,7 @@ def _wrapping(program: Program, stage: int, machine: SharedMachine) -> Iterator[
         yield Phase.FORWARD, costs.pass_seconds * turns
         yield Phase.BACKWARD, costs.pass_seconds * turns
     if layout.zero == 3:
-        held = sum(p.elements for p in program.stages[stage].shards)
-        copies = machine.copy_seconds(held * 4 * layout.sharing)
+        copies = machine.copy_seconds(sum(p.bytes for p in program.stages[stage].parameters))
         yield Phase.FORWARD, len(names) * costs.unit_seconds * turns + copies
         yield Phase.BACKWARD, 2 * len(names) * costs.unit_seconds * turns + 2 * copies
 

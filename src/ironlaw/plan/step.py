@@ -1,8 +1,8 @@
 """The plan of a run: step time, memory and communication of a program, as one process or as ranks of a layout.
 
     plan_run(config, load_profile())                                       # the ledger of one process on this machine
-    fabric = Fabric(load_costs())                                          # ranks that are all on this machine
-    fabric = Fabric(load_costs(), ranks_per_host=1, between=Link(latency_seconds=2e-4, bytes_per_second=125e6))
+    fabric = RankFabric(load_costs())                                          # ranks that are all on this machine
+    fabric = RankFabric(load_costs(), ranks_per_host=1, between=Link(latency_seconds=2e-4, bytes_per_second=125e6))
     plan = plan_step(config, load_profile(), Layout(dp=4, zero=3, micro_batch=2), fabric)
     plan.step_seconds, plan.stages[0].communication, plan.ledger()
 
@@ -25,7 +25,7 @@ from ironlaw.config import RunConfig, model_in
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
-from ironlaw.machine.links import Fabric
+from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.plan.communication import CollectiveCost, Links
@@ -75,7 +75,7 @@ class StepPlan:
     step_seconds: float
     stages: list[StagePlan]
     profile: Profile = field(repr=False)
-    fabric: Fabric | None = None
+    fabric: RankFabric | None = None
     offload: Offload | None = None
     attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
     now: Mapping[str, float] | None = None  # as `interference.expected`
@@ -261,7 +261,7 @@ def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | Non
 
 
 def plan_step(
-    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
+    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: RankFabric | None = None, ranks: int = 0,
     precision: PrecisionChoice | None = None, now: Mapping[str, float] | None = None,
 ) -> StepPlan:  # fmt: skip
     """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.

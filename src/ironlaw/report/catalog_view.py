@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ironlaw import units
-from ironlaw.report.document import Cell, Document, Names, Print, bad, dim, good
+from ironlaw.report.document import Cell, Document, NameList, Print, bad, dim, good
 
 # How a figure is printed, by how its key ends.
 _PRINT: tuple[tuple[str, Print], ...] = (
@@ -21,7 +21,7 @@ def names_view(names: Mapping[str, Sequence[str]]) -> Document:
     made = Document()
     for section, members in names.items():
         made.heading(section.capitalize())
-        made.add(Names(members))
+        made.add(NameList(members))
     made.text("ironlaw catalog NAME shows one of them, each figure with its source.", role="dim")
     return made
 
@@ -107,11 +107,17 @@ def compression_view(source: str, out: str, found: Mapping[str, Any]) -> Documen
     share = found["compressed_weights"] / found["weights"]
     made.table(
         ["", "weights", "loss, nats per token", "tokens per second here"], rows,
-        caption=f"{found['to']} by {found['method']}: {share:.0%} of the weights, the others in "
+        caption=f"{_formats(found)} by {found['method']}: {share:.0%} of the weights, the others in "
         f"{found['precision_before']}. Loss of {found['held_out_tokens']:,} held-out tokens, in fp32 arithmetic. "
         f"{_decoding(found)}",
     )  # fmt: skip
     return made
+
+
+def _formats(found: Mapping[str, Any]) -> str:
+    if len(found["formats"]) < 2:
+        return str(found["to"])
+    return ", ".join(f"{name} ({count} layers)" for name, count in found["formats"].items())
 
 
 def _decoding(found: Mapping[str, Any]) -> str:

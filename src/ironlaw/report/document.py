@@ -125,7 +125,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameList:
     """Many short words."""
 
     names: Sequence[str]
@@ -164,7 +164,7 @@ class Fold:
     content: Document
 
 
-Block = Title | Heading | Paragraph | Table | Facts | Names | Chart | Cards | Listing | Fold
+Block = Title | Heading | Paragraph | Table | Facts | NameList | Chart | Cards | Listing | Fold
 
 
 @dataclass

@@ -21,7 +21,7 @@ PACE_SAID = 0.03  # a change of the machine's speed that is worth a line
 SMOOTHING = 0.9  # of the step time shown: single steps jitter
 
 
-class Step(Protocol):
+class StepOutcome(Protocol):
     """What the trainer tells after each step."""
 
     @property
@@ -171,7 +171,7 @@ class LiveRun:
         if self._page is not None:
             self._page.planned(plan)
 
-    def step(self, report: Step) -> None:
+    def step(self, report: StepOutcome) -> None:
         if report.attention is not None and not self._attention_said:
             self._attention_said = True
             self.say(f"Attention  {report.attention}")
@@ -192,7 +192,7 @@ class LiveRun:
             self._last_line = time.monotonic()
             self.console.print(line)
 
-    def _line(self, report: Step) -> Text:
+    def _line(self, report: StepOutcome) -> Text:
         assert self._plan is not None
         parts = [f"{report.step:>7,}/{report.steps:,}", f"loss {report.loss:.3f}"]
         seconds = self._step_seconds

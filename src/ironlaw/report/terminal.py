@@ -22,7 +22,7 @@ from ironlaw.report.document import (
     Document,
     Facts,
     Heading,
-    Names,
+    NameList,
     Paragraph,
     Piece,
     Table,
@@ -33,7 +33,7 @@ STYLES = {"": "", "strong": "bold", "dim": "dim", "good": "bold green", "bad": "
           "code": "cyan"}  # fmt: skip
 ROOM_FOR_BARS = 64  # columns of a terminal: on a narrower one words need them
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_FIGURES = (Table, Facts, Names, Chart)
+_FIGURES = (Table, Facts, NameList, Chart)
 
 
 def show(console: Console, document: Document) -> None:
@@ -132,7 +132,7 @@ def _facts(block: Facts, console: Console) -> bool:
 
 
 @_print.register
-def _names(block: Names, console: Console) -> bool:
+def _names(block: NameList, console: Console) -> bool:
     console.print(Columns([Text(name) for name in block.names], padding=(0, 3), column_first=True))
     return True
 

@@ -90,6 +90,8 @@ class Server:
         self.outbox = Outbox(engine)
         self.created = int(time.time())
         self._table: Any = None
+        if text is not None:  # an answer is over where its turn is, whatever the model's own end of text
+            engine.served.end_tokens |= text.turn_ends()
         engine.on_finish = self.metrics.finished
 
     async def answer(self, body: Body, prompts: Sequence[Sequence[int]], form: Form, http: HttpRequest) -> Response:

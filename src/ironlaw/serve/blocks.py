@@ -93,9 +93,9 @@ class Blocks:
 
     def remember(self, request: Request, computed: int) -> None:
         """The full pages among the first `computed` tokens can be shared from now on."""
-        if not self.share:
-            return
         full = computed // self.size
+        if not self.share or full == request.remembered:
+            return
         if len(request.digests) < full:
             request.digests = self.digests(request.tokens[: full * self.size], request.digests, request.salt)
         start, request.remembered = request.remembered, full

@@ -21,24 +21,25 @@ class ServeConfig(BaseModel):
     api_keys: tuple[str, ...] = ()  # of which a client must send one; none are asked for when empty
     name: str | None = None  # of the model in the API; the directory's unless given
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     # auto: as a compressed run holds them where a kernel has that format; else bf16 on CUDA, fp32 on a CPU
     weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
     kv: Literal["auto", "fp32", "bf16", "fp8", "int8", "int4"] = "auto"  # auto: as the weights' products
     threads: int | None = Field(None, gt=0)  # of a CPU; auto: one for small models, else all cores
     compiled: bool = True  # attention and norms of a CPU's decode step in C, where there is a compiler
+    graphs: bool = False  # decode steps of a CUDA device as CUDA graphs; not yet the default: no GPU has run them
     context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given
 
-    block: int = Field(16, gt=0)  # tokens per page of keys and values
+    block: int = Field(16, gt=0, le=1024)  # tokens per page of keys and values
     blocks: int | None = Field(None, gt=1)  # pages; as many as kv_memory holds unless given
     kv_memory: int | None = Field(None, gt=0)  # bytes; a part of what is free unless given
     share_prefixes: bool = True  # full pages of equal beginnings are computed once
     batch: int = Field(64, gt=0)  # requests that run at once
     token_budget: int = Field(512, gt=0)  # tokens of one step: decode first, prompts in chunks of what is left
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"  # who runs next: the first to come, or by a request's `priority`
     waiting: int = Field(256, ge=0)  # requests that may wait; more are refused with 429
 
-    speculation: Literal["none", "ngram", "draft"] = "none"
+    speculation: Literal["none", "ngram", "draft"] = "none"  # what proposes tokens: repeated text, or a small model
     draft: str | None = None  # a run or a Hugging Face directory with the same tokenizer
     drafted: int = Field(4, gt=0, le=16)  # tokens proposed per step
     ngram: int = Field(3, gt=0)  # longest run of tokens that n-gram speculation looks up

@@ -64,12 +64,12 @@ class Engine:
         seen = None if None in windows else max(window for window in windows if window is not None)
         self.blocks = Blocks(count, config.block, config.share_prefixes, seen)
         self.scheduler = Scheduler(config, self.blocks)
-        self.runner = Runner(served, count, config.block, config.compiled)
+        self.runner, *drafts = (Runner(m, count, config.block, config.compiled, config.graphs) for m in models)
         self.proposer: Proposer | None = None
         if config.speculation == "ngram":
             self.proposer = NGram(config.ngram, config.drafted)
-        elif served.draft is not None:
-            self.proposer = DraftModel(Runner(served.draft, count, config.block, config.compiled), config.drafted)
+        elif drafts:
+            self.proposer = DraftModel(drafts[0], config.drafted)
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
         self.passes: list[dict[str, Any]] = []  # timed by `warmup.py`
@@ -83,15 +83,11 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._number = 0
+        self.longest_prompt = min(self.context, (count - 1) * config.block) - 1  # an answer of one more has a place
         self.finished: deque[Request] = deque(maxlen=4_000)  # newest, for figures
         self.drafted_tokens = self.accepted_tokens = 0
 
     # -- from any thread ---------------------------------------------------------------------------------------------
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens; an answer of one more must have a place."""
-        return min(self.context, (self.blocks.count - 1) * self.config.block) - 1
 
     @property
     def waiting(self) -> int:
@@ -316,7 +312,7 @@ class Engine:
                     finish = "stop"
             elif request.reads is not None:
                 request.reads(taken[-1:])
-            full = len(request.tokens) >= min(self.context, self.longest_prompt + 1)
+            full = len(request.tokens) > self.longest_prompt
             if finish is None and (count >= sampling.max_tokens or full):
                 finish = "length"
             if finish is not None:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_text
 
 _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
@@ -41,7 +42,7 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """One request as its client saw it. Times in seconds, of one clock."""
 
     at: float
@@ -88,7 +89,7 @@ def read_trace(path: Path) -> list[Plan]:
     import datetime
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, "trace")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     is_lines = text.lstrip().startswith("{")
@@ -155,7 +156,7 @@ class Client:
         except (TimeoutError, OSError, ValueError, IndexError, asyncio.IncompleteReadError):
             return None
 
-    async def ask(self, plan: Plan, prompt: str | list[int], outcome: Outcome, ignore_end: bool) -> None:
+    async def ask(self, plan: Plan, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool) -> None:
         body = {
             "prompt": prompt, "max_tokens": plan.output_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "model": self.model,
@@ -177,7 +178,7 @@ class Client:
             if writer is not None:
                 writer.close()
 
-    async def _read(self, stream: _Reader, outcome: Outcome, began: float) -> None:
+    async def _read(self, stream: _Reader, outcome: RequestOutcome, began: float) -> None:
         done = False
         async for line in stream.lines():
             if not line.startswith(b"data:"):
@@ -240,7 +241,7 @@ def _message(data: bytes) -> str | None:
 class Report:
     """A whole run of load."""
 
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     seconds: float
     server: dict[str, Any] | None = None  # steps and facts, of an Ironlaw server
 
@@ -260,13 +261,13 @@ async def run(
     limit = asyncio.Semaphore(concurrency) if concurrency else None
     began, outcomes, done = time.perf_counter(), [], 0
 
-    async def one(plan: Plan, prompt: str | list[int]) -> Outcome:
+    async def one(plan: Plan, prompt: str | list[int]) -> RequestOutcome:
         nonlocal done
         if limit is None:
             await asyncio.sleep(max(0.0, began + plan.at - time.perf_counter()))
         else:
             await limit.acquire()
-        outcome = Outcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
+        outcome = RequestOutcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
         try:
             await asyncio.wait_for(client.ask(plan, prompt, outcome, ignore_end), client.timeout)
         except TimeoutError:
@@ -290,7 +291,7 @@ async def _profiled(client: Client, plans: Sequence[Plan], prompts: Sequence[str
     """Operations of a few steps of such requests, all at once and with short answers."""
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
-    asked = [client.ask(p, t, Outcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
+    asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*asked), client.timeout)
     found = await client.get("/steps?since=999999999")
@@ -301,7 +302,7 @@ async def _prompts(client: Client, plans: Sequence[Plan], shared: int, seed: int
     """Texts of about the wanted numbers of tokens: how many tokens a word has is asked once of the server."""
     draws, words = random.Random(seed), _WORDS.split()
     probe = " ".join(draws.choice(words) for _ in range(64))
-    outcome = Outcome(0.0, 0, 1)
+    outcome = RequestOutcome(0.0, 0, 1)
     await client.ask(Plan(0.0, 0, 1), probe, outcome, ignore_end=False)
     if outcome.error is not None:
         raise UserError(f"the server refuses a first request: {outcome.error}")

@@ -16,7 +16,6 @@ from ironlaw.machine import host
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
-from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
 
@@ -96,9 +95,9 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     wide = "bf16" if device.type == "cuda" else "fp32"
     asked = config.weights if config.weights in ("int8", "int4") else None
     held = held if held and (config.weights == "auto" or asked) else {}
-    kernels = quantize_layers(model, {n: w for n, w in held.items() if asked in (None, _format(w))}, asked)
+    kernels = quantize_layers(model, {n: w for n, w in held.items() if asked in (None, w.format.name)}, asked)
     unknown = kernels.pop("", 0)
-    formats = sorted({asked} if asked else {_format(weight) for weight in held.values()})
+    formats = sorted({asked} if asked else {weight.format.name for weight in held.values()})
     wide = config.weights if config.weights in ("fp32", "bf16") else wide
     weights = "+".join(formats) if kernels else wide
     note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
@@ -108,7 +107,3 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
     size = pack(model, wide, config.compiled)
     return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
-
-
-def _format(held: Held) -> str:
-    return (held.held if isinstance(held, Sparse) else held).format.name

@@ -18,6 +18,7 @@ from ironlaw.model.cached import INT4, Few, Group, LayerCache, Now, Pages
 from ironlaw.model.compiled import compiled_blocks
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.packed import PackedNorm
+from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import Served
 from ironlaw.serve.request import Request, Sampling
 
@@ -58,9 +59,9 @@ class Work:
 
 
 class Runner:
-    def __init__(self, served: Served, pages: int, page: int, compiles: bool = True) -> None:
+    def __init__(self, served: Served, pages: int, page: int, compiles: bool = True, graphs: bool = False) -> None:
         model, config, device, kept = served.model, served.model.config, served.device, KV_TYPES[served.kv]
-        self.model, self.config, self.device, self.page = model, config, device, page
+        self.model, self.config, self.device, self.page, self.pages = model, config, device, page, pages
         heads, sizes = kv_heads_and_sizes(config)
         self.autocast = served.autocast
         shapes = Shapes(config.heads, heads, sizes[0], sizes[-1], sizes[-1], page)
@@ -79,7 +80,10 @@ class Runner:
             sinks = getattr(block.attention, "sinks", None)
             self.caches.append(LayerCache(config, store, windowed, self.native, sinks))
         self.blocks = compiled_blocks(model, self.native, self.caches)
-        self.nobody = Request([0], Sampling(), blocks=[0])  # rows that fill up a step write to page 0
+        nobody = Request([0], Sampling(), blocks=[0])
+        self.spare = Work(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
+        graphed = graphs and device.type == "cuda" and can_record(config)
+        self.graphs = Graphs() if graphed else None
 
     @property
     def kv_bytes(self) -> int:
@@ -88,9 +92,11 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> tuple[Tensor | None, list[Work]]:
         """Logits (R, V) of the wanted rows, and `work` in the order that they have."""
+        if self.graphs is not None and all(len(w.tokens) == w.wanted == 1 for w in work):
+            return self._graphed(self.graphs, work)[: len(work)], list(work)
         count = sum(len(w.tokens) for w in work)
         spare = -count % _ROWS if count > _ROWS and self.device.type == "cpu" else 0
-        few, many = self.arrange([*work, *[Work(self.nobody, [0], 0, 0)] * spare])
+        few, many = self.arrange([*work, *[self.spare] * spare])
         ordered = few + [w for part in many for w in part]
         tokens = [token for w in ordered for token in w.tokens]
         places = [place for w in ordered for place in range(w.start, w.start + len(w.tokens))]
@@ -112,7 +118,22 @@ class Runner:
         whole = self.blocks if now.rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         with self.precision():
             logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
-        return (logits if wanted else None), [w for w in ordered if w.request is not self.nobody]
+        return (logits if wanted else None), [w for w in ordered if w is not self.spare]
+
+    def _graphed(self, graphs: Graphs, work: Sequence[Work]) -> Tensor:
+        """Logits (P, V) of one new token each, in a step of few shapes: requests and pages are powers of two."""
+        work = [*work, *[self.spare] * (_power(len(work)) - len(work))]
+        positions, kept = self._tensor([w.start for w in work]), self.caches[0].pages
+        pages = self._table(work, _power(max(w.start // self.page + 1 for w in work)))
+        tokens = self._tensor([w.tokens[0] for w in work])
+        return graphs(self._decode, tokens, positions, self._rows(work, positions), kept.blocks(pages))
+
+    def _decode(self, tokens: Tensor, positions: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
+        group = Group(slice(0, len(tokens)), len(tokens), 1, positions[:, None], blocks)
+        for cache in self.caches:
+            cache.now = Now(rows, None, [group])
+        with self.precision():
+            return self.model.continued(tokens, positions, self.caches)
 
     def precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
@@ -142,7 +163,9 @@ class Runner:
         some, row = None, sum(len(w.tokens) for w in few)
         if few:
             sequence = [number for number, w in enumerate(few) for _ in w.tokens]
-            some = Few(row, self._table(few, torch.int32), self._tensor(sequence, torch.int32), positions[:row].int())
+            some = Few(
+                row, self._table(few, dtype=torch.int32), self._tensor(sequence, torch.int32), positions[:row].int()
+            )
         groups = []
         for part in many:
             count, each = len(part), len(part[0].tokens)
@@ -157,14 +180,21 @@ class Runner:
         held = [w.request.blocks[p // page] for w in ordered for p in range(w.start, w.start + len(w.tokens))]
         return self.caches[0].pages.rows(self._tensor(held), positions % page)
 
-    def _table(self, part: Sequence[Work], dtype: torch.dtype = torch.int64) -> Tensor:
-        """(sequences, pages of the longest)"""
-        width = max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
+    def _table(self, part: Sequence[Work], width: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
+        """(sequences, pages); `width` pages, or as many as the longest has"""
+        width = width or max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
         table = np.zeros((len(part), width), np.int32)  # numpy reads lists in a third of PyTorch's time
         for row, w in zip(table, part, strict=True):
             held = w.request.blocks[:width]
             row[: len(held)] = held
+        if table.max() >= self.pages:
+            raise ValueError(f"page {table.max()} of {self.pages}: compiled code would read past them")
         return torch.from_numpy(table).to(self.device, dtype)
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.array(values, np.int64)).to(self.device, dtype)
+
+
+def _power(count: int) -> int:
+    """The power of two from `count` on."""
+    return 1 << (count - 1).bit_length()

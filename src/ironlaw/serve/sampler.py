@@ -37,6 +37,7 @@ def uniform(seed: int, place: int) -> float:
     return ((state ^ (state >> 31)) >> 11) * 2.0**-53 + 2.0**-54
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[Chosen]:
     """One token for each row of `logits` (R, V), which may be changed. `masks` (R, V): the allowed tokens."""
     asked = [row.request.sampling for row in rows]

@@ -54,12 +54,13 @@ class Scheduler:
         """`propose`: drafted tokens of a request that decodes, taken as far as budget and pages go."""
         budget = self.config.token_budget
         step: list[Scheduled] = []
-        for request in self.running:
-            self.blocks.forget(request)
-        left = len(self.running)  # of which each that decodes goes before what is only drafted
+        if self.blocks.window is not None:
+            for request in self.running:
+                self.blocks.forget(request)
+        left, preempted = len(self.running), self.preemptions  # each that decodes goes before what is only drafted
         for request in list(self.running):
             left -= 1
-            if request not in self.running:  # preempted for one before it
+            if self.preemptions > preempted and request not in self.running:  # for one before it
                 continue
             known = len(request.tokens) - request.computed
             drafted = propose(request) if propose is not None and request.is_decoding else []
@@ -108,6 +109,8 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, step: list[Scheduled]) -> bool:
         """Pages for the first `tokens` of a request and for what is drafted after them, where there are any left.
         Others lose theirs, the last first, and at the end the request itself."""
+        if self.blocks.needed(request, tokens + len(request.drafted)) <= 0:
+            return True
         if self.blocks.needed(request, tokens + len(request.drafted)) > self.blocks.free:
             request.drafted = []
         while self.blocks.needed(request, tokens) > self.blocks.free:

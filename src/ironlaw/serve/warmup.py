@@ -67,11 +67,7 @@ def _steps(engine: Engine, text: Text | None, batch: int, prompt: int) -> list[d
         async def send(message: Any) -> None:
             pass
 
-        scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
-            "scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": [], "server": None,
-            "client": None,
-        }  # fmt: skip
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
         await app(scope, receive, send)
 
     async def ask_all() -> None:

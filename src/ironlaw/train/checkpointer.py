@@ -39,7 +39,7 @@ from ironlaw.train.state import Stateful
 NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
 
 
-class Ranks(Protocol):
+class CheckpointRanks(Protocol):
     """The processes that write one checkpoint together. `gather` returns every rank's value, in order, on every rank.
 
     It is called from the writing thread, by every rank the same number of times.
@@ -74,13 +74,13 @@ class Checkpointer:
         model: ModelConfig,
         *,
         store: Store | None = None,
-        ranks: Ranks | None = None,
+        ranks: CheckpointRanks | None = None,
         say: Callable[[str], None] | None = None,
         before_write: Callable[[], None] | None = None,
     ) -> None:
         self.folder, self.policy, self.model_config = folder, policy, model
         self.store: Store = store or WholeFiles()
-        self.ranks: Ranks = ranks or Alone()
+        self.ranks: CheckpointRanks = ranks or Alone()
         self.say = say or (lambda message: None)
         self.before_write = before_write or (lambda: None)
         self.last: Checkpoint | None = None  # the newest that this process knows to be complete

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ironlaw.catalog.formats import NumberFormat
 from ironlaw.config import RunConfig, build_config, load_config
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
@@ -26,7 +28,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import write_json
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Held, Method, Target, check_method, compress
+from ironlaw.numerics.compression import Held, Method, Target, check_method, compress, mixed_formats
 from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.evaluation import evaluate
@@ -61,6 +63,7 @@ class Compressed:
     tokens_per_second_after: float
     bytes_read: int  # of weights for each token decoded, after
     kernels: dict[str, int]  # that decode the layers in few bits: name and how many layers
+    formats: dict[str, int]  # of the layers: name and how many are held in it
     held_out_tokens: int
     precision_before: str
     compressed_weights: int  # how many of the model's
@@ -130,31 +133,38 @@ def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[R
 
 def compress_run(
     path: Path, target: Target, out: Path, decoder: MakeDecoder, *, method: Method = "rtn", score: Score = "magnitude",
-    whole: bool = False, data: str | None = None, say: Callable[[str], None] | None = None,
+    whole: bool = False, within: int | None = None, data: str | None = None, say: Callable[[str], None] | None = None,
 ) -> Compressed:  # fmt: skip
     """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
-    data: text to measure on, tokenised as the model's; of a Hugging Face directory it must be given.
+    within: bytes of all weights; layers that lose most in the target's format are held in wider ones up to there.
+    data:   text to measure on, tokenised as the model's; of a Hugging Face directory it must be given.
     UserError, before anything is written, where source, target, method and data do not go together.
     """
     say = say or (lambda message: None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: give --out a new directory")
-    source = open_source(path, data, say, lambda model: check_method(model, target, method))
+    source = open_source(path, data, say, lambda model: check_method(model, target, method, within is not None))
     say(f"compressing to {target} by {method}")
     before = decoder(source.copy(), {})
-    result, store, taken = compressed(source, target, before, decoder, method, score, whole)
+    result, store, taken = compressed(source, target, before, decoder, method, score, whole, within)
     _write(out, source, store, taken, result)
     return result
 
 
 def compressed(
     source: Source, target: Target, before: Decoder, decoder: MakeDecoder, method: Method, score: Score = "magnitude",
-    whole: bool = False,
+    whole: bool = False, within: int | None = None,
 ) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
     """Compress a copy of the source's model and measure it; with what is to be written of it."""
     config, dataset, model = source.config, source.dataset, source.copy()
-    held = compress(model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset))
+    formats: dict[str, NumberFormat] = {}
+    if within is not None:
+        batches = _calibration(config, dataset)
+        formats = mixed_formats(model, target, within, source.wide.itemsize, batches)
+    held = compress(
+        model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset), formats=formats
+    )
     loss_after = _loss(model, config, dataset)
     store = QuantizedFiles(held, source.wide)
     taken = store.take(model, {})
@@ -169,6 +179,7 @@ def compressed(
         bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in held.values()),
         tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[-1],
         bytes_read=after.bytes_read, kernels=after.kernels,
+        formats=dict(Counter(weight.format.name for weight in held.values())),
         held_out_tokens=sum(batch.targets.numel() for batch in _held_out(config, dataset)),
         precision_before=_NAMES[source.wide],
         compressed_weights=sum(weight.shape.numel() for weight in held.values()), weights=config.model.parameters,

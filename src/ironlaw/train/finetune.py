@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
+from ironlaw.files import open_file
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
@@ -69,12 +71,12 @@ def merge(model: nn.Module) -> None:
         layer.weight = weight
 
 
-def save_adapter(folder: Path, model: nn.Module, config: RunConfig) -> None:
-    """PEFT's directory, whole or as it was."""
+def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:
+    """PEFT's directory, whole or as it was, of whole tensors by their names here."""
     source = config.train.start_from
     assert source is not None
     with complete_or_nothing(folder) as partial:
-        write_adapter(partial, model, config.model, names_of(Path(source), config.model), config.finetune, source)
+        write_adapter(partial, trained, config.model, names_of(Path(source), config.model), config.finetune, source)
         shutil.rmtree(folder, ignore_errors=True)  # an earlier session's
 
 
@@ -87,7 +89,7 @@ def base_digest(source: str) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for number in range(SAMPLES + 1):
                 file.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))

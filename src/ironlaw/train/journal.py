@@ -84,7 +84,7 @@ def write_event(run: RunDirectory, kind: str, **fields: Any) -> None:
             lines.close()
 
 
-class Source(Protocol):
+class BatchIterator(Protocol):
     def __next__(self) -> Any: ...
 
 

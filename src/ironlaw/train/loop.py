@@ -436,10 +436,11 @@ class Trainer:
         """The first rank's ledger has what all have seen; the others' is empty."""
         observed, config, step = self.observed, self.config, self.one_step
         self.observer.gather(observed)
+        trained = step.trained() if config.finetune.adapts else {}
         if not self.mesh.first:
             return Ledger("run")
         if config.finetune.adapts:
-            save_adapter(self.run.adapter, step.model, config)
+            save_adapter(self.run.adapter, trained, config)
         total = time.perf_counter() - self.started
         observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
         self.journal.sessions.end(self._interrupted or "done", self.step, observed)

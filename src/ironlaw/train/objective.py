@@ -52,13 +52,14 @@ class Distillation(CrossEntropy):
     `hidden` times 1 - cosine of the last hidden states. On held-out text it is the student's cross-entropy alone."""
 
     def __init__(self, config: ObjectiveConfig, teacher: Transformer) -> None:
-        self.config, self.second, self.teacher = config, teacher, teacher
+        self.config, self.second = config, teacher
 
     def __call__(
         self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
+        assert self.second is not None
         with torch.no_grad(), operation_scope(True, FROZEN):
-            taught_hidden, taught = outputs(self.teacher, batch)
+            taught_hidden, taught = outputs(self.second, batch)
         hidden, logits = outputs(model, batch, samples)
         learned = (batch.targets != IGNORED).flatten()
         student, teacher = (x.flatten(0, 1)[learned].float() for x in (logits, taught))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,28 +39,29 @@ def adapter_at(model: nn.Module, target: Target) -> Adapter:
 
 
 def write_adapter(
-    folder: Path, model: nn.Module, config: ModelConfig, names: Names, finetune: FinetuneConfig, base: str
+    folder: Path, trained: Mapping[str, Tensor], config: ModelConfig, names: Names, finetune: FinetuneConfig, base: str
 ) -> None:
-    """`base`: the model that the adapters are for, as PEFT names it."""
+    """`trained`: whole tensors by their names here. `base`: the model that they are for, as PEFT names it."""
     targets = targets_of(config, names, finetune)
-    found: dict[str, list[tuple[Target, Adapter]]] = {}
+    found: dict[str, list[tuple[Target, dict[str, Tensor]]]] = {}
     for target in targets:
-        found.setdefault(target.theirs, []).append((target, adapter_at(model, target)))
+        parts = {p.name.rpartition(".")[2]: trained[p.name].detach() for p in target.parameters(finetune)}
+        found.setdefault(target.theirs, []).append((target, parts))
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
-    for theirs, parts in found.items():
+    for theirs, adapters in found.items():
         # Several of ours in one matrix of theirs are one adapter of several times the rank, each with its own rows.
-        count = parts[0][0].count
-        if count != len(parts):
+        count = adapters[0][0].count
+        if count != len(adapters):
             raise UserError(f"{theirs} is {count} matrices here: give finetune.targets all of them")
         if count > 1:
             ranks[theirs] = count * finetune.rank
         prefix = PREFIX + theirs
-        tensors[f"{prefix}.lora_A.weight"] = torch.cat([adapter.a for _, adapter in parts]).detach()
-        tensors[f"{prefix}.lora_B.weight"] = torch.block_diag(*(_theirs(t, a.b) for t, a in parts)).detach()
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat([parts["a"] for _, parts in adapters])
+        tensors[f"{prefix}.lora_B.weight"] = torch.block_diag(*(_theirs(t, parts["b"]) for t, parts in adapters))
         if finetune.method == "dora":
-            lengths = [_theirs(t, a.magnitude) for t, a in parts if a.magnitude is not None]
-            tensors[f"{prefix}.lora_magnitude_vector"] = torch.cat(lengths).detach()
+            lengths = torch.cat([_theirs(t, parts["magnitude"]) for t, parts in adapters])
+            tensors[f"{prefix}.lora_magnitude_vector"] = lengths
     save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS,
               metadata={"format": "pt"})  # fmt: skip
     fields: dict[str, Any] = _ONLY | {

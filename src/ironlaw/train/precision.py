@@ -13,9 +13,10 @@ from torch import nn
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.precision_recipes import precision_recipe
-from ironlaw.config import ScalerConfig
+from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
 from ironlaw.model.moe import ExpertLinear
+from ironlaw.numerics.aware import hold_as
 from ironlaw.numerics.products import Moment, emulate
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,10 +35,12 @@ def in_hardware(precision: str, device: torch.device) -> bool:
 
 
 def prepare(
-    model: nn.Module, blocks: nn.ModuleList, device: torch.device, precision: str, seed: int = 0
+    model: nn.Module, blocks: nn.ModuleList, device: torch.device, precision: str, train: TrainConfig
 ) -> Moment | None:
     """What has to be set once. Of a recipe that the device does not multiply the products are emulated to the bit, and
     the `Moment` that its rounding is drawn from is returned. UserError where hardware or torchao is missing."""
+    if train.qat is not None:
+        hold_as(blocks, train.qat)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     rules = precision_recipe(precision)
@@ -50,7 +53,7 @@ def prepare(
         return None
     if any(isinstance(module, ExpertLinear) for module in blocks.modules()):
         raise UserError(f'train.precision = "{precision}" does not reach experts yet: use train.precision = "bf16"')
-    moment = Moment(seed, device=device)
+    moment = Moment(train.seed, device=device)
     emulate(blocks, rules, moment)
     return moment
 

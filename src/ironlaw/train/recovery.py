@@ -25,7 +25,7 @@ SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One step as the metrics have it. `step` counts from 1."""
 
     step: int
@@ -33,8 +33,8 @@ class Measured:
     grad_norm: float
 
     @staticmethod
-    def of(entry: dict[str, Any]) -> Measured:
-        return Measured(int(entry["step"]), float(entry["loss"]), float(entry.get("grad_norm", math.nan)))
+    def of(entry: dict[str, Any]) -> MeasuredStep:
+        return MeasuredStep(int(entry["step"]), float(entry["loss"]), float(entry.get("grad_norm", math.nan)))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SkippingBatches:
         return getattr(self._batches, name)
 
 
-def find_spike(history: Sequence[Measured], config: RecoveryConfig) -> Spike | None:
+def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike | None:
     """Whether the run, as of the last entry of `history`, is in a spike.
 
     A loss that is not finite is one at once. Otherwise the last `patience` steps must all be out of line with the
@@ -112,10 +112,10 @@ def find_spike(history: Sequence[Measured], config: RecoveryConfig) -> Spike | N
     middle, spread = _robust([m.loss for m in before])
     norms = _robust([math.log(m.grad_norm) for m in before if m.grad_norm > 0] or [0.0])
 
-    def rough(m: Measured) -> bool:
+    def rough(m: MeasuredStep) -> bool:
         return m.grad_norm > 0 and math.log(m.grad_norm) - norms[0] > config.threshold * norms[1]
 
-    def out(m: Measured) -> bool:
+    def out(m: MeasuredStep) -> bool:
         share = 0.5 if rough(m) else 1.0
         return m.loss - middle > share * max(config.threshold * spread, config.minimum_rise)
 
@@ -160,12 +160,12 @@ class Recovery:
         self.config = config
         self.turns = [event for event in events if event["event"] in ("rollback", "stop")]
         self.skips = Skips(tuple(event["skipped_batches"]) for event in self.turns if event["event"] == "rollback")
-        self.history: list[Measured] = []
+        self.history: list[MeasuredStep] = []
         self.start_over(metrics)
 
     def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
         """The history as the metrics have it, after a rollback or at the start."""
-        self.history = [Measured.of(entry) for entry in metrics][-self._reach :]
+        self.history = [MeasuredStep.of(entry) for entry in metrics][-self._reach :]
 
     @property
     def _reach(self) -> int:
@@ -173,7 +173,7 @@ class Recovery:
 
     def observe(self, step: int, loss: float, grad_norm: float) -> Spike | None:
         """Take in one step; a Spike when the run is in one."""
-        self.history.append(Measured(step, loss, grad_norm))
+        self.history.append(MeasuredStep(step, loss, grad_norm))
         del self.history[: -self._reach]
         if self.config.enabled or not math.isfinite(loss + grad_norm):
             return find_spike(self.history, self.config)

@@ -5,17 +5,6 @@ from __future__ import annotations
 import math
 
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
-
-
-def check_warmup(config: RunConfig) -> None:
-    """UserError where the learning rate would never reach its peak."""
-    steps, warmup = config.train.steps, config.warmup_steps
-    if warmup > steps:
-        raise UserError(
-            f"schedule.warmup_steps = {warmup} is longer than the run, train.steps = {steps}: the learning rate would "
-            f"never reach optimizer.lr; use schedule.warmup_steps = {steps // 10}"
-        )
 
 
 def peak_rate(config: RunConfig) -> float:

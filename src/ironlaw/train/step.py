@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.ledger import Decisions, Phase
 from ironlaw.model.linear import use_onednn
-from ironlaw.model.moe import Load, update_routing
+from ironlaw.model.moe import ExpertLoad, update_routing
 from ironlaw.model.transformer import Transformer, use_native_attention
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import held_bytes, tree_bytes
@@ -35,7 +36,7 @@ from ironlaw.train.mesh import Agreed, Mesh
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
@@ -52,6 +53,7 @@ class Step:
     objective = CrossEntropy()
     attention: str | None = None  # the kernel that computes it, where that is known
     offload: ActivationOffload | None = None
+    delayed = False  # scales of numbers in few bits are made of micro-batches before
     moment: Any = None  # where rounding is drawn by step and micro-batch
 
     def __init__(
@@ -68,7 +70,7 @@ class Step:
         self.gradient_pointers: set[int] = set()  # of the last recorded step
         self.small_square: tuple[int, float] | None = None  # sequences, squared norm of their gradient
         self._norm = 0.0
-        self._expert_load: Load | None = None
+        self._expert_load: ExpertLoad | None = None
         self._build(onednn, fresh)
         self.scale = precision.LossScale(self.device, self.precision, config.scaler)
         decay = config.train.average_decay
@@ -80,6 +82,8 @@ class Step:
         config, device, plan = self.config, self.device, self.decisions
         self.model = Transformer(config.model)
         self.micro_batch, self.micro_batches = config.micro_batch, config.accumulation
+        rules = precision_recipe(self.precision)
+        self.delayed = rules is not None and rules.history > 0
         source, adapts = config.train.start_from, config.finetune.adapts
         if source and (fresh or adapts):
             load_first_weights(source, self.model, config.model)
@@ -89,7 +93,7 @@ class Step:
         self.model.to(device)
         use_onednn(self.model, onednn)
         use_native_attention(self.model, plan.native_attention)
-        self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train.seed)
+        self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)
@@ -121,6 +125,8 @@ class Step:
         states: dict[str, Stateful] = {"optimizer": self.optimizer}
         if self.scale.enabled:
             states["loss scale"] = self.scale
+        if self.moment is not None and self.delayed:
+            states["largest numbers"] = self.moment
         if self.average is not None:
             states["average"] = self.average
         if self.config.train.noise_scale_every:
@@ -130,6 +136,10 @@ class Step:
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         """Weights and states from the disk; the names of those that are not there."""
         return load(checkpoint, self.model, self.config.model, states)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Whole tensors that are trained, by name, for the rank that writes them."""
+        return dict(trained_parameters(self.model))
 
     # -- forward and backward --------------------------------------------------------------------------------
 
@@ -269,7 +279,7 @@ class Step:
         """False for a gradient that overflowed, which changes nothing."""
         return self.scale.step(self.optimizer)
 
-    def _balance_experts(self) -> Load | None:
+    def _balance_experts(self) -> ExpertLoad | None:
         return update_routing(self.model)
 
     # -- evaluation ------------------------------------------------------------------------------------------

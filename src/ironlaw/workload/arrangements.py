@@ -9,13 +9,11 @@ Symbols as in `forward.py`. Norms work in fp32: in reduced precision a branch's 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ironlaw.ledger import Kind
 from ironlaw.workload.blocks import FP32, Shape, elementwise, norm_saved_bytes
 from ironlaw.workload.forward import attention_branch, feed_forward, network_reader
 from ironlaw.workload.layers import input_cast, joined_gradient, joining, norm, residual
-from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last
+from ironlaw.workload.operations import Operation, call, changed, gradient_first, gradient_last
 
 
 def norms_after(shape: Shape) -> list[Operation]:
@@ -64,9 +62,9 @@ def _after(shape: Shape, name: str) -> list[Operation]:
             saved=statistics + cast * shape.conventions.fused, gradient=[back],
         )
     )  # fmt: skip
-    joined = replace(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())
+    joined = changed(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())
     if not shape.keeps_stream:
-        joined = replace(joined, saved_bytes=0, temporary_bytes=full, frees_temporary_bytes=2 * full)
+        joined = changed(joined, saved_bytes=0, temporary_bytes=full, frees_temporary_bytes=2 * full)
     return [*operations, *joins, joined]
 
 
@@ -78,17 +76,17 @@ def side_by_side(shape: Shape) -> list[Operation]:
     operations = norm(shape, "attention_norm", reader="qkv")
     if one:
         if shape.casts:  # the feed-forward network has yet to read it
-            operations[-1] = replace(operations[-1], frees_temporary_bytes=0)
+            operations[-1] = changed(operations[-1], frees_temporary_bytes=0)
         # Its two gradients meet before it.
         met = elementwise(shape, "attention_norm", "add_in_place", elements, 3, frees_temporary=full)
         operations[:1] = gradient_first(operations[:1], met)
     between = residual(shape)
     operations += attention_branch(shape) + joining(shape)
-    operations.append(replace(between, saved_bytes=0, temporary_bytes=full))
+    operations.append(changed(between, saved_bytes=0, temporary_bytes=full))
     # The stream that the network's norm has read is that of the other norm, which frees it.
     operations += input_cast(shape, reader, frees=full) if one else norm(
         shape, "ffn_norm", reader=reader, owns_input=False
     )  # fmt: skip
     # In fp32 attention has read the same normed tensor, and frees it.
     operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
-    return [*operations, *joining(shape), replace(between, frees_temporary_bytes=cast + full)]
+    return [*operations, *joining(shape), changed(between, frees_temporary_bytes=cast + full)]

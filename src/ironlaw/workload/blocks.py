@@ -5,13 +5,13 @@ Symbols as in `forward.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.conventions import OURS, Conventions
-from ironlaw.workload.operations import Operation, call
+from ironlaw.workload.operations import Operation, call, changed
 from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -280,7 +280,7 @@ def attention(shape: Shape) -> Operation:
         flops = times * shape.micro_batch * (model.query_size + model.mixed_size) * pairs
         kernel = f"{'native' if shape.native else 'attention'}_{phase}"
         elements = shape.micro_batch * model.heads * pairs // 2
-        return replace(
+        return changed(
             call("attention", kernel, elements, times * (inputs + outputs), kind=Kind.ATTENTION, **memory), flops=flops,
             attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
         )  # fmt: skip

@@ -32,7 +32,7 @@ from ironlaw.workload.mesh import counted_together, replicas_of
 from ironlaw.workload.messages import context_messages
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes
 from ironlaw.workload.sharding import (
     EXPERTS,
@@ -62,7 +62,7 @@ Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
 
 
 def traffic(
-    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe | None = None, *, estimating: bool = False,
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe | None = None, *, estimating: bool = False,
     meeting: bool = False,
 ) -> list[Table]:  # fmt: skip
     """One table per pipeline rank, of a step. `layout.accumulation` follows from the batch.
@@ -111,7 +111,7 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, position: int, *, estimating: bool = False,
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, position: int, *, estimating: bool = False,
     meeting: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
     """Of a rank at a pipeline position in a step."""
@@ -130,8 +130,8 @@ def collectives(
 
 
 def _once(
-    model: ModelConfig, layout: Layout, batch: Batch, micro_batches: int, stages: list[int], together: int, sites: int,
-    parts: int,
+    model: ModelConfig, layout: Layout, batch: StepBatch, micro_batches: int, stages: list[int], together: int,
+    sites: int, parts: int,
 ) -> Iterable[Line]:  # fmt: skip
     """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; the norm of a part;
     numbers of targets; loads of experts."""
@@ -152,7 +152,7 @@ def _once(
         yield "pp", "all_reduce", 1, 4 * 8
 
 
-def message_bytes(model: ModelConfig, layout: Layout, batch: Batch) -> int:
+def message_bytes(model: ModelConfig, layout: Layout, batch: StepBatch) -> int:
     """Of the residual stream of a rank's micro-batch between pipeline stages, in fp32."""
     return layout.micro_batch * batch.tokens // layout.cp * model.hidden * FP32 // (layout.tp if layout.sp else 1)
 
@@ -179,7 +179,7 @@ class _Stage:
     """One stage in a step. `together`: ranks that count the load of experts together."""
 
     def __init__(
-        self, model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, micro_batches: int, stage: int,
+        self, model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, micro_batches: int, stage: int,
         together: int, parts: int, meeting: bool,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage
@@ -188,8 +188,12 @@ class _Stage:
         self.last_stage = layout.pp * layout.virtual_stages - 1
         self.first, self.last = stage == 0, stage == self.last_stage
         self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
-        trained = recipe.adapters.trained(self.layers) if recipe.adapters else None
-        self.parameters = stage_parameters(model, layout, stage) if trained is None else trained
+        self.adapters = recipe.adapters
+        self.parameters = stage_parameters(model, layout, stage, fused=self.adapters is not None)
+        if self.adapters is not None:
+            product_bytes = FP32 if recipe.precision == "fp32" else BF16
+            frozen = self.adapters.frozen(self.parameters, product_bytes) if layout.zero == 3 else ()
+            self.parameters = [*self.adapters.trained(self.layers, layout), *frozen]
         self.ranks, self.copies = replicas_of(layout)
         self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
         self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
@@ -226,15 +230,16 @@ class _Stage:
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
                 continue
-            elements = sum(shard_of(p, self.model, layout.ep, self.ranks).elements * self.ranks for p in tensors)
-            padded, gradients = elements * FP32, elements * self.gradient_bytes
+            shards = [shard_of(p, self.model, layout.ep, self.ranks) for p in tensors]
+            padded = sum(p.bytes for p in shards) * self.ranks
+            gradients = sum(p.elements for p in shards if p.trained) * self.ranks * self.gradient_bytes
             if communication.gradients == "powersgd":
                 compressed += sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32
             if self.ranks > 1:
-                gathers = self.gathers(root=unit == "root")
+                gathers = self.unasked_gathers(unit) or self.gathers(root=unit == "root")
                 yield "shard", "all_gather", gathers, gathers * padded
-                yield "shard", "reduce_scatter", self.reductions, self.reductions * gradients
-            if self.copies > 1 and not is_plain(layout):
+                yield "shard", "reduce_scatter", self.reductions * bool(gradients), self.reductions * gradients
+            if self.copies > 1 and not is_plain(layout) and gradients:
                 yield "replicate", "all_reduce", self.reductions, self.reductions * gradients // self.ranks
         if self.copies == 1 or not is_plain(layout):
             return
@@ -243,6 +248,15 @@ class _Stage:
             return
         for bucket in bucket_bytes(self.parameters):
             yield "replicate", "all_reduce", self.parts, self.parts * bucket // FP32 * self.gradient_bytes
+
+    def unasked_gathers(self, unit: str) -> int:
+        """Of a unit of whose input nobody asks a gradient, FSDP does not see when its backward pass is over: it is
+        given back with the step's. An embedding is fetched ahead even so, and stays until the next forward pass."""
+        if self.adapters is None or self.layout.pp > 1:
+            return 0
+        if unit == "embedding.weight":
+            return self.micro_batches + 1
+        return min(2, self.micro_batches) if unit == "blocks.0" and self.layout.zero < 3 else 0
 
     def gathers(self, root: bool = False) -> int:
         """ZeRO 3 gathers for every pass, but for what belongs to no block only with the first. A pipeline keeps weights
@@ -291,15 +305,22 @@ class _Stage:
         stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.product_bytes))
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.again) * (2 if self.model.dropout else 1)
+        # Of what is before the first adapters nobody asks a gradient.
+        unasked = int(self.first and self.adapters is not None)
         if self.layout.sp:
             # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
-            gathered = (2 * blocks + 2 * len(self.again) + ends) * stream + 2 * blocks * products
-            yield "tp", "all_gather", (4 * blocks + 2 * len(self.again) + ends) * m, gathered * m
-            scattered = (2 * blocks + ends) * stream + (2 * blocks + summed_again) * products
-            yield "tp", "reduce_scatter", (4 * blocks + summed_again + ends) * m, scattered * m
+            widened = 2 * blocks + 2 * len(self.again) + ends - unasked
+            yield "tp", "all_gather", (2 * blocks + widened) * m, (widened * stream + 2 * blocks * products) * m
+            summed = 2 * blocks + ends - unasked
+            scattered = summed * stream + (2 * blocks + summed_again) * products
+            yield "tp", "reduce_scatter", (2 * blocks + summed_again + summed) * m, scattered * m
         else:  # the embedding forward, the output layer backward
-            reduced = (2 * blocks + ends) * stream + (2 * blocks + summed_again) * products
-            yield "tp", "all_reduce", (4 * blocks + summed_again + ends) * m, reduced * m
+            summed = 2 * blocks + ends - unasked
+            reduced = summed * stream + (2 * blocks + summed_again) * products
+            yield "tp", "all_reduce", (2 * blocks + summed_again + summed) * m, reduced * m
+        if self.adapters is not None:
+            lengths = self.adapters.messages_of_lengths([*self.layers, *self.again])
+            yield "tp", "all_reduce", len(lengths) * m, sum(lengths) * FP32 * m
         if self.last:  # of the divided logits: maximum, sum of exponentials, the target's own; chunks send two together
             chunk = self.recipe.loss_chunk
             calls = 2 * -(-self.tokens // chunk) if chunk else 3
@@ -308,8 +329,8 @@ class _Stage:
 
     def small_gradients(self) -> Iterable[Line]:
         """Gradients of whole tensors of which a rank sees only its heads or positions."""
-        partial = [p for p in self.parameters if p.partial]
-        if self.layout.sp:
+        partial = [p for p in self.parameters if p.partial and p.trained]
+        if self.layout.sp and self.adapters is None:
             partial += [
                 p for p in self.parameters if ("_norm." in p.name and not p.partial) or p.name.startswith("positions.")
             ]
@@ -352,7 +373,12 @@ class _Stage:
         for other in (self.stage + 1, self.stage - 1):
             if 0 <= other <= self.last_stage and self.rank_of(other) != self.rank_of(self.stage):
                 yield "pp", "send", m, m * self.message
-        if self.model.tied and (self.first or self.last) and self.rank_of(0) != self.rank_of(self.last_stage):
+        if (
+            self.adapters is None
+            and self.model.tied
+            and (self.first or self.last)
+            and self.rank_of(0) != self.rank_of(self.last_stage)
+        ):
             (weight,) = [p for p in self.parameters if p.name in ("embedding.weight", "head.weight")]
             size = -(-weight.shape[0] // self.ranks) * weight.shape[1] * FP32
             yield "pp", "send", self.parts, size * self.parts

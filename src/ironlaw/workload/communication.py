@@ -21,4 +21,4 @@ class CommunicationConfig(Section):
     local_steps: int = Field(0, ge=0)
     sites: int | None = Field(None, gt=1)  # groups of neighbouring ranks that do so; every replica alone unless given
     outer_lr: float = Field(0.7, gt=0)  # of the step from the old average to the new one: Nesterov's SGD
-    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    outer_momentum: float = Field(0.9, ge=0, lt=1)  # of that step

@@ -18,7 +18,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, changed
 from ironlaw.workload.sizes import Size, larger, several, whole
 
 WIDENING = ("qkv", "ffn_gate", "ffn_up")
@@ -56,9 +56,20 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
 def local_shape(shape: Shape, layout: Layout) -> Shape:
     """`shape` is the whole model's; its micro-batch is the layout's."""
     here = shape.sequence // layout.cp
-    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=several(layout.tp) or sharded(layout))
+    split = (several(layout.tp) or sharded(layout)) and not shape.adapters
+    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=split)
+    adapters = shape.adapters
+    if adapters and several(layout.tp):
+        adapters = tuple(replace(block, rows=tuple(
+            (name, tuple(n // layout.tp for n in rows) if name in WIDENING else rows) for name, rows in block.rows
+        )) for block in adapters)  # fmt: skip
     return replace(
-        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch, division=division
+        shape,
+        adapters=adapters,
+        model=local_model(shape.model, layout),
+        sequence=here,
+        micro_batch=layout.micro_batch,
+        division=division,
     )
 
 
@@ -119,14 +130,14 @@ class _Rank:
 
     def work(self, op: Operation) -> Operation:
         if self.sp and op.name in STREAM and op.matmul is None:
-            return replace(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
+            return changed(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
         if self.divides_sequence and op.attention is not None:
             # Each rank has as much under the causal mask as any other, against keys of the whole sequence.
             batch, here, heads, groups, size = op.attention
             window = self.shape.model.sliding_window
             pairs = attention_score_pairs(here * self.cp, window) // self.cp
             grown = pairs / attention_score_pairs(here, window)
-            return replace(
+            return changed(
                 op, attention=(batch, here * self.cp, heads, groups, size), elements=batch * heads * pairs // 2,
                 flops=None if op.flops is None else whole(op.flops * grown),
             )  # fmt: skip
@@ -137,7 +148,7 @@ class _Rank:
     def stream(self, op: Operation) -> Operation:
         if not self.sp:
             return op
-        return replace(
+        return changed(
             op, saved_bytes=op.saved_bytes // self.parts, temporary_bytes=op.temporary_bytes // self.parts,
             frees_saved_bytes=op.frees_saved_bytes // self.parts,
             frees_temporary_bytes=op.frees_temporary_bytes // self.parts,
@@ -147,7 +158,7 @@ class _Rank:
         if not self.tp or op.phase is not Phase.FORWARD:
             return self.stream(op) if op.phase is Phase.FORWARD else self.embedding_backward(op)
         saved = self.full // self.parts
-        return _passing(replace(op, saved_bytes=op.saved_bytes - self.full + saved), self.full * 2)
+        return _passing(changed(op, saved_bytes=op.saved_bytes - self.full + saved), self.full * 2)
 
     def embedding_backward(self, op: Operation) -> Operation:
         """DTensor makes the gradient of the whole table, of which each rank's part is a view."""
@@ -157,8 +168,8 @@ class _Rank:
         others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
         freed = op.frees_temporary_bytes - self.full + self.full // self.parts
         if model.tied:  # added to the output layer's, and gone
-            return _passing(replace(op, frees_temporary_bytes=freed), others)
-        return replace(op, frees_temporary_bytes=freed, gradient_bytes=op.gradient_bytes + others)
+            return _passing(changed(op, frees_temporary_bytes=freed), others)
+        return changed(op, frees_temporary_bytes=freed, gradient_bytes=op.gradient_bytes + others)
 
     def norm_forward(self, op: Operation) -> Operation:
         """Its result is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens."""
@@ -166,7 +177,7 @@ class _Rank:
             return op
         statistics = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden)
         saved = op.saved_bytes - statistics + statistics // self.parts
-        return _passing(replace(op, saved_bytes=saved), self.full + self.full // self.parts)
+        return _passing(changed(op, saved_bytes=saved), self.full + self.full // self.parts)
 
     def norm_backward(self, op: Operation) -> Operation:
         """Its gradient is the sum of what the ranks have."""
@@ -176,7 +187,7 @@ class _Rank:
             return _passing(op, self.full)
         freed = op.frees_saved_bytes // self.parts
         gradient = op.temporary_bytes - self.full + self.full // self.parts
-        return _passing(replace(op, frees_saved_bytes=freed, temporary_bytes=gradient), 2 * self.full)
+        return _passing(changed(op, frees_saved_bytes=freed, temporary_bytes=gradient), 2 * self.full)
 
     def narrowed(self, op: Operation) -> Operation:
         """A part of a sum, added up over the ranks in a copy."""
@@ -185,7 +196,7 @@ class _Rank:
         if not self.sp:
             return _passing(op, self.cast)
         gone = self.cast - self.cast // self.parts
-        return _passing(replace(op, frees_temporary_bytes=op.frees_temporary_bytes + gone), 2 * self.cast)
+        return _passing(changed(op, frees_temporary_bytes=op.frees_temporary_bytes + gone), 2 * self.cast)
 
     def widened_gradient(self, op: Operation) -> Operation:
         """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
@@ -193,10 +204,10 @@ class _Rank:
             return op
         if op.kernel == "matmul":
             grown = 0 if self.shape.casts else self.full  # a cast has made the copy already
-            return _passing(replace(op, temporary_bytes=op.temporary_bytes + grown), self.cast)
+            return _passing(changed(op, temporary_bytes=op.temporary_bytes + grown), self.cast)
         if op.kernel == "matmul_weight_gradient" and not self.shape.casts:
             branch = self.full // self.parts if self.shape.model.dropout else self.full
-            return replace(op, frees_temporary_bytes=op.frees_temporary_bytes + branch)
+            return changed(op, frees_temporary_bytes=op.frees_temporary_bytes + branch)
         return op
 
     def loss(self, op: Operation) -> Operation:
@@ -238,50 +249,50 @@ class _Rank:
         shape, whole = self.shape, self.query + self.key_value
         dying = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
-            return replace(op, saved_bytes=op.saved_bytes - dying, temporary_bytes=op.temporary_bytes + dying)
+            return changed(op, saved_bytes=op.saved_bytes - dying, temporary_bytes=op.temporary_bytes + dying)
         if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next one is of the weights
             self.met_input_cast = True
             casts = 3 if self.split else 1  # each layer casts its input by itself
-            return replace(op, saved_bytes=casts * op.saved_bytes)
+            return changed(op, saved_bytes=casts * op.saved_bytes)
         if op.name == "qkv" and op.kernel == "concatenate":
             held = self.projected if shape.keeps_qkv else 0
             made = 0 if self.split else op.temporary_bytes
             freed = op.frees_temporary_bytes - op.temporary_bytes + made
-            return replace(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
+            return changed(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
         if op.name == "qkv" and op.kernel == "matmul" and not forward and self.split:
             return _passing(op, self.cast)  # gradients of one input by three layers
         if op.name == "qkv" and op.kernel == "matmul_weight_gradient" and self.split and shape.casts:
-            return replace(op, frees_saved_bytes=op.frees_saved_bytes + 2 * self.cast)
+            return changed(op, frees_saved_bytes=op.frees_saved_bytes + 2 * self.cast)
         last = "rotary" if shape.model.positions == "rope" else "qk_norm"
         if op.name == last and forward and not self.divides_sequence:
-            return replace(op, frees_temporary_bytes=op.frees_temporary_bytes + dying)
+            return changed(op, frees_temporary_bytes=op.frees_temporary_bytes + dying)
         lost = shape.rotated_bytes - self.rotated if self.divides_sequence and not shape.composes_attention else 0
         if op.name == "rotary" and forward:
-            return replace(op, saved_bytes=op.saved_bytes - lost, temporary_bytes=op.temporary_bytes + lost)
+            return changed(op, saved_bytes=op.saved_bytes - lost, temporary_bytes=op.temporary_bytes + lost)
         if op.kind is Kind.ATTENTION and op.name == "attention" and self.divides_sequence:
             more = self.gathered - lost
             if forward:
                 freed = op.frees_temporary_bytes + dying + lost
-                op = replace(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
+                op = changed(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
                 return _passing(op, 2 * self.cp * self.key_value)
-            return _passing(replace(op, frees_saved_bytes=op.frees_saved_bytes + more), 2 * self.cp * self.key_value)
+            return _passing(changed(op, frees_saved_bytes=op.frees_saved_bytes + more), 2 * self.cp * self.key_value)
         return op
 
     def latent_attention(self, op: Operation, forward: bool) -> Operation:
         """Keys and values are gathered, and die here; those of the whole sequence are kept instead."""
         half = self.key_value // 2  # keys; values are padded to their width
         if op.kernel in ("rotary", "pad") and forward:
-            return replace(op, saved_bytes=op.saved_bytes - half, temporary_bytes=op.temporary_bytes + half)
+            return changed(op, saved_bytes=op.saved_bytes - half, temporary_bytes=op.temporary_bytes + half)
         if op.kind is not Kind.ATTENTION:
             return op
         if forward:
             freed = op.frees_temporary_bytes + self.key_value
-            op = replace(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
+            op = changed(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
         else:
-            op = replace(op, frees_saved_bytes=op.frees_saved_bytes + self.gathered - self.key_value)
+            op = changed(op, frees_saved_bytes=op.frees_saved_bytes + self.gathered - self.key_value)
         return _passing(op, 2 * self.cp * self.key_value)
 
 
 def _passing(op: Operation, size: int) -> Operation:
     """With bytes that are there only while it runs."""
-    return replace(op, temporary_bytes=op.temporary_bytes + size, frees_temporary_bytes=op.frees_temporary_bytes + size)
+    return changed(op, temporary_bytes=op.temporary_bytes + size, frees_temporary_bytes=op.frees_temporary_bytes + size)

@@ -8,7 +8,7 @@ often three there, gate and up two here and sometimes one there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field
@@ -18,8 +18,11 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
 from ironlaw.schema import Section
-from ironlaw.workload.blocks import FP32, BlockAdapters
+from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.operations import COLUMNS, ROWS
 from ironlaw.workload.parameters import Parameter, model_parameters
+from ironlaw.workload.sharding import local_shape_of
 
 ALL = "all-linear"  # PEFT's word
 
@@ -30,7 +33,7 @@ class FinetuneConfig(Section):
     # lora; qlora: the blocks' matrices are held in nf4 (arXiv 2305.14314); dora: and a length per row is learned
     # (arXiv 2402.09353).
     method: Literal["none", "lora", "qlora", "dora"] = "none"
-    rank: int = Field(16, gt=0, le=2**16)
+    rank: int = Field(16, gt=0, le=2**16)  # of an adapter's two matrices
     alpha: float = Field(32.0, gt=0)  # the adapter counts alpha / rank times
     dropout: float = Field(0.0, ge=0, lt=1)  # of what goes into the adapters
     # Names of the family's modules, as PEFT has them ("q_proj", "mlp.down_proj", "c_attn"); all-linear: every matrix of
@@ -72,11 +75,14 @@ class Target:
     def parameters(self, config: FinetuneConfig) -> Iterator[Parameter]:
         """As `model/adapters.py` names them."""
         prefix = f"{self.layer}.adapters.{self.name}"
-        rows = self.stop - self.start
-        yield Parameter(f"{prefix}.a", (config.rank, self.inputs))
-        yield Parameter(f"{prefix}.b", (rows, config.rank))
+        rows, narrows = self.stop - self.start, self.layer.endswith(NARROWING)
+        divided = () if narrows else ROWS
+        yield Parameter(
+            f"{prefix}.a", (config.rank, self.inputs), divided=COLUMNS if narrows else (), partial=not narrows
+        )
+        yield Parameter(f"{prefix}.b", (rows, config.rank), divided=divided, partial=narrows)
         if config.method == "dora":
-            yield Parameter(f"{prefix}.magnitude", (rows,))
+            yield Parameter(f"{prefix}.magnitude", (rows,), divided=divided, partial=narrows)
 
 
 # Linear layers of a block, and the names of their products.
@@ -84,6 +90,7 @@ PRODUCTS = {
     "attention.qkv": "qkv", "attention.out": "attention_out", "ffn.up": "ffn_up", "ffn.gate": "ffn_gate",
     "ffn.down": "ffn_down",
 }  # fmt: skip
+NARROWING = ("attention.out", "ffn.down")  # tensor parallel ranks have parts of their inputs, of others' outputs
 NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/frozen_linear.py
 
 
@@ -109,22 +116,42 @@ class Adapters:
     def of_layer(self, layer: int) -> list[Target]:
         return [target for target in self.targets if target.layer.startswith(f"blocks.{layer}.")]
 
-    def trained(self, layers: Iterable[int]) -> list[Parameter]:
-        return [p for layer in layers for target in self.of_layer(layer) for p in target.parameters(self.config)]
+    def trained(self, layers: Iterable[int], layout: Layout) -> list[Parameter]:
+        """Of one tensor parallel rank."""
+        whole = (p for layer in layers for target in self.of_layer(layer) for p in target.parameters(self.config))
+        return [replace(p, shape=local_shape_of(p, layout)) for p in whole]
 
-    def frozen_bytes(self, parameters: Iterable[Parameter], product_bytes: int) -> int:
-        """Of the base as it is held: in fp32, but for matrices of the blocks in 16 bits (LoRA under autocast) or
-        nf4."""
-        total = 0
+    def messages_of_lengths(self, layers: Iterable[int]) -> list[int]:
+        """Rows whose lengths tensor parallel ranks add up in a forward pass (DoRA)."""
+        if self.config.method != "dora":
+            return []
+        targets = (target for layer in layers for target in self.of_layer(layer))
+        return [target.stop - target.start for target in targets if target.layer.endswith(NARROWING)]
+
+    def frozen(self, parameters: Iterable[Parameter], product_bytes: int) -> Iterator[Parameter]:
+        """Tensors of a base as they are held: in fp32, but for matrices of the blocks in 16 bits (LoRA under autocast)
+        or nf4 with its scales' codes."""
         for parameter in parameters:
             if not parameter.is_block_matrix or self.config.method == "dora":
-                total += parameter.elements * FP32
-            elif self.config.method == "qlora":
-                scales = parameter.elements // parameter.shape[-1] * -(-parameter.shape[-1] // NF4_BLOCK)
-                groups = -(-scales // SCALES_BLOCK)
-                total += scales * NF4_BLOCK * NF4_BITS // 8 + groups * SCALES_BLOCK + groups * FP32 + FP32
+                yield replace(parameter, trained=False)
+            elif self.config.method == "lora":
+                yield replace(parameter, trained=False, width=product_bytes)
             else:
-                total += parameter.elements * product_bytes
+                rows, columns = parameter.shape
+                blocks, name = -(-columns // NF4_BLOCK), parameter.name.removesuffix("weight")
+                codes = blocks * NF4_BLOCK * NF4_BITS // 8
+                yield replace(parameter, name=f"{name}codes", shape=(rows, codes), trained=False, width=1)
+                yield replace(parameter, name=f"{name}scale_codes", shape=(rows, blocks), trained=False, width=1)
+
+    def scale_bytes(self, parameters: Iterable[Parameter], layout: Layout) -> int:
+        """What every rank has of scales of scales, and of the numbers of its rows where it has a part of them."""
+        if self.config.method != "qlora":
+            return 0
+        total = 0
+        for parameter in (p for p in parameters if p.is_block_matrix):
+            scales = parameter.shape[0] * -(-parameter.shape[1] // NF4_BLOCK)
+            total += -(-scales // SCALES_BLOCK) * FP32 + FP32
+            total += local_shape_of(parameter, layout)[0] * INDEX if layout.tp > 1 else 0
         return total
 
 

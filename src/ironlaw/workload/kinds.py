@@ -16,7 +16,7 @@ from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import block, embedding, head
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import moe_block
-from ironlaw.workload.operations import Operation, differentiate
+from ironlaw.workload.operations import Operation, changed, differentiate
 
 
 def layer_groups(model: ModelConfig) -> list[str]:
@@ -66,7 +66,7 @@ def forward_of(shape: Shape, kind: str) -> list[Operation]:
 
 
 def _on_rank(shape: Shape, kind: str, operations: list[Operation]) -> list[Operation]:
-    return [replace(op, group=kind) for op in on_rank(shape, operations)]
+    return [changed(op, group=kind) for op in on_rank(shape, operations)]
 
 
 def _listed(shape: Shape, kind: str) -> list[Operation]:

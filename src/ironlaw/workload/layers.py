@@ -5,12 +5,10 @@ Symbols as in `forward.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import FP32, Shape, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.conventions import Casts
-from ironlaw.workload.operations import Operation, call, product
+from ironlaw.workload.operations import Operation, call, changed, product
 from ironlaw.workload.sizes import Size
 
 
@@ -31,7 +29,7 @@ def linear(
             call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
         )
     else:
-        gradients[-1] = replace(gradients[-1], frees_temporary_bytes=dy)
+        gradients[-1] = changed(gradients[-1], frees_temporary_bytes=dy)
     casts = quantising(shape, name, Phase.BACKWARD, tokens, inputs, outputs)
     return [
         *quantising(shape, name, Phase.FORWARD, tokens, inputs, outputs),
@@ -162,4 +160,4 @@ def joining(shape: Shape) -> list[Operation]:
     branch = elements * (shape.matmul_bytes if pre else FP32)  # norms give fp32, and their gradient is the stream's own
     freed = 0 if not dropped and not (shape.casts and pre) else branch
     back = elementwise(shape, "residual_scale", "multiply", elements, 2, temporary=branch, frees_temporary=freed)
-    return [replace(back, frees_temporary_bytes=branch, gradient=(back,)), *dropped]
+    return [changed(back, frees_temporary_bytes=branch, gradient=(back,)), *dropped]

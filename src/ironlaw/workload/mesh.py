@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.sharding import expert_holders, of_site
 
 
@@ -16,7 +16,7 @@ def replicas_of(layout: Layout) -> tuple[int, int]:
     return layout.sharing, layout.dp * layout.cp // layout.sharing
 
 
-def aliases_of(model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe) -> dict[str, str]:
+def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe) -> dict[str, str]:
     """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first.
 
     `world` stays apart: what all ranks agree on there shows how long they wait for the slowest.
@@ -57,6 +57,6 @@ def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
     return sizes[dimension], stride
 
 
-def counted_together(layout: Layout, batch: Batch) -> int:
+def counted_together(layout: Layout, batch: StepBatch) -> int:
     """Replicas whose sequences are one micro-batch of the config, of which the load of experts is counted."""
     return max(1, batch.counted // (batch.sequences // layout.dp))

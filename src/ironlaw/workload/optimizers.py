@@ -38,7 +38,7 @@ MUON_ITERATIONS = 5  # of Newton and Schulz, in bf16 (PyTorch's Muon)
 class ParameterGroup(Section):
     """Tensors whose name matches `pattern` (as in a shell: `blocks.*.attention.*`) and what is different for them."""
 
-    pattern: str
+    pattern: str  # names, as in a shell: `blocks.*.attention.*`
     lr_scale: float = Field(1.0, ge=0)  # times the learning rate; 0 freezes
     weight_decay: float | None = Field(None, ge=0)  # instead of the optimizer's
 
@@ -46,11 +46,11 @@ class ParameterGroup(Section):
 class OptimizerConfig(Section):
     """How gradients become a new model."""
 
-    name: OptimizerName = "adamw"
+    name: OptimizerName = "adamw"  # which update rule
     lr: float = Field(1e-3, gt=0)  # the schedule's peak. AdamW: small models take 1e-3, 100M 6e-4, 7B 3e-4
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1)  # decay of the first moment (the mean gradient)
     beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0)  # added to the root of the second moment
     # Decoupled for adamw, adafactor, adam8bit, galore and muon; the others add it to the gradient.
     weight_decay: float = Field(0.1, ge=0)
     momentum: float | None = Field(None, ge=0, lt=1)  # momentum 0.9, muon 0.95 unless given

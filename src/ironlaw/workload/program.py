@@ -21,23 +21,24 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.blocks import BlockAdapters, Policy, Shape
+from ironlaw.workload.blocks import FP32, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
+from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.optimizers import adamw_operations, update_operations
-from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.optimizers import BF16, adamw_operations, update_operations
+from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.pipeline import layers_of, stages_of
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
-from ironlaw.workload.sharding import local_parameters, of_site, stage_parameters
+from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
 from ironlaw.workload.tensors import Tensor, lasting_tensors
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
-    from ironlaw.workload.trace import Trace
+    from ironlaw.workload.trace import ModuleTrace
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
@@ -81,7 +82,7 @@ class Program:
     collectives: tuple[tuple[Collective, ...], ...] = ((),)
     tensors: tuple[tuple[Tensor, ...], ...] = ((),)
     model: ModelConfig | None = None
-    batch: Batch | None = None
+    batch: StepBatch | None = None
     recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
 
@@ -112,20 +113,23 @@ class Program:
         return len(self.stages) - 1
 
 
-def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
+def step(model: ModelConfig, batch: StepBatch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
     """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`)."""
     layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
     count, per_site = layout.pp * layout.virtual_stages, of_site(layout, recipe.communication)
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), per_site)
     embedded, *blocks, output = layers_of_shape(shape)
-    stages = []
+    stages, frozen = [], list[int]()
     cut = layers_of(model.layers, count, layout.virtual_stages)
     for stage, numbers in enumerate(cut):
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
-        parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
         if recipe.adapters:
-            parameters = shards = recipe.adapters.trained(numbers)
+            parameters, shards, held = _adapted(recipe.adapters, model, per_site, recipe, stage, numbers)
+            frozen.append(held)
+        else:
+            parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
+            frozen.append(0)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip
@@ -147,7 +151,7 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
             tuple(
                 lasting_tensors(
                     model, layout, batch, recipe, [n for stage in held for n in cut[stage]],
-                    [p for stage in held for p in stages[stage].shards],
+                    [p for stage in held for p in stages[stage].shards], sum(frozen[stage] for stage in held),
                 )
             )
             for held in positions
@@ -156,7 +160,23 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
     )  # fmt: skip
 
 
-def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None) -> Program:
+def _adapted(
+    adapters: Adapters, model: ModelConfig, layout: Layout, recipe: Recipe, stage: int, layers: Sequence[int]
+) -> tuple[list[Parameter], list[Parameter], int]:
+    """What FSDP or DDP has of a stage, this rank's part of what is trained, and bytes of what is frozen. ZeRO 3 alone
+    divides that."""
+    trained = adapters.trained(layers, layout)
+    product_bytes = FP32 if recipe.precision == "fp32" else BF16
+    frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
+    whole = [p for p in model_parameters(model) if any(p.name.startswith(f"blocks.{layer}.") for layer in layers)]
+    scales, ranks = adapters.scale_bytes(whole, layout), layout.sharing
+    shards = [shard_of(p, model, layout.ep, ranks) for p in trained]
+    if layout.zero < 3:
+        return trained, shards, scales + sum(p.bytes for p in frozen)
+    return [*trained, *frozen], shards, scales + sum(shard_of(p, model, layout.ep, ranks).bytes for p in frozen)
+
+
+def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None = None) -> Program:
     """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter
     unless the optimizers of a loop are known.
 
@@ -192,7 +212,7 @@ def runs_on_device(update: Operation) -> bool:
     return update.name.startswith("clip")
 
 
-def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe: Recipe) -> Shape:
+def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: StepBatch, recipe: Recipe) -> Shape:
     """One micro-batch of the whole model."""
     again = bool(recipe.recompute) and recipe.recompute[0] is not None
     return Shape(

@@ -14,7 +14,7 @@ Offload = Literal["none", "activations", "optimizer", "both"]
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """What one optimizer step reads: `sequences` of all replicas, `tokens` each."""
 
     sequences: int

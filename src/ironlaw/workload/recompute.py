@@ -40,7 +40,7 @@ class RecomputeConfig(Section):
     # full: every block keeps only its input. every: only every k-th block does. selective: by operation, see `keep`.
     # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
-    every: int = Field(2, gt=0)
+    every: int = Field(2, gt=0)  # k of mode = "every"
     keep: tuple[Keepable, ...] = KEEPABLE  # what experts compute is never kept
     budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
 

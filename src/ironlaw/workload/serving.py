@@ -30,7 +30,7 @@ from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.sharding import stage_parameters
 from ironlaw.workload.tensors import Tensor
 
@@ -45,7 +45,7 @@ class Chunk:
     cached: int = 0
 
 
-def prefill(model: ModelConfig, batch: Batch, *, cached: int = 0, precision: Precision = "bf16") -> Program:
+def prefill(model: ModelConfig, batch: StepBatch, *, cached: int = 0, precision: Precision = "bf16") -> Program:
     """A pass over `batch.tokens` of each prompt, behind `cached` that an earlier pass or a shared prefix left."""
     return forward_pass(model, [Chunk(batch.tokens, cached)] * batch.sequences, precision=precision)
 

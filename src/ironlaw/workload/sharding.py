@@ -54,8 +54,9 @@ def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: in
     return replace(parameter, shape=shape)
 
 
-def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
-    """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding."""
+def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool = False) -> list[Parameter]:
+    """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding. `fused`:
+    query, key and value stay one matrix on every layout."""
     stages = layout.pp * layout.virtual_stages
     layers = layers_of(model.layers, stages, layout.virtual_stages)[stage]
     first, last = stage == 0, stage == stages - 1
@@ -66,25 +67,25 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Par
             "embedding": first, "positions": first, "embedding_norm": first, "final_norm": last, "head": last
         }  # fmt: skip
         if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
-            found += _divided(parameter, model, layout)
+            found += _divided(parameter, model, layout, fused)
     if last and not first and model.tied:
-        found += _divided(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS), model, layout)
+        found += _divided(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS), model, layout, fused)
     return found
 
 
-def _divided(parameter: Parameter, model: ModelConfig, layout: Layout) -> list[Parameter]:
+def _divided(parameter: Parameter, model: ModelConfig, layout: Layout, fused: bool) -> list[Parameter]:
     """Query, key and value apart where ranks hold parts of tensors; then what the layout leaves of each."""
     parts = [parameter]
-    if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0):
+    if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0) and not fused:
         sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
         parts = [
             replace(parameter, name=parameter.name.replace("qkv.", f"qkv.{which}."), shape=(rows, *parameter.shape[1:]))
             for which, rows in sizes.items()
         ]
-    return [replace(part, shape=_local_shape(part, layout)) for part in parts]
+    return [replace(part, shape=local_shape_of(part, layout)) for part in parts]
 
 
-def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
+def local_shape_of(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
     shape = list(parameter.shape)
     for degree, dimension in parameter.divided:
         shape[dimension] = -(-shape[dimension] // getattr(layout, degree))

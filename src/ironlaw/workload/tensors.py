@@ -12,9 +12,9 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, INDEX
 from ironlaw.workload.kinds import has_experts, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.optimizers import BF16, state_bytes
-from ironlaw.workload.parameters import Parameter, model_parameters
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.optimizers import state_bytes
+from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it
 
@@ -28,12 +28,11 @@ class Tensor(NamedTuple):
 
 
 def lasting_tensors(
-    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, layers: Sequence[int], shards: Sequence[Parameter]
-) -> Iterator[Tensor]:
-    """Of a rank with these layers, which updates `shards`. Weights are fp32."""
-    elements, frozen = sum(p.elements for p in shards) * FP32, 0
-    if recipe.adapters is not None:
-        frozen = recipe.adapters.frozen_bytes(model_parameters(model), FP32 if recipe.precision == "fp32" else BF16)
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, layers: Sequence[int],
+    shards: Sequence[Parameter], frozen: int = 0,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Of a rank with these layers, which updates `shards`, beside so many bytes of what is frozen. Weights are fp32."""
+    elements = sum(p.elements for p in shards) * FP32
     buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)
     hosted = recipe.offloads_optimizer
     state = 0 if hosted else state_bytes(shards, recipe.optimizer)
@@ -62,6 +61,6 @@ def routing_buffer_bytes(model: ModelConfig, layers: Sequence[int]) -> int:
     return routed * (model.moe.experts * (INDEX + FP32 * (model.moe.balance == "bias")) + INDEX)
 
 
-def batch_bytes(batch: Batch) -> int:
+def batch_bytes(batch: StepBatch) -> int:
     """Tokens and targets of a step, int64, and where attention asks for it the number of each one's document."""
     return batch.sequences * batch.tokens * (2 * INDEX + (DOCUMENT_BYTES if batch.documents else 0))

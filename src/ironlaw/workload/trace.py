@@ -40,11 +40,11 @@ Source = nn.Module | Callable[[], nn.Module]
 REAL_UNASKED_BYTES = 2**30
 """Of parameters: a smaller module that a trace cannot follow is run on real tensors without being told to."""
 
-__all__ = ["Loss", "Precision", "Trace", "TracedOperation", "trace", "trace_operations"]
+__all__ = ["Loss", "ModuleTrace", "Precision", "TracedOperation", "trace", "trace_operations"]
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModuleTrace:
     """One micro-batch of a module, and what exists before it starts (bytes and counts)."""
 
     operations: list[TracedOperation]
@@ -75,7 +75,7 @@ def trace(
     precision: Precision = "as is",
     real: bool | None = None,
     repeated: bool = False,
-) -> Trace:
+) -> ModuleTrace:
     """One micro-batch, and what else a plan needs: the sizes of parameters, buffers and inputs.
 
     `source` is a module, or a function that builds one. `inputs` go by name where the module's forward has arguments
@@ -106,7 +106,7 @@ def trace(
 def _traced(
     source: Source, inputs: Inputs, loss: Loss | None, training: bool, precision: Precision, *,
     real: bool, repeated: bool = False,
-) -> Trace:  # fmt: skip
+) -> ModuleTrace:  # fmt: skip
     mode, recorder = TraceMode(real), Recorder()
     where, parameters = CONSTRUCTION, None
     try:
@@ -135,7 +135,7 @@ def _traced(
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
         raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    return Trace(
+    return ModuleTrace(
         operations=whole(operations_of(recorder), stack) if stack else operations_of(recorder),
         name=type(module).__name__,
         parameters=sum(p.numel() for p in _unique(parameters)),

@@ -24,7 +24,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, storages, tensors
 
-__all__ = ["Lifetime", "Origin", "Record", "Recorder"]
+__all__ = ["CallOrigin", "Lifetime", "RecordedKernel", "Recorder"]
 
 
 FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
@@ -32,7 +32,7 @@ FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
 
 
 @dataclass(frozen=True)
-class Origin:
+class CallOrigin:
     """Who makes a call; a backward node has that of its forward call."""
 
     path: str = ""  # of the module, "" for the outermost
@@ -43,13 +43,13 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedKernel:
     """One kernel in the order of execution."""
 
     call: Call
     phase: Phase
     function: str  # ATen's name
-    origin: Origin
+    origin: CallOrigin
 
 
 @dataclass
@@ -71,11 +71,11 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase = Phase.FORWARD
-        self.records: list[Record] = []
+        self.records: list[RecordedKernel] = []
         self.lifetimes: list[Lifetime] = []
         self.accumulations: list[tuple[int, list[Lifetime], Lifetime]] = []  # record, operands, sum
-        self._running = [Origin()]
-        self._origins: dict[int, Origin] = {}
+        self._running = [CallOrigin()]
+        self._origins: dict[int, CallOrigin] = {}
         self._alive: dict[int, tuple[weakref.ref[Any], Lifetime | None]] = {}
 
     @property
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
         """Know which submodule is running, and which attention is causal."""
         handles = []
         for path, child in module.named_modules():
-            origin = Origin(path, not any(child.children()), FUSED_MODULES.get(type(child), ""))
+            origin = CallOrigin(path, not any(child.children()), FUSED_MODULES.get(type(child), ""))
             handles.append(child.register_forward_pre_hook(self._enter(origin)))
             handles.append(child.register_forward_hook(self._leave, always_call=True))
         original = F.scaled_dot_product_attention
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._running.pop()
 
-    def _enter(self, origin: Origin) -> Callable[..., None]:
+    def _enter(self, origin: CallOrigin) -> Callable[..., None]:
         return lambda *_: self._running.append(origin)
 
     def _leave(self, *_: Any) -> None:
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
                     call = self._without_padding(call, args)
                 if origin.scope == "attention" and call.kind is Kind.MATMUL:
                     call = replace(call, kind=Kind.ATTENTION)
-                self.records.append(Record(call, self.phase, base_name(func), origin))
+                self.records.append(RecordedKernel(call, self.phase, base_name(func), origin))
         for storage in written:
             born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
             if self._remember(storage, born):
@@ -163,14 +163,14 @@ class Recorder(TorchDispatchMode):
                     self.accumulations.append((index, [o for o in operands if o is not None], born))
         return out
 
-    def _origin(self) -> Origin:
+    def _origin(self) -> CallOrigin:
         forward = self.phase is Phase.FORWARD or len(self._running) > 1  # or recomputed within the backward pass
         if forward:
             # The node of this call has just taken its number. Calls without a node find the number taken.
             self._origins.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
             return self._running[-1]
         node = torch._C._current_autograd_node()
-        return self._origins.get(node._sequence_nr(), Origin()) if node is not None else Origin()
+        return self._origins.get(node._sequence_nr(), CallOrigin()) if node is not None else CallOrigin()
 
     def _without_padding(self, call: Call, args: tuple[Any, ...]) -> Call:
         """Zeros that make values as wide as keys are no work of the model."""

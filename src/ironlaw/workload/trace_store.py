@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ironlaw.workload.trace import Trace
+from ironlaw.workload.trace import ModuleTrace
 from ironlaw.workload.trace_table import TracedOperation
 
 _COLUMNS = [field.name for field in fields(TracedOperation)]
 
 
-def trace_to_json(trace: Trace) -> dict[str, Any]:
+def trace_to_json(trace: ModuleTrace) -> dict[str, Any]:
     """Operations as rows of columns: a model of a few thousand calls stays under a megabyte."""
     document = asdict(trace)
     document["columns"] = _COLUMNS
@@ -21,7 +21,7 @@ def trace_to_json(trace: Trace) -> dict[str, Any]:
     return document
 
 
-def trace_from_json(document: dict[str, Any]) -> Trace:
+def trace_from_json(document: dict[str, Any]) -> ModuleTrace:
     values = {key: value for key, value in document.items() if key not in ("variants", "columns")}
     values["operations"] = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
-    return TypeAdapter(Trace).validate_python(values)
+    return TypeAdapter(ModuleTrace).validate_python(values)

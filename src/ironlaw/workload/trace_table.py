@@ -7,7 +7,7 @@ from typing import Any
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.trace_recorder import Record, Recorder
+from ironlaw.workload.trace_recorder import RecordedKernel, Recorder
 
 GROUP = "module"
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -65,7 +65,7 @@ def _write_in_place(recorder: Recorder) -> None:
                 break
 
 
-def _merged(records: list[Record]) -> list[list[int]]:
+def _merged(records: list[RecordedKernel]) -> list[list[int]]:
     """Indices of records by operation: the calls of a module that is one kernel come together.
 
     Composed, such a module uses its input twice, so that one addition of gradients is its own; a second is not.
@@ -85,11 +85,11 @@ def _merged(records: list[Record]) -> list[list[int]]:
     return groups
 
 
-def _accumulates(record: Record) -> bool:
+def _accumulates(record: RecordedKernel) -> bool:
     return record.phase is Phase.BACKWARD and record.function == "add"
 
 
-def _operation(group: list[Record]) -> TracedOperation:
+def _operation(group: list[RecordedKernel]) -> TracedOperation:
     first = group[0]
     call, origin, phase = first.call, first.origin, first.phase
     if len(group) > 1:
@@ -111,7 +111,7 @@ def _operation(group: list[Record]) -> TracedOperation:
     )  # fmt: skip
 
 
-def _operation_name(record: Record) -> str:
+def _operation_name(record: RecordedKernel) -> str:
     """The module's path, then what it calls unless that is all the module does. The same in both phases."""
     origin = record.origin
     function = record.function.strip("_").removesuffix("_data").removesuffix("_backward")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
 from ironlaw.data.batch import IGNORED, Batch
-from ironlaw.data.batches import Batches, Windows
+from ironlaw.data.batches import Batches, TokenWindows
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions
 from ironlaw.machine.profile import load_profile
@@ -36,16 +36,19 @@ from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
+from ironlaw.plan.step import with_adapters
 from ironlaw.train import loop, session
 from ironlaw.train.average import WeightAverage
-from ironlaw.train.checkpoint import name_of
+from ironlaw.train.checkpoint import AdapterFiles, name_of
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
+from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel import ranks as world
+from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.communication import counted
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused, named_tensors
@@ -54,6 +57,8 @@ from ironlaw.train.parallel.store import Gatherer, ShardedFiles
 from ironlaw.train.parallel.strategy import RankStrategy
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
+from ironlaw.train.state import RandomState
+from ironlaw.train.step import Step
 from ironlaw.workload.collectives import renamed, traffic
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.program import step as planned_step
@@ -112,13 +117,13 @@ def config_of(case: dict[str, Any]) -> RunConfig:
 
 def planned_recipe(config: RunConfig) -> Recipe:
     """With chunks of which a micro-batch here has several."""
-    recipe = recipe_of(config, config.train.precision)
+    recipe = with_adapters(recipe_of(config, config.train.precision), config)
     return replace(recipe, loss_chunk=CHUNK_TOKENS if config.train.loss == "chunked" else 0)
 
 
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
-    windows = Windows(TOKENS, config.sequence, seed, size)
+    windows = TokenWindows(TOKENS, config.sequence, seed, size)
     return Batches(windows, config.sequence, size, seed, rank, world)
 
 
@@ -245,6 +250,45 @@ def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
         "skipped": run.step.scale.skipped_steps,
         "skipped_alone": skipped,
     }
+
+
+def task_adapters(case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Largest differences to one process: losses, norms, adapters; and after a checkpoint, which one process wrote."""
+    run = Run(config_of(case))
+    store, config, random = run.step.store, run.config, {"random": RandomState()}
+    assert isinstance(store, SharedAdapterFiles)
+    found = run.train(0, 5)
+    ours = store.gather(run.applied.model)
+    alone = config.model_copy(update={"layout": None})
+    torch.manual_seed(config.train.seed)
+    one = Step(alone, Decisions(config.train.precision), Mesh(torch.device("cpu")))
+    expected, batches = [], batches_of(alone)
+    for step in range(8):
+        if step == 5 and dist.get_rank() == 0:
+            AdapterFiles().write(folder, AdapterFiles().take(one.model, one.states() | random))
+            theirs = {name: tensor.detach().clone() for name, tensor in one.trained().items()}
+        batch = batches.batch(step).map(torch.from_numpy)
+        expected.append(one.update(one.forward_backward(batch, step), step)[:2])
+    dist.barrier()
+    store.read(folder, run.applied.model, run.states | random)  # of the same step, from the other
+    again = run.train(5, 8)
+    store.write(folder, store.take(run.applied.model, run.states | random))
+    if dist.get_rank():
+        return {}
+    other = Step(alone, Decisions(config.train.precision), Mesh(torch.device("cpu")))
+    AdapterFiles().read(folder, other.model, other.states() | random)
+    state = max(
+        float((a - b).abs().max())
+        for mine, its in zip(one.optimizer.state.values(), other.optimizer.state.values(), strict=True)
+        for a, b in zip(mine.values(), its.values(), strict=True)
+    )
+    assert ours.keys() == theirs.keys()
+    pairs = zip(found + again, expected, strict=True)
+    return {
+        "apart": max(max(abs(a[0] - b[0]) / b[0], abs(a[1] - b[1]) / b[1]) for a, b in pairs), "state": state,
+        "adapters": max(float((ours[name] - theirs[name]).abs().max()) for name in ours),
+        "learned": found[0][0] - again[-1][0],
+    }  # fmt: skip
 
 
 def task_noise(case: dict[str, Any], folder: Path) -> list[list[float]]:

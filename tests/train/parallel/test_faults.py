@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ironlaw.train.parallel.flight_recorder import Operation
+from ironlaw.train.parallel.flight_recorder import RecordedCollective
 from ironlaw.train.parallel.hang import Note, absent, report
 from ironlaw.train.parallel.straggler import Straggling, slow_ranks
 
@@ -19,11 +19,13 @@ ALL = (0, 1, 2, 3)
 # -- who is missing ----------------------------------------------------------------------------------------------
 
 
-def operation(number: int, kind: str = "all_reduce", members: tuple[int, ...] = ALL, done: bool = True) -> Operation:
-    return Operation(kind, number, "shard" if members == ALL else "tp", members, 1000.0 + number, done)
+def operation(
+    number: int, kind: str = "all_reduce", members: tuple[int, ...] = ALL, done: bool = True
+) -> RecordedCollective:
+    return RecordedCollective(kind, number, "shard" if members == ALL else "tp", members, 1000.0 + number, done)
 
 
-def note(rank: int, last: Operation, waits: Operation | None = None, **fields: Any) -> Note:
+def note(rank: int, last: RecordedCollective, waits: RecordedCollective | None = None, **fields: Any) -> Note:
     told: dict[str, Any] = {"step": 17, "where": "data/loader.py:88 (batch)", "written_seconds": 2000.0} | fields
     last_of = (last,) if waits is None else (last, waits)
     return Note(rank, f"node{rank // 2}", last=last_of, waits=waits, waited_seconds=300.0 if waits else 0.0, **told)

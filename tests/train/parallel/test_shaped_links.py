@@ -20,7 +20,7 @@ import pytest
 from ironlaw.config import load_config
 from ironlaw.workload.collectives import traffic
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recipe import Batch
+from ironlaw.workload.recipe import StepBatch
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "shaped_links.py"
 _spec = importlib.util.spec_from_file_location("shaped_links", PROGRAM)
@@ -108,7 +108,7 @@ def test_a_step_over_slow_links_takes_as_long_as_its_bytes(
     loaded = load_config(config)
     table = traffic(
         loaded.model, Layout(dp=2, zero=zero, micro_batch=loaded.train.global_batch // 2),
-        Batch(loaded.train.global_batch, loaded.sequence),
+        StepBatch(loaded.train.global_batch, loaded.sequence),
     )[0]  # fmt: skip
     wire = sum(
         sent.bytes * (0.5 if kind == "all_gather" else 1.0) for (_, kind), sent in table.items()

@@ -201,10 +201,11 @@ GEMMA2 = GEMMA.derive(
     has={"norm_place": "sandwich"}, names=Names(norms=_SANDWICH, plus_one=True),
 )  # fmt: skip
 GEMMA3 = GEMMA2.derive(
-    "gemma3_text", "Gemma3ForCausalLM", Key("attention_cap", "attn_logit_softcapping", None),
+    "gemma3_text", "Gemma3ForCausalLM",
     Windows(4096, kinds=True, every=6, every_key="sliding_window_pattern"),
     Rope(1e6, local_key="rope_local_base_freq", local_theta=1e4, by_kind=True),
-    Key("logit_cap", "final_logit_softcapping", None), has={"qk_norm": True},
+    Key("logit_cap", "final_logit_softcapping", None), has={"qk_norm": True}, without=("attention_cap",),
+    only={"attn_logit_softcapping": None},  # which its code does not apply
 )  # fmt: skip
 PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
     "phi3", "Phi3ForCausalLM", _eps("rms_norm_eps", 1e-5), Rope(share=1.0), Windows(),
@@ -275,7 +276,7 @@ ERNIE_MOE = ERNIE.derive(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _kv_heads(4), Key("moe.experts", "moe_num_experts"),
     Key("moe.experts_per_token", "moe_k"), Key("moe.expert_ffn", "moe_intermediate_size"),
     SharedExperts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
-    only={"use_bias": False}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
+    only={"use_bias": False, "moe_norm_min": 1e-12}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
     names=Names(neighbours=True, experts=ExpertNames(
         choice_bias="mlp.moe_statics.e_score_correction_bias", choice_row=True,
     )),

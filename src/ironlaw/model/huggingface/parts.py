@@ -60,12 +60,14 @@ class Rope:
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
         newer: Fields = fields.get("rope_parameters") or {}
         table = {**newer.get("full_attention", newer), **(fields.get("rope_scaling") or {})}
+        if self.by_kind:
+            _check_kinds(newer, table)
         if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
             table = dict(self.scaling or {})
         theta = table.get("rope_theta") or (has(fields, self.theta_key) and get(fields, self.theta_key)) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
-        if "rope_theta" not in table and not has(fields, self.theta_key):
+        if "rope_theta" not in table:
             _agree(fields, "rope_theta", theta, self.theta_key)
         scaling = read_scaling(table, fields)
         found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}
@@ -79,7 +81,8 @@ class Rope:
         return found
 
     def _turned(self, table: Fields, fields: Fields, values: Fields) -> int | None:
-        share = table.get("partial_rotary_factor") or fields.get(self.share_key) or self.share or 1.0
+        given = (table.get("partial_rotary_factor"), fields.get(self.share_key), self.share, 1.0)
+        share = next(share for share in given if share is not None)
         if "partial_rotary_factor" not in table and self.share_key not in fields:
             _agree(fields, "partial_rotary_factor", share, self.share_key)
         if self.share is None and share != 1.0:
@@ -87,6 +90,10 @@ class Rope:
         size = values.get("head_size") or values["hidden"] // values["heads"]
         if self.count_key and self.count_key in fields and not ({"partial_rotary_factor"} & {*table, *fields}):
             share = fields[self.count_key] / size
+        if self.share_key in fields and fields[self.share_key] is None and self.share:
+            raise UserError(f"{self.share_key} = None is not supported: give a number, or leave it out")
+        if not int(size * share):
+            raise UserError(f"{self.share_key} = {share} is not supported: it leaves no position")
         return None if int(size * share) == size else int(size * share)
 
     def write(self, view: Fields) -> dict[str, Any]:
@@ -121,6 +128,18 @@ class Rope:
         """Whether LongRoPE's factor is what follows from the two lengths."""
         scaling = view["rope_scaling"]
         return "attention_factor" not in scaling and scaling["factor"] == view["context"] / scaling["original_context"]
+
+
+def _check_kinds(newer: Fields, table: Fields) -> None:
+    """What `transformers` reads in another way where layers of each kind have a table."""
+    local = newer.get("sliding_attention") or {}
+    kind = local.get("rope_type") or local.get("type") or "default"
+    if kind != "default":
+        raise UserError(f"rope_type = '{kind}' of sliding_attention is not supported: default is")
+    if newer and "full_attention" not in newer:
+        raise UserError("rope_parameters needs a table for full_attention and one for sliding_attention")
+    if table.get("type") not in (None, table.get("rope_type", "default")):
+        raise UserError(f"rope_scaling's type = '{table['type']}' is not read by transformers here: write rope_type")
 
 
 def _agree(fields: Fields, key: str, value: float, own: str) -> None:

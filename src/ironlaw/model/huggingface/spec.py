@@ -43,12 +43,16 @@ class Key:
     theirs: str
     default: Any = REQUIRED
     also: tuple[str, ...] = ()  # other names of it, which are read where the first is missing, and written too
-    beside: tuple[str, ...] = ()  # other keys that are written with the same value
+    beside: tuple[str, ...] = ()  # other keys that are written with the same value, and may not have another
     read_as: Callable[[Any], Any] = _same
     write_as: Callable[[Any], Any] = _same
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        found = next((get(fields, key) for key in (self.theirs, *self.also) if has(fields, key)), self.default)
+        given = {key: get(fields, key) for key in (self.theirs, *self.also, *self.beside) if has(fields, key)}
+        stated = {key: value for key, value in given.items() if value is not None}
+        if len({repr(value) for value in stated.values()}) > 1:
+            raise UserError(" and ".join(f"{key} = {value}" for key, value in stated.items()) + " have to be the same")
+        found = next((given[key] for key in (self.theirs, *self.also) if key in given), self.default)
         if found is REQUIRED:
             raise KeyError(self.theirs)
         return {self.name: None if found is None else self.read_as(found)}
@@ -149,7 +153,7 @@ class Family:
         )  # fmt: skip
 
     def read(self, fields: Fields, name: str = "custom") -> ModelConfig:
-        for key, value in self.only.items():
+        for key, value in {"is_causal": True, **self.only}.items():
             found = get(fields, key) if has(fields, key) else value
             if found != value and (found or value):
                 raise UserError(f"{key} = {found} is not supported: {value} is")
@@ -157,7 +161,11 @@ class Family:
         for part in self.parts.values():
             values |= part.read(fields, values)
         values |= {key: value(values) for key, value in self.has.items() if callable(value)} | {"name": name}
-        return ModelConfig(**nested({key: value for key, value in _biases(values).items() if value is not None}))
+        model = ModelConfig(**nested({key: value for key, value in _biases(values).items() if value is not None}))
+        for key, value in _standard(model).items():  # which most families read under these names, too
+            if fields.get(key) not in (None, value):
+                raise UserError(f"{key} = {fields[key]} is not supported: {value} is")
+        return model
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """KeyError for a model without the parts of the family. Read it again to know that it is the same model."""
@@ -167,6 +175,12 @@ class Family:
         for part in self.parts.values():
             found |= part.write(view)
         return nested(found)
+
+
+def _standard(model: ModelConfig) -> dict[str, int]:
+    size = model.latent.rotary_size if model.latent else model.size_of_head
+    return {"num_hidden_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads,
+            "head_dim": size}  # fmt: skip
 
 
 def _biases(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ import torch
 
 from ironlaw.model.transformer import Transformer
 
-TOLERANCE = 2e-4  # of the largest logit; two implementations in fp32 agree to about 1e-6
+# Of the largest logit. Two implementations in fp32 agree to about 1e-6; bf16 rounds every product to 2^-9 of it.
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.02}
 TOKENS, MOST_TOKENS = 256, 2048
+_IN = {torch.float32: "", torch.bfloat16: " in bf16"}
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ class Verified:
     largest_logit: float | None = None
     tokens: int = 0
     reason: str | None = None
+    computes: torch.dtype = torch.float32  # what `transformers` does
     problem: str | None = None  # what `transformers` said when it could not read the directory
 
     @property
     def differs(self) -> bool:
         if self.largest_difference is None or self.largest_logit is None:
             return self.problem is not None
-        return not self.largest_difference <= TOLERANCE * self.largest_logit  # NaN differs, too
+        return not self.largest_difference <= TOLERANCE[self.computes] * self.largest_logit  # NaN differs, too
 
     def to_json(self) -> dict[str, Any]:
         if self.largest_difference is None:
@@ -48,20 +51,28 @@ class Verified:
         if self.largest_difference is None:
             return f"not verified: {self.reason or self.problem}"
         return (
-            f"{self.version} computes the same: logits of {self.tokens} tokens differ by at most "
+            f"{self.version} computes the same{_IN[self.computes]}: logits of {self.tokens} tokens differ by at most "
             f"{self.largest_difference:.1e} of {self.largest_logit:.1f}"
         )
 
 
-def verify(folder: Path, model: Transformer, dtype: torch.dtype = torch.float32) -> Verified:
-    """Compare `model`, its weights rounded to `dtype` in place as `folder` has them, with what `transformers` reads."""
+def verify(
+    folder: Path, model: Transformer, dtype: torch.dtype = torch.float32, library: str | None = None,
+    computes: torch.dtype = torch.float32,
+) -> Verified:  # fmt: skip
+    """Compare `model`, its weights rounded to `dtype` in place as `folder` has them, with what `transformers` reads.
+
+    library: that it needs for a compressed model; computes: the type that this multiplies in.
+    """
+    if library is not None and importlib.util.find_spec(library) is None:
+        return Verified(reason=f"transformers reads it with {library}, which is not installed")
     if importlib.util.find_spec("transformers") is None:
         return Verified(reason="transformers is not installed (pip install 'ironlaw[hf]')")
     needed, free = 4 * model.config.parameters, psutil.virtual_memory().available
     if needed > 0.8 * free:
         return Verified(reason=f"a second copy takes {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free")
     with quiet():
-        return _compare(folder, model, dtype)
+        return _compare(folder, model, dtype, library, computes)
 
 
 @contextlib.contextmanager
@@ -75,7 +86,9 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _compare(folder: Path, model: Transformer, dtype: torch.dtype) -> Verified:
+def _compare(
+    folder: Path, model: Transformer, dtype: torch.dtype, library: str | None, computes: torch.dtype
+) -> Verified:
     import transformers
 
     version = f"transformers {transformers.__version__}"
@@ -84,13 +97,15 @@ def _compare(folder: Path, model: Transformer, dtype: torch.dtype) -> Verified:
         return Verified(reason=f"{version} does not know the architecture")
     length = min(config.context, max(TOKENS, min(MOST_TOKENS, (config.sliding_window or 0) + TOKENS)))
     tokens = torch.randint(0, config.vocab, (1, length), generator=torch.Generator().manual_seed(0))
+    # bitsandbytes casts by itself, and adds no bias of 16 bits on a CPU.
+    loaded = torch.float32 if library == "bitsandbytes" else computes
     transformers.utils.logging.disable_progress_bar()
     try:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+            folder, dtype=loaded, attn_implementation="eager", local_files_only=True
         ).eval()
         with torch.no_grad():
-            other = theirs(tokens).logits
+            other = theirs(tokens).logits.float()
     except Exception as error:  # whatever it is that does not fit
         return Verified(version, problem=f"{version} cannot read it: {' '.join(str(error).split())[:200]}")
     finally:
@@ -100,7 +115,7 @@ def _compare(folder: Path, model: Transformer, dtype: torch.dtype) -> Verified:
             tensor.copy_(tensor.to(dtype))
         ours = model(tokens)
     difference, largest = float((ours - other).abs().max()), float(ours.abs().max())
-    return Verified(version, difference, largest, length)
+    return Verified(version, difference, largest, length, computes=computes)
 
 
 def _knows(folder: Path) -> bool:

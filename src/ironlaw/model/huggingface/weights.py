@@ -17,7 +17,7 @@ from torch import Tensor
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_json
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.configs import names_of, to_fields
+from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
 from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import entries
 
@@ -149,12 +149,20 @@ def write_model(
     end_of_text: int | None = None,
 ) -> None:  # fmt: skip
     """`config.json` and `model.safetensors` as `transformers` reads them; `weights` by their names here."""
-    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    tensors: dict[str, Tensor] = {}
+    for entry in entries(config, FAMILIES[family_of(config).kind].names):
+        entry.put(weights[entry.ours].detach().to(dtype), tensors)
+    write_tensors(folder, config, tensors, dtype, end_of_text)
+
+
+def write_tensors(
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, end_of_text: int | None,
+    **more: Any,
+) -> None:  # fmt: skip
+    """The same of tensors by their names there. more: further fields of `config.json`."""
+    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")} | more
     # Without these the family's own special tokens would be taken for ours.
     fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
-    tensors: dict[str, Tensor] = {}
-    for entry in entries(config, FAMILIES[str(fields["model_type"])].names):
-        entry.put(weights[entry.ours].detach().to(dtype), tensors)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})

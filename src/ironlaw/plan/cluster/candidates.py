@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,29 @@ class TrainingJob:
     flash: bool = True  # else attention's scores are materialised
     imbalance: float = 0.0  # rows of the busiest expert parallel rank over the mean; 0: as in training
     every: float | None = None  # full recomputation of one block in so many; None: as the layout says
+
+
+def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """One row of every sort that differs in some column, and of every row its sort.
+
+    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
+    """
+    number, size = np.zeros(length, dtype=np.int64), 1
+    for column in columns:
+        least, most = (column.min(), column.max()) if length else (0.0, 0.0)
+        if least == most:
+            continue
+        if least >= 0 and most < 2**20 and (column == np.floor(column)).all():
+            code, values = column.astype(np.int64), int(most) + 1
+        else:
+            found, code = np.unique(column, return_inverse=True)
+            code, values = code.reshape(-1), len(found)
+        if size * values >= 2**62:
+            found, number = np.unique(number, return_inverse=True)
+            number, size = number.reshape(-1), len(found)
+        number, size = number * values + code, size * values
+    _, first, sort = np.unique(number, return_index=True, return_inverse=True)
+    return first, sort.reshape(-1)
 
 
 MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "context")
@@ -85,6 +108,7 @@ class Candidates:
     every: Array  # full recomputation of one block in so many
     offload: Array
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
+    known: Known | None = None  # of a search under one system: what is known of blocks, in all of its parts
 
     def __len__(self) -> int:
         return int(self.dp.size)
@@ -100,28 +124,17 @@ class Candidates:
         kinds = {kind: share[index] if is_array(share) else share for kind, share in self.kinds.items()}
         return Candidates(**(columns | taken | {"kinds": kinds, "model": _taken(self.model, index)}))
 
-    def distinct(self, ignored: frozenset[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _columns(self, ignored: frozenset[str]) -> list[Array]:
+        own = [getattr(self, f.name) for f in fields(self) if f.name not in ignored]
+        return [column for column in [*own, *self.kinds.values(), *_arrays(self.model)] if is_array(column)]
+
+    def distinct(self, ignored: frozenset[str], *more: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """One candidate of every sort that differs in more than the ignored columns, and of every one its sort.
 
         What does not hang on those columns need be worked out for few: `function(candidates.take(first))[sort]`.
+        `more`: columns in which they differ, too.
         """
-        number, size = np.zeros(len(self), dtype=np.int64), 1
-        own = [getattr(self, f.name) for f in fields(self) if f.name not in ignored]
-        for column in [c for c in [*own, *self.kinds.values(), *_arrays(self.model)] if is_array(c)]:
-            least, most = (column.min(), column.max()) if len(self) else (0.0, 0.0)
-            if least == most:
-                continue
-            if least >= 0 and most < 2**20 and (column == np.floor(column)).all():
-                code, values = column.astype(np.int64), int(most) + 1
-            else:
-                found, code = np.unique(column, return_inverse=True)
-                code, values = code.reshape(-1), len(found)
-            if size * values >= 2**62:
-                found, number = np.unique(number, return_inverse=True)
-                number, size = number.reshape(-1), len(found)
-            number, size = number * values + code, size * values
-        _, first, sort = np.unique(number, return_index=True, return_inverse=True)
-        return first, sort.reshape(-1)
+        return distinct_rows([*self._columns(ignored), *more], len(self))
 
     def shape(self, engine: Engine) -> Shape:
         """One micro-batch as one rank of each candidate has it: its part of heads, widths, words and experts."""
@@ -153,22 +166,36 @@ class Candidates:
         whole = Shape(self.model, 1, self.sequence, precision, fused_rmsnorm=True, conventions=engine)
         return local_shape(whole, Layout(**sizes, sp=sp))
 
-    def divided_alike(self, engine: Engine) -> list[npt.NDArray[np.int64]]:
-        """Candidates that can be described together: all of them, or for our trainer those that divide the same."""
+    def _division(self, engine: Engine) -> Array:
+        """Equal for candidates that can be described together: for all, or for our trainer those that divide alike."""
         if engine.fused:
-            return [np.arange(len(self))]
+            return np.zeros(len(self))
         flags = [size > 1 for size in (self.tp, self.cp, self.ep)] + [self.sp > 0, self.model.tied & (self.pp > 1)]
         flags.append(is_sharded(self.zero, self.dp * self.cp, self.tp * self.pp * self.ep))
-        number = sum(flag * 2**i for i, flag in enumerate(flags))
-        return [np.flatnonzero(number == value) for value in np.unique(number)]
+        return np.asarray(sum(flag * 2.0**i for i, flag in enumerate(flags)))
 
-    def apart(self, engine: Engine, function: Callable[[Candidates], dict[Any, Array]]) -> dict[Any, Array]:
-        """What a function of `shape` gives by name, worked out for candidates that can be described together."""
-        found: dict[Any, Array] = {}
-        for index in self.divided_alike(engine):
-            for name, column in function(self.take(index)).items():
-                found.setdefault(name, np.zeros(len(self)))[index] = column
-        return found
+    def blocks(self, engine: Engine) -> tuple[Candidates, npt.NDArray[np.int64]]:
+        """One candidate of every block, and of every candidate which has its own."""
+        first, sort = self.distinct(OF_THE_LAYOUT, self._division(engine))
+        return self.take(first), sort
+
+    def of_blocks(
+        self, name: str, engine: Engine, function: Callable[[Candidates], Mapping[Any, Size]]
+    ) -> dict[Any, Array]:
+        """What a function of a micro-batch's blocks gives, worked out once for all candidates that share them.
+
+        `name`: of the function, for what is `known`.
+        """
+        few, sort = self.blocks(engine)
+        division = few._division(engine)
+        keys = [row.tobytes() for row in np.stack([division, *few._columns(OF_THE_LAYOUT)], axis=1)]
+        known = BlockValues() if self.known is None else self.known.setdefault(name, BlockValues())
+        new = np.array([key not in known.place for key in keys], dtype=bool)
+        for alike in np.unique(division[new]) if len(self) else [0.0]:
+            index = np.flatnonzero(new & (division == alike))
+            known.learn([keys[i] for i in index], function(few.take(index)))
+        place = np.array([known.place[key] for key in keys], dtype=np.int64)
+        return dict(zip(known.names, known.values[:, place[sort]], strict=True))
 
     @property
     def accumulation(self) -> Array:
@@ -314,22 +341,38 @@ class Candidates:
 OF_THE_LAYOUT = frozenset(
     ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
 )
+"""Columns on which neither seconds nor bytes of a block and micro-batch hang, but for how they divide it."""
 
 
-def not_of_a_block(engine: Engine) -> frozenset[str]:
-    """Columns on which neither seconds nor bytes of a block and micro-batch hang, as this trainer divides it."""
-    return OF_THE_LAYOUT if engine.fused else OF_THE_LAYOUT - {"dp", "zero", "pp"}
+@dataclass
+class BlockValues:
+    """What a function gave of every block that it was asked about: a row of `values` per name, a place per block."""
+
+    place: dict[bytes, int] = field(default_factory=dict)
+    names: list[Any] = field(default_factory=list)
+    values: Array = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def learn(self, keys: Sequence[bytes], found: Mapping[Any, Size]) -> None:
+        columns = np.stack([np.broadcast_to(column, len(keys)) for column in found.values()])
+        self.values = np.concatenate([self.values, columns], axis=1) if self.names else columns
+        self.names = list(found)
+        self.place |= {key: len(self.place) + i for i, key in enumerate(keys)}
+
+
+Known = dict[str, BlockValues]
+"""By name of a function."""
 
 
 def candidates_of(
-    model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True
-) -> Candidates:
+    model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True,
+    known: Known | None = None,
+) -> Candidates:  # fmt: skip
     """One model under several layouts."""
     table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
     kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model)).items()}
     columns, batch = _columns(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
     columns |= {name: np.full(len(table), float(value)) for name, value in batch.items()}
-    return Candidates(model, kinds, flash, *extra_launches(model), **columns)
+    return Candidates(model, kinds, flash, *extra_launches(model), known=known, **columns)
 
 
 def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:

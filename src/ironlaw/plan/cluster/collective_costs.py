@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.candidates import Array, Candidates, distinct_rows
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers
-from ironlaw.plan.cluster.system import System
+from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.latent import gathered_share
 from ironlaw.workload.messages import context_buffers, context_messages, places_of_a_token
@@ -37,23 +37,15 @@ FP32, INT64 = 4.0, 8.0
 
 
 def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
-    """`function` on the distinct rows of the columns only: layouts share most of their shapes.
-
-    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
-    """
+    """`function` on the distinct rows of the columns only: layouts share most of their shapes."""
     spread = np.broadcast_arrays(*columns)
     if len(spread[0]) <= 64:  # finding out which are alike takes longer
         return np.asarray(function(*spread))
-    row_number = np.zeros(len(spread[0]), dtype=np.int64)
-    for column in spread:
-        if column[0] != column.min() or column[0] != column.max():
-            values, code = np.unique(column, return_inverse=True)
-            _, row_number = np.unique(row_number * len(values) + code.reshape(-1), return_inverse=True)
-    _, first, back = np.unique(row_number, return_index=True, return_inverse=True)
-    return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
+    first, sort = distinct_rows(spread, len(spread[0]))
+    return np.asarray(function(*(column[first] for column in spread)))[sort]
 
 
-def collective(kind: str, size: Array, ranks: Array, inside: Array, system: System) -> Array:
+def collective(kind: str, size: Array, ranks: Array, inside: Array, system: ClusterSystem) -> Array:
     """One collective; `inside`: ranks of the group that share an island."""
     fabric = system.fabric
 
@@ -63,7 +55,7 @@ def collective(kind: str, size: Array, ranks: Array, inside: Array, system: Syst
     return distinct(seconds, size, ranks, np.clip(inside, 1.0, ranks))
 
 
-def layer_collectives(candidates: Candidates, system: System) -> dict[str, Array]:
+def layer_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Of a layer's collectives, of adding up its gradients, of a message between stages in and across islands."""
     island, model = float(system.fabric.island_ranks), candidates.model
     hardware, width = system.hardware, system.engine.element_bytes
@@ -90,7 +82,7 @@ def layer_collectives(candidates: Candidates, system: System) -> dict[str, Array
     }
 
 
-def small_collectives(candidates: Candidates, system: System) -> dict[str, Array]:
+def small_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Seconds per step of our trainer's small collectives, each waited for; of other software they are in constants.
 
     Of divided logits, per micro-batch: maximum, sum of exponentials and the target's own of each token. Of all ranks:
@@ -121,7 +113,7 @@ def small_collectives(candidates: Candidates, system: System) -> dict[str, Array
     return found
 
 
-def spared_collectives(candidates: Candidates, system: System) -> Array:
+def spared_collectives(candidates: Candidates, system: ClusterSystem) -> Array:
     """Of the two tensor parallel collectives of a layer, how many are not there under sequence parallelism; mean over
     all layers: where the rows' exchange replaces one, and where narrow vectors are gathered instead of the stream."""
     moe, spared = candidates.model.moe, np.zeros(len(candidates))
@@ -154,7 +146,7 @@ def context_kinds(candidates: Candidates, engine: Engine) -> Array:
     )
 
 
-def exchange_seconds(candidates: Candidates, system: System) -> Array:
+def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
     """One exchange of one layer and micro-batch, forward; 0 without context parallelism."""
     c, found = candidates, np.zeros(len(candidates))
     if not (c.cp > 1).any():
@@ -192,7 +184,7 @@ def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
     return elements * engine.element_bytes
 
 
-def rows_sent_per_token(candidates: Candidates, system: System) -> Array:
+def rows_sent_per_token(candidates: Candidates, system: ClusterSystem) -> Array:
     """Times that a token travels to its experts and back over what is slowest on the way.
 
     Once per choice, or once per rank that holds some of its experts; where the exchange leaves the island once per
@@ -219,7 +211,7 @@ class SharedState:
     inside: Array  # neighbours among them that share an island
 
 
-def shared_states(candidates: Candidates, system: System, layers: StageLayers) -> list[SharedState]:
+def shared_states(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> list[SharedState]:
     """All that a rank holds; experts apart, which fewer ranks hold alike, by the factor ep."""
     c, model, island = candidates, candidates.model, float(system.fabric.island_ranks)
     ends = (model.embedding_parameters + model.head_parameters) / c.tp  # spread out over the layers
@@ -230,13 +222,13 @@ def shared_states(candidates: Candidates, system: System, layers: StageLayers) -
         return [dense]
     of_layer = c.local_expert_parameters
     experts = SharedState(
-        of_layer * layers.counts.max(axis=1), of_layer, c.expert_replicas, c.expert_shard_ranks,
+        of_layer * layers.fullest, of_layer, c.expert_replicas, c.expert_shard_ranks,
         np.maximum(island // (c.expert_tp * c.ep), 1.0),
     )  # fmt: skip
     return [replace(dense, held=held - experts.held, layer=layer - of_layer), experts]
 
 
-def exchange_of_rows(candidates: Candidates, system: System) -> Array:
+def exchange_of_rows(candidates: Candidates, system: ClusterSystem) -> Array:
     """Seconds of moving a micro-batch's rows to their experts, or back; the mean over all layers."""
     island, split = float(system.fabric.island_ranks), candidates.expert_tp
 

@@ -1,8 +1,7 @@
 """The plan of one layout on a cluster, as a ledger.
 
-    ledger = plan_cluster(ModelConfig.named("llama3-8b"), parse_cluster("8xh100-sxm-80gb"),
-                          parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"),
-                          sequence=8192, global_batch=64)
+    asked = ClusterStep(ModelConfig.named("llama3-8b"), parse_cluster("8xh100-sxm-80gb"), 8192, global_batch=64)
+    ledger = plan_cluster(asked, parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"))
 
 Seconds of a line are those of an accelerator on the busiest pipeline stage and add up to the step; FLOPs are those of
 all accelerators together and add up to the model's. Both are per optimizer step.
@@ -18,32 +17,26 @@ import numpy as np
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
-from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.operation_costs import operation_costs
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
-from ironlaw.plan.cluster.system import System, system_of, under_pressure, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import Times, assemble
-from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.memory import peak_memory as walked_peak
 from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
 from ironlaw.workload.conventions import StorageFormat
 from ironlaw.workload.layout import Layout, budget_bytes
 from ironlaw.workload.program import step
-from ironlaw.workload.recipe import Batch, Recipe
-
-DEFAULT_ENGINE = "nemo"
-"""The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class PlannedCandidates:
         return np.asarray((self.peak.total <= self.limit_bytes) & (self.host_bytes <= self.host_limit_bytes))
 
 
-def plan_candidates(candidates: Candidates, where: System) -> PlannedCandidates:
+def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Step seconds and peak bytes of many candidates in one setting: the fast path of search."""
     layers = stage_layers(candidates, where.engine.partition)
     costs = step_costs(candidates, where, layers)
@@ -77,7 +70,7 @@ def plan_candidates(candidates: Candidates, where: System) -> PlannedCandidates:
     return PlannedCandidates(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
 
 
-def least_seconds(candidates: Candidates, where: System) -> Array:
+def least_seconds(candidates: Candidates, where: ClusterSystem) -> Array:
     """Seconds that no step falls below, whatever it shards, recomputes or offloads: blocks, output layer, bubble."""
     first, kind = candidates.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
     zeros = np.zeros(len(first))
@@ -86,49 +79,29 @@ def least_seconds(candidates: Candidates, where: System) -> Array:
     return assemble(block_costs(bare, where), bare, where.engine).step_seconds[kind]
 
 
-def plan_cluster(
-    model: ModelConfig,
-    cluster: Cluster,
-    layout: Layout,
-    *,
-    sequence: int,
-    global_batch: int,
-    precision: str = "bf16",
-    engine: str | Engine = DEFAULT_ENGINE,
-    attention: str = "flash",
-    optimizer: str = "adamw",
-    config: RunConfig | None = None,
-    recipe: tuple[Batch, Recipe] | None = None,
-) -> Ledger:
+def plan_cluster(asked: ClusterStep, layout: Layout) -> Ledger:
     """The ledger of one training step. UserError when the layout cannot run or the cluster lacks a figure.
 
-    `attention` is "flash" or "standard" (scores materialised); `engine` a name of `plan/engines/` or an Engine. The
-    memory of our own trainer is that of its program, walked pass by pass; `config` is the run around the model, where
-    there is one, and `recipe` what has been decided of it.
+    The memory of our own trainer is that of its program, walked pass by pass.
     """
-    if attention not in ("flash", "standard"):
-        raise UserError(f"attention is flash or standard, not '{attention}'")
-    layout.check(model, sequence=sequence, global_batch=global_batch, accelerators=cluster.count)
-    chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
-    flash, settled = attention == "flash", ""
+    model, where, settled = asked.model, asked.system, ""
+    layout.check(model, sequence=asked.sequence, global_batch=asked.global_batch, accelerators=asked.cluster.count)
     if layout.cp > 1 and layout.cp_kind is None:
-        layout = replace(layout, cp_kind=own_kind(model, layout, chosen, sequence))
+        layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, asked.sequence))
     if layout.recompute.startswith("budget:"):
-        layout, settled = within_budget(layout, model, where, sequence, global_batch, flash)
-    candidates = candidates_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
+        layout, settled = within_budget(asked, layout)
+    candidates = asked.candidates([layout])
     if layout.offload != "none":
-        check_host(cluster, where)
+        check_host(asked.cluster, where)
     outcome, memory = plan_candidates(candidates, where), list[MemoryLine]()
     peak_at = _peak_at(candidates, where, outcome)
-    if not chosen.fused and not_trained_here(layout, model) is None:
-        known = recipe or recipe_of_layout(model, layout, sequence, global_batch, precision, optimizer, config)
-        outcome, memory, peak_at = _walked(model, layout.filled(global_batch), known, where, outcome)
+    if not where.engine.fused and not_trained_here(layout, model) is None:
+        outcome, memory, peak_at = _walked(asked, layout.filled(asked.global_batch), outcome)
     ledger = Ledger(
         "plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where.engine.storage)
     )
-    ledger.totals = _totals(model, cluster, candidates, where, outcome, sequence * global_batch, peak_at)
-    ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
+    ledger.totals = _totals(asked, candidates, outcome, peak_at)
+    ledger.facts = _facts(asked, layout, outcome)
     ledger.facts["peak_at"] = peak_at
     ledger.facts["products"] = _products(candidates, where)
     if settled:
@@ -137,16 +110,19 @@ def plan_cluster(
 
 
 def _walked(
-    model: ModelConfig, layout: Layout, recipe: tuple[Batch, Recipe], where: System, outcome: PlannedCandidates
+    asked: ClusterStep, layout: Layout, outcome: PlannedCandidates
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
     """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
-    program = step(model, recipe[0], layout, recipe[1])
+    batch, recipe = asked.recipe or recipe_of_layout(
+        asked.model, layout, asked.sequence, asked.global_batch, asked.precision, asked.optimizer, asked.config
+    )
+    program = step(asked.model, batch, layout, recipe)
     peaks = [walked_peak(program, position) for position in range(layout.pp)]
     position = max(range(layout.pp), key=lambda index: peaks[index].total)
     highest, notes = peaks[position], {t.component: t.note for t in program.tensors[position]}
     total = np.array([highest.total])
     peak = replace(outcome.peak, total=total, stage=np.array([position]))
-    seconds = under_pressure(outcome.times.step_seconds, total, where)
+    seconds = under_pressure(outcome.times.step_seconds, total, asked.system)
     return replace(outcome, peak=peak, step_seconds=seconds), highest.lines(notes), f"stage {position}, {highest.where}"
 
 
@@ -158,7 +134,7 @@ def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) 
     return first if first in able or not able else able[0]
 
 
-def check_host(cluster: Cluster, where: System) -> None:
+def check_host(cluster: Cluster, where: ClusterSystem) -> None:
     """UserError where the catalogue does not know enough of the host to offload to it."""
     if where.host is None:
         raise UserError(
@@ -167,19 +143,15 @@ def check_host(cluster: Cluster, where: System) -> None:
         )
 
 
-def within_budget(
-    layout: Layout, model: ModelConfig, where: System, sequence: int, global_batch: int, flash: bool = True
-) -> tuple[Layout, str]:
+def within_budget(asked: ClusterStep, layout: Layout) -> tuple[Layout, str]:
     """The layout with the recomputation that takes least time of those whose peak stays within its budget.
 
     And a sentence: what was tried, and what the next faster one would need. UserError where none stays within.
     """
     budget = budget_bytes(layout.recompute)
-    words = ["none", "selective", *(f"every:{k}" for k in range(model.layers, 1, -1)), "full"]
+    words = ["none", "selective", *(f"every:{k}" for k in range(asked.model.layers, 1, -1)), "full"]
     choices = [replace(layout, recompute=word) for word in words]
-    outcome = plan_candidates(
-        candidates_of(model, choices, sequence=sequence, global_batch=global_batch, flash=flash), where
-    )
+    outcome = plan_candidates(asked.candidates(choices), asked.system)
     peaks, within = outcome.peak.total, outcome.peak.total <= budget
     if not within.any():
         least = math.ceil(float(peaks.min()) / 2**30 * 10) / 10  # rounded down it would be refused again
@@ -203,18 +175,16 @@ def within_budget(
     return choices[best], says
 
 
-def _facts(
-    model: ModelConfig, cluster: Cluster, layout: Layout, where: System, outcome: PlannedCandidates, sequence: int,
-    global_batch: int, attention: str,
-) -> dict[str, Any]:  # fmt: skip
+def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> dict[str, Any]:
+    where = asked.system
     return {
-        "model": model.model_dump(mode="json", exclude_none=True),
-        "cluster": str(cluster),
-        "layout": str(layout.filled(global_batch)),
-        "sequence": sequence,
-        "global_batch": global_batch,
+        "model": asked.model.model_dump(mode="json", exclude_none=True),
+        "cluster": str(asked.cluster),
+        "layout": str(layout.filled(asked.global_batch)),
+        "sequence": asked.sequence,
+        "global_batch": asked.global_batch,
         "precision": where.precision,
-        "attention": attention,
+        "attention": "flash" if asked.flash else "standard",
         "optimizer": where.update.name,
         "host_bytes": float(outcome.host_bytes[0]) or None,
         "host_limit_bytes": outcome.host_limit_bytes or None,
@@ -229,7 +199,7 @@ def _facts(
     }
 
 
-def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
+def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, Any]]:
     """The first candidate's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
     found: dict[str, dict[str, Any]] = {}
     for cost in operation_costs(candidates, where):
@@ -248,7 +218,7 @@ def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _peak_at(candidates: Candidates, where: System, outcome: PlannedCandidates) -> str:
+def _peak_at(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> str:
     """Where the first job's peak is and when: all that is kept is there, and one thing more."""
     peak = outcome.peak
     flight = float(in_flight(candidates, peak.stage)[0])
@@ -259,9 +229,9 @@ def _peak_at(candidates: Candidates, where: System, outcome: PlannedCandidates) 
 
 
 def _totals(
-    model: ModelConfig, cluster: Cluster, candidates: Candidates, where: System, outcome: PlannedCandidates,
-    tokens: int, peak_at: str,
-) -> dict[str, Estimate]:  # fmt: skip
+    asked: ClusterStep, candidates: Candidates, outcome: PlannedCandidates, peak_at: str
+) -> dict[str, Estimate]:
+    model, cluster, where, tokens = asked.model, asked.cluster, asked.system, asked.sequence * asked.global_batch
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(candidates.model_flops()[0]))
     engine, generation = where.engine.name, cluster.accelerator.generation
@@ -296,7 +266,7 @@ def bounded(
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 
-def _lines(candidates: Candidates, where: System, outcome: PlannedCandidates) -> list[Line]:
+def _lines(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> list[Line]:
     lines = step_lines(candidates, where, outcome.costs, outcome.times)
     pressure = float(outcome.step_seconds[0] - outcome.times.step_seconds[0])
     if pressure > 0:

@@ -17,14 +17,17 @@ often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.files import read_toml
 from ironlaw.plan.cluster.system import matmul_is_assumed
+from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
@@ -57,7 +60,8 @@ class Distance:
 def factors() -> dict[str, dict[str, Any]]:
     """Quantity ("time", "memory") to the constants above, and `checked`: engine to generation to its groups.
 
-    A group is [fewest parameters, most parameters, most accelerators, runs]. `formats`: engine to those of its runs.
+    A group is [fewest parameters, most parameters, most accelerators, runs]. `formats`: engine to generation to how
+    many of its runs state which.
     """
     return read_toml(_FILE)
 
@@ -77,11 +81,8 @@ def distance(
     doublings = max(0.0, math.log2(accelerators / most))
     assumed = quantity == "time" and not here and matmul_is_assumed(generation)
     unknown = engine == GENERIC or engine not in factors()["time"]["checked"]
-    narrow = (
-        bool(precision)
-        and number_format(precision).narrow
-        and precision not in factors()[quantity].get("formats", {}).get(engine, [])
-    )
+    seen = factors()[quantity].get("formats", {}).get(engine, {})
+    narrow = bool(precision) and number_format(precision).narrow and not any(precision in of for of in seen.values())
     return Distance(groups, unknown, assumed, doublings, narrow and quantity == "time")
 
 
@@ -108,6 +109,26 @@ def interval_factors(
     """The same for a plan of one engine on so many accelerators of one generation."""
     where = distance(quantity, engine, generation, accelerators, parameters, experts, precision)
     return spread_factors(factors()[quantity], where)
+
+
+def format_shares(engine: Engine, accelerator: Accelerator, beside: Mapping[str, int]) -> dict[str, float]:
+    """What a run computes in that does not say, widest first: shares that add up to 1.
+
+    By what the runs `beside` it (of its own group) state, as if before them three had been seen with the shares of the
+    engine's checked runs on this generation; before those likewise three, two of them in its `default_precision`, one
+    in the other of 16 bits and 8.
+    """
+    peaks = accelerator.peak_flops_per_second
+    sixteen = "bf16" if "bf16" in peaks else "fp16"
+    possible = [name for name in dict.fromkeys((sixteen, "fp8", *beside)) if number_format(name).peak in peaks]
+    if not possible:
+        return {engine.default_precision: 1.0}
+    usual = engine.default_precision if engine.default_precision in possible else sixteen
+    shares = {name: (2.0 if name == usual else 1.0) / 3 for name in possible if name in (sixteen, "fp8", usual)}
+    for seen in (factors()["time"]["formats"].get(engine.name, {}).get(accelerator.generation, {}), beside):
+        runs = {name: 3 * shares.get(name, 0.0) + seen.get(name, 0) for name in possible}
+        shares = {name: count / sum(runs.values()) for name, count in runs.items() if count}
+    return shares
 
 
 def checked_runs() -> dict[str, dict[str, int]]:

@@ -20,7 +20,7 @@ from ironlaw.plan.cluster.collective_costs import context_kinds
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, operation_costs
 from ironlaw.plan.cluster.step_costs import StepCosts
-from ironlaw.plan.cluster.system import System
+from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.cluster.timeline import Times, accumulated_share, part_factors
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import Shape
@@ -34,14 +34,14 @@ BOUND = {"matmul": "compute", "attention": "compute"}
 """What sets the time of a part; of every other one it is memory."""
 
 
-def step_lines(candidates: Candidates, system: System, costs: StepCosts, times: Times) -> list[Line]:
+def step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> list[Line]:
     """The step of the first candidate, but for what its allocator loses."""
     flops = step_flops(candidates, system.engine)
     lines = merged(_step_lines(candidates, system, costs, times))
     return [replace(line, flops=flops.get(line.key)) for line in lines]
 
 
-def _step_lines(candidates: Candidates, system: System, costs: StepCosts, times: Times) -> Iterator[Line]:
+def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> Iterator[Line]:
     def line(phase: Phase, kind: Kind, name: str, seconds: float, bound: str | None, count: int = 0) -> Line:
         return Line(phase, kind, name, count or None, seconds=seconds, bound=bound)
 
@@ -71,7 +71,9 @@ def _step_lines(candidates: Candidates, system: System, costs: StepCosts, times:
     yield line(Phase.IDLE, Kind.OTHER, "pipeline_bubble", _at(times.bubble), None)
 
 
-def block_seconds(candidates: Candidates, system: System, costs: StepCosts) -> Iterator[tuple[OperationCost, float]]:
+def block_seconds(
+    candidates: Candidates, system: ClusterSystem, costs: StepCosts
+) -> Iterator[tuple[OperationCost, float]]:
     """Every operation of a block and what it takes of one block and micro-batch in a run; the mean over all blocks."""
     factors = part_factors(candidates.flash, system.engine)
     found = list(operation_costs(candidates, system))
@@ -104,7 +106,7 @@ def _times_again(cost: OperationCost, candidates: Candidates) -> float:
     return selective if candidates.has("recompute", "selective")[0] else 0.0
 
 
-def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tuple[Operation, float, str]]:
+def _ends(candidates: Candidates, system: ClusterSystem, times: Times) -> Iterator[tuple[Operation, float, str]]:
     """Operations of the embedding and of the output layer, where the busiest stage has them; seconds of a step."""
     together = {"loss": _at(times.loss), "stream": _at(times.embedding)}
     for cost, seconds in _timed(list(end_costs(candidates, system)), together, lambda cost: cost.part):
@@ -114,7 +116,7 @@ def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tupl
 
 
 def exposed_collectives(
-    candidates: Candidates, system: System, costs: StepCosts, times: Times
+    candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times
 ) -> Iterator[tuple[str, float]]:
     """Seconds that a rank only waits for a collective: its mesh dimension and its kind, as a run names it."""
     sharded, copies = _at(candidates.zero) > 0, 0.0
@@ -143,7 +145,7 @@ def exposed_collectives(
     return ((name, seconds) for wanted, name, seconds in found if wanted)
 
 
-def _of_context(candidates: Candidates, system: System, seconds: float) -> Iterator[tuple[str, float]]:
+def _of_context(candidates: Candidates, system: ClusterSystem, seconds: float) -> Iterator[tuple[str, float]]:
     """Gathered for every pass, and gradients scattered once; blocks and their gradients of a ring are sent."""
     kind = _at(context_kinds(candidates, system.engine))
     if _at(candidates.cp) == 1:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
+import numpy.typing as npt
 
-from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
@@ -68,9 +69,8 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
 
     The second is what comes back for one block at a time.
     """
-    first, sort = candidates.distinct(not_of_a_block(engine) | {"cp_kind"})
-    found = candidates.take(first).apart(engine, lambda part: _block_bytes(part, engine))
-    everything, partly, entrance = (found[name][sort] for name in ("everything", "partly", "entrance"))
+    found = candidates.of_blocks("bytes", engine, lambda part: _block_bytes(part, engine))
+    everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
@@ -148,23 +148,10 @@ def host_bytes(candidates: Candidates, engine: Engine, layers: StageLayers) -> A
     state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
     kept, _ = kept_activation_bytes(candidates, engine)
     flight = np.maximum(in_flight(candidates, 0), 1.0)
-    activations = layers.counts.max(axis=1) * flight * kept
+    activations = layers.fullest * flight * kept
     return np.where(candidates.offloads_optimizer, state, 0.0) + np.where(
         candidates.offloads_activations, activations, 0.0
     )
-
-
-def _copies_of_gradients(candidates: Candidates, parameters: Array) -> Array:
-    """Buckets that DDP reduces, beside the gradients of earlier micro-batches."""
-    plain = (candidates.zero == 0) & (candidates.tp * candidates.pp * candidates.ep == 1)
-    copied = plain & (candidates.dp * candidates.cp > 1) & (candidates.accumulation > 1)
-    return np.where(copied, parameters * FP32, 0.0)
-
-
-def _replicated_weights(candidates: Candidates, parameters: Array) -> Array:
-    """Weights of layouts that FSDP2 replicates: each rank's shard is whole, and gathered from it."""
-    several = (candidates.dp * candidates.cp > 1) & (candidates.tp * candidates.pp * candidates.ep > 1)
-    return np.where((candidates.zero == 0) & several, parameters * FP32, 0.0)
 
 
 def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
@@ -172,87 +159,133 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
     return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
 
 
+@dataclass(frozen=True)
+class _HeldBy:
+    """One stage of each job; nothing where `number` is negative. Parameters are those of a rank, before ZeRO."""
+
+    number: Array
+    first: npt.NDArray[np.bool_]
+    has_head: npt.NDArray[np.bool_]
+    count: Array  # of its layers
+    blocks: Array  # parameters of its layers, experts of all ranks
+    parameters: Array  # with those of both ends
+    own: Array  # without the experts of other ranks
+
+    @classmethod
+    def of(cls, candidates: Candidates, layers: StageLayers, stage: Array) -> _HeldBy:
+        first, has_head, model = stage == 0, layers.head_stage == stage, candidates.model
+        count = layers.on(stage)
+        embedding = np.where(first, model.embedding_parameters, 0.0)
+        shared = model.tied & first
+        head = np.where(has_head & ~shared, model.hidden * model.vocab, 0.0)
+        final_norm = np.where(has_head, model.norm_parameters, 0.0)
+        blocks = count * (candidates.block_parameters / candidates.tp + candidates.copied_parameters)
+        parameters = blocks + (embedding + head + final_norm) / candidates.tp
+        # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has
+        # fewer (or, folded, more) replicas to be sharded over, by as much as there are fewer (or more) on a rank.
+        own = parameters + count * candidates.local_block_parameters - blocks
+        return cls(stage, first, has_head, count, blocks, parameters, own)
+
+
 def _stage(
     candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array, activations_of: tuple[Array, Array]
 ) -> PeakMemory:  # fmt: skip
     """What one stage of each job holds; nothing where `stage` is negative."""
-    exists, first, model = stage >= 0, stage == 0, candidates.model
-    count = layers.counts[np.arange(len(candidates)), np.maximum(stage, 0).astype(int)]
-    has_head = layers.head_stage == stage
-    embedding = np.where(first, model.embedding_parameters, 0.0)
-    shared = model.tied & first
-    head = np.where(has_head & ~shared, model.hidden * model.vocab, 0.0)
-    final_norm = np.where(has_head, model.norm_parameters, 0.0)
-    blocks = count * (candidates.block_parameters / candidates.tp + candidates.copied_parameters)
-    parameters = blocks + (embedding + head + final_norm) / candidates.tp
-    shards = candidates.shard_ranks
-    # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has fewer
-    # (or, folded, more) replicas to be sharded over, by as much as there are fewer (or more) of them on a rank.
-    own = parameters + count * candidates.local_block_parameters - blocks
-    weights = (
-        np.where(candidates.zero >= 3, parameters, own)
-        * engine.weight_bytes
-        / np.where(candidates.zero >= 3, shards, 1.0)
-    )
+    here, (kept, back) = _HeldBy.of(candidates, layers, stage), activations_of
+    master, moments = _optimizer_state(candidates, engine, here)
+    flight = in_flight(candidates, stage)
+    # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
+    held = here.count * flight
+    activations = np.where(candidates.offloads_activations, np.minimum(held, 2.0), held) * kept
+    logits = _logits(candidates, engine, here)
+    width = candidates.model.ffn_size / candidates.tp * engine.element_bytes
+    working = engine.activation_slack * engine.backward_ffn_tensors * candidates.tokens * width * (here.count > 0)
+    recomputed = back * (here.count > 0) + working
+    parts = {
+        "weights": _weights(candidates, engine, here),
+        "gradients": _gradients(candidates, engine, here),
+        "master": master,
+        "moments": moments,
+        "activations": activations,
+        "logits": logits,
+        # Logits and a block's backward pass are never alive together.
+        "temporaries": _gathered(candidates, engine, here) + np.maximum(recomputed - logits, 0.0),
+        "context": np.full(len(candidates), engine.context_bytes),
+    }
+    exists = stage >= 0
+    parts = {name: np.where(exists, part, 0.0) for name, part in parts.items()}
+    return PeakMemory(np.asarray(sum(parts.values())), stage, **parts)
+
+
+def _weights(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+    shards, whole = candidates.shard_ranks, candidates.zero >= 3
+    weights = np.where(whole, here.parameters, here.own) * engine.weight_bytes / np.where(whole, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
         # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
         narrow = engine.gathered_bytes
-        weights = np.where(candidates.zero == 2, parameters * (narrow + engine.weight_bytes / shards), weights)
-        off = parameters * narrow / np.where(candidates.zero >= 3, shards, 1.0)
+        weights = np.where(candidates.zero == 2, here.parameters * (narrow + engine.weight_bytes / shards), weights)
+        off = here.parameters * narrow / np.where(whole, shards, 1.0)
         weights = np.where(candidates.offloads_optimizer, off, weights)
     # Quantised copies; of sharded weights they are made when those are gathered.
-    matrices = count * candidates.local_block_parameters
-    weights = weights + np.where(candidates.zero >= 3, 0.0, matrices * engine.storage.copy_bytes)
+    matrices = here.count * candidates.local_block_parameters
+    return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
+
+
+def _gradients(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
-    gradients = np.where(candidates.zero >= 2, parameters, own) * (engine.gradient_bytes + lasting)
+    in_pieces = candidates.zero >= 2
+    gradients = np.where(in_pieces, here.parameters, here.own) * (engine.gradient_bytes + lasting)
     whole = engine.pipeline_keeps & (candidates.pp > 1)
-    gradients = gradients / np.where((candidates.zero >= 2) & ~whole, shards, 1.0)
-    sharded = np.where(candidates.zero >= 1, shards, 1.0)
-    here = np.where(candidates.offloads_optimizer, 0.0, 1.0) / sharded
-    stated = np.where(candidates.zero >= 1, parameters, own)
-    master = stated * engine.master_bytes * here
-    blocks_share = np.where(candidates.zero >= 1, blocks, count * candidates.local_block_parameters)
-    ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
-    moments = (blocks_share * engine.moment_bytes + (stated - blocks_share) * ends) * here
+    gradients = gradients / np.where(in_pieces & ~whole, candidates.shard_ranks, 1.0)
+    if engine.fused:
+        return np.asarray(gradients)
+    # Buckets that DDP reduces, beside the gradients of earlier micro-batches.
+    plain = (candidates.zero == 0) & (candidates.tp * candidates.pp * candidates.ep == 1)
+    copied = plain & (candidates.dp * candidates.cp > 1) & (candidates.accumulation > 1)
+    return np.asarray(gradients + np.where(copied, here.parameters * FP32, 0.0))
 
-    kept, back = activations_of
-    flight = in_flight(candidates, stage)
-    # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
-    kept_blocks = np.where(candidates.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
-    activations = kept_blocks * kept
-    width = model.ffn_size / candidates.tp * engine.element_bytes
-    working = engine.activation_slack * engine.backward_ffn_tensors * candidates.tokens * width * (count > 0)
-    recomputed = back * (count > 0) + working
-    block = candidates.local_block_parameters
+
+def _optimizer_state(candidates: Candidates, engine: Engine, here: _HeldBy) -> tuple[Array, Array]:
+    """Master copies and moments."""
+    sharded = candidates.zero >= 1
+    share = np.where(candidates.offloads_optimizer, 0.0, 1.0) / np.where(sharded, candidates.shard_ranks, 1.0)
+    stated = np.where(sharded, here.parameters, here.own)
+    blocks = np.where(sharded, here.blocks, here.count * candidates.local_block_parameters)
+    ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
+    moments = (blocks * engine.moment_bytes + (stated - blocks) * ends) * share
+    return stated * engine.master_bytes * share, moments
+
+
+def _logits(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+    model, tokens = candidates.model, candidates.tokens
+    loss_tokens = tokens
+    if not engine.fused:
+        of_all = candidates.micro_batch * candidates.sequence
+        chunked = of_all * model.vocab * FP32 > FULL_LOGITS_BYTES
+        loss_tokens = np.where(chunked, np.minimum(tokens, chunk_of(of_all, model.vocab)), tokens)
+    logits = np.where(here.has_head, loss_tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
+    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
+    # to collectives come free only when the device gets there. One micro-batch gives it half the way.
+    ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
+    return np.asarray(logits + np.where(here.has_head & (candidates.sp > 0), ahead * tokens * model.hidden, 0.0))
+
+
+def _gathered(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+    """Weights gathered for a while, gradients on their way, and buffers of messages."""
+    stream = candidates.tokens * candidates.model.hidden
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
     copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
-    gathered = (gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)) * block
-    loss_tokens: Array = candidates.tokens
-    if not engine.fused:
-        of_all = candidates.micro_batch * candidates.sequence
-        chunked = of_all * model.vocab * FP32 > FULL_LOGITS_BYTES
-        loss_tokens = np.where(chunked, np.minimum(loss_tokens, chunk_of(of_all, model.vocab)), loss_tokens)
-        gradients = gradients + _copies_of_gradients(candidates, parameters)
-        gathered = gathered + _replicated_weights(candidates, parameters)
-    logits = np.where(has_head, loss_tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
-    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
-    # to collectives come free only when the device gets there. One micro-batch gives it half the way.
-    ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
-    logits = logits + np.where(has_head & (candidates.sp > 0), ahead * candidates.tokens * model.hidden, 0.0)
-    context = np.full(len(candidates), engine.context_bytes)
+    gathered = gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)
+    gathered = gathered * candidates.local_block_parameters
+    if not engine.fused:  # FSDP2 replicates: each rank's shard is whole, and gathered from it
+        several = (candidates.dp * candidates.cp > 1) & (candidates.tp * candidates.pp * candidates.ep > 1)
+        gathered = gathered + np.where((candidates.zero == 0) & several, here.parameters * FP32, 0.0)
     # The embedding's output before it is scattered over the tensor parallel ranks.
-    gathered = gathered + np.where(
-        first & (candidates.sp > 0), engine.entrance_bytes * candidates.tokens * model.hidden, 0.0
-    )
-    gathered = gathered + np.where(count > 0, buffer_bytes(candidates, engine), 0.0)
+    gathered = gathered + np.where(here.first & (candidates.sp > 0), engine.entrance_bytes * stream, 0.0)
+    gathered = gathered + np.where(here.count > 0, buffer_bytes(candidates, engine), 0.0)
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
-    message = candidates.tokens * model.hidden / candidates.stream_shards * engine.element_bytes
-    gathered = gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0)
-    # Logits and a block's backward pass are never alive together.
-    temporaries = gathered + np.maximum(recomputed - logits, 0.0)
-    parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
-    held = {name: np.where(exists, part, 0.0) for name, part in zip(PARTS, parts, strict=True)}
-    return PeakMemory(np.asarray(sum(held.values())), stage, **held)
+    message = stream / candidates.stream_shards * engine.element_bytes
+    return np.asarray(gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0))

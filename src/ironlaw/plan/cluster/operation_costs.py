@@ -18,7 +18,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds, distinct
 from ironlaw.plan.cluster.layout_table import code
-from ironlaw.plan.cluster.system import System
+from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import both_passes, shape_of
@@ -55,7 +55,7 @@ class OperationCost:
     again: tuple[float, float] = (0.0, 0.0)  # how often it runs again under full and under selective recomputation
 
 
-def operation_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]:
+def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
     """Every operation of a block, forward and backward, with what it costs; of several kinds of blocks all of them."""
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
@@ -70,7 +70,9 @@ def operation_costs(candidates: Candidates, system: System) -> Iterator[Operatio
                 yield OperationCost(op, part, share, seconds)
 
 
-def _seconds(op: Operation, shape: Shape, candidates: Candidates, system: System) -> Iterator[tuple[str, Array | None]]:
+def _seconds(
+    op: Operation, shape: Shape, candidates: Candidates, system: ClusterSystem
+) -> Iterator[tuple[str, Array | None]]:
     """By part; None where all operations of a part are timed together."""
     if op.matmul is not None:
         precision = system.wide_precision if op.precision == "fp32" else system.precision
@@ -115,7 +117,7 @@ def is_on_stream(op: Operation) -> bool:
     return op.name in ("residual", "dispatch", "combine") or (op.kind is Kind.NORM and op.name != "qk_norm")
 
 
-def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: System, precision: str) -> Array:
+def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSystem, precision: str) -> Array:
     """Seconds of a matrix product alone."""
     hardware = system.hardware
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
@@ -127,7 +129,7 @@ def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: System, prec
 
 
 def _attention(
-    op: Operation, window: int | None, candidates: Candidates, shape: Shape, system: System
+    op: Operation, window: int | None, candidates: Candidates, shape: Shape, system: ClusterSystem
 ) -> tuple[Array, Array]:
     """Seconds of one layer's attention in one direction, and of the traffic of materialised scores."""
     assert op.attention is not None
@@ -165,7 +167,7 @@ def _attention(
     return found, np.zeros(len(candidates))
 
 
-def end_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]:
+def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
     """Every operation of the embedding ("stream") and of output layer and loss ("matmul", "loss")."""
     shape = candidates.shape(system.engine)
     (looked_up, added), (predicted, learned) = (both_passes(shape, end) for end in ("embedding", "head"))

@@ -1,6 +1,6 @@
 """All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which constraint.
 
-    found = search(model, cluster, sequence=8192, global_batch=1024)
+    found = search(ClusterStep(model, cluster, sequence=8192, global_batch=1024))
     found.best[0].layout, found.best[0].step_seconds
     found.ruled_out                     # {"memory": 5120, "heads not divisible by tp": 64, ...}
 
@@ -18,20 +18,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
-from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import capabilities
-from ironlaw.plan.cluster.candidates import Candidates, candidates_of
-from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, PlannedCandidates, least_seconds, plan_candidates
+from ironlaw.plan.cluster.candidates import Candidates, Known
+from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import Table, code, layout_of
-from ironlaw.plan.cluster.memory import peak_memory
-from ironlaw.plan.cluster.system import System, system_of, usable_bytes
-from ironlaw.plan.cluster.update_cost import update_cost
+from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
+from ironlaw.plan.cluster.request import ClusterStep
+from ironlaw.plan.cluster.step_costs import block_costs
+from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
 HIDING = 0.005
@@ -77,15 +75,8 @@ BEATEN = "slower than what was found, before saving memory"
 
 
 def search(
-    model: ModelConfig,
-    cluster: Cluster,
+    asked: ClusterStep,
     *,
-    sequence: int,
-    global_batch: int,
-    precision: str = "bf16",
-    engine: str | Engine = DEFAULT_ENGINE,
-    attention: str = "flash",
-    optimizer: str = "adamw",
     keep: int = 20,
     excluded: Callable[[Layout], str | None] | None = None,
     hybrid: bool = True,
@@ -98,12 +89,11 @@ def search(
     With `fastest_alone` only layouts that may be the fastest are planned: the ranking holds it and others of the `keep`
     fastest, and neither the counts nor `safest` mean anything.
     """
-    chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
+    model, cluster, chosen = asked.model, asked.cluster, asked.system.engine
     constraints: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
     table = possible_layouts(
-        model, cluster.count, sequence, global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds
+        model, cluster.count, asked.sequence, asked.global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds
     )
     if len(table):
         refused: dict[str, int] = {}
@@ -120,9 +110,8 @@ def search(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
     table = table[np.argsort(table["pp"], kind="stable")]  # alike ones share shapes
-    running = _Search(
-        model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, constraints, fastest_alone
-    )
+    running = _Search(asked, keep, excluded, constraints, fastest_alone)
+    running.learn_blocks(table)
     if fastest_alone:
         running.plan_fastest(table)
         return running.found()
@@ -147,12 +136,7 @@ def _chunks(table: Table, size: int) -> Iterator[Table]:
 class _Search:
     """A search under way: what it is about, and the best so far."""
 
-    model: ModelConfig
-    cluster: Cluster
-    where: System
-    sequence: int
-    global_batch: int
-    flash: bool
+    asked: ClusterStep
     keep: int
     excluded: Callable[[Layout], str | None] | None
     constraints: dict[str, int]
@@ -162,6 +146,14 @@ class _Search:
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
+    known: Known = field(default_factory=dict)
+
+    def learn_blocks(self, table: Table) -> None:
+        """Work out every block of these rows at once: a few have them all, and chunk by chunk it takes longer."""
+        for part in _chunks(table, MANY):
+            few, _ = self._candidates(part).blocks(self.where.engine)
+            block_costs(few, self.where)
+            kept_activation_bytes(few, self.where.engine)
 
     def plan_fastest(self, table: Table) -> None:
         """Plan rows and their variants in the order of what they take at least, until that is more than the best.
@@ -178,15 +170,17 @@ class _Search:
             while start < len(order) and not (self.best and least[order[start]] >= self.best[0][0]):
                 index = order[start : start + step]
                 bound = least[index] if offload else self.plan(table[index])
-                self.plan_savings(table[index], bound, savings(self.model, offload))
+                self.plan_savings(table[index], bound, savings(self.asked.model, offload))
                 start, step = start + step, min(2 * step, CHUNK)
             if self.best:
                 return
 
     def _candidates(self, table: Table) -> Candidates:
-        return candidates_of(
-            self.model, table, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
-        )
+        return self.asked.candidates(table, self.known)
+
+    @property
+    def where(self) -> ClusterSystem:
+        return self.asked.system
 
     @property
     def may_offload(self) -> bool:
@@ -195,9 +189,9 @@ class _Search:
     @property
     def memory_upper(self) -> float:
         """Upper end of the memory interval over the planned peak."""
-        size, generation = self.model.parameters, self.cluster.accelerator.generation
-        engine, experts = self.where.engine.name, self.model.moe is not None
-        return math.exp(interval_factors("memory", engine, generation, self.cluster.count, size, experts)[1])
+        model, cluster = self.asked.model, self.asked.cluster
+        of = cluster.accelerator.generation, cluster.count, model.parameters, model.moe is not None
+        return math.exp(interval_factors("memory", self.where.engine.name, *of)[1])
 
     def plan(self, part: Table) -> np.ndarray:
         """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
@@ -212,7 +206,7 @@ class _Search:
             over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
             over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
             least = int(over.argmin())
-            missed = (float(over[least]), _entry(outcome, part, least))
+            missed = (float(over[least]), _entries(outcome, part, np.array([least]))[0])
             self.nearest = min(self.nearest or missed, missed, key=lambda pair: pair[0])
         self.best = sorted(self.best + _fastest(outcome, fits, part, self.keep), key=lambda entry: entry[:2])
         self.best = self.best[: self.keep]
@@ -286,11 +280,15 @@ def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: i
     """The fastest of those marked; of equally fast ones that with the lowest peak."""
     index = np.flatnonzero(among)
     order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
-    return [_entry(outcome, part, i) for i in order]
+    return _entries(outcome, part, order)
 
 
-def _entry(outcome: PlannedCandidates, part: Table, i: int) -> Entry:
-    return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
+def _entries(outcome: PlannedCandidates, part: Table, index: np.ndarray) -> list[Entry]:
+    names = {name for names in _TERMS.values() for name in names}
+    times = {name: getattr(outcome.times, name)[index] for name in names}
+    sums = np.stack([sum(times[name] for name in names) for names in _TERMS.values()], axis=1)
+    columns = outcome.step_seconds[index].tolist(), outcome.peak.total[index].tolist(), part[index], sums.tolist()
+    return [(*one, dict(zip(_TERMS, terms, strict=True))) for *one, terms in zip(*columns, strict=True)]
 
 
 def _able(rows: Table, engine: Engine, ruled_out: dict[str, int]) -> Table:
@@ -327,10 +325,6 @@ _TERMS = {
     "optimizer": ("optimizer",),
     "transfers to the host": ("offload_exposed",),
 }
-
-
-def _terms(outcome: PlannedCandidates, index: int) -> dict[str, float]:
-    return {word: sum(float(getattr(outcome.times, name)[index]) for name in names) for word, names in _TERMS.items()}
 
 
 def _candidate(entry: Entry, winner: dict[str, float]) -> RankedLayout:

@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.candidates import Array, Candidates, distinct_rows
 from ironlaw.workload.pipeline import V_SHAPED, layers_of, rank_of_last, stages_of
 
 
@@ -19,12 +20,19 @@ class StageLayers:
     first: Array
     middle: Array
     last: Array
-    counts: Array  # candidates x stages, zero beyond a job's last stage
+    fullest: Array
     head_stage: Array  # index of the stage that holds the output layer
     largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides any
+    row: npt.NDArray[np.int64]  # of `counts`
+    counts: Array  # ways to deal layers out x stages, zero beyond the last one
+
+    def on(self, stage: Array) -> Array:
+        """Layers of a stage of each job; of the first where it is negative."""
+        return np.asarray(self.counts[self.row, np.maximum(stage, 0).astype(int)])
 
     def take(self, index: Any) -> StageLayers:
-        return StageLayers(**{name: column[index] for name, column in vars(self).items()})
+        taken = {name: column[index] for name, column in vars(self).items() if name != "counts"}
+        return StageLayers(**taken, counts=self.counts)
 
 
 def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayers:
@@ -38,37 +46,26 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
     c, model = candidates, candidates.model
     linear, _, head = c.forward_flops() if partition == "cost" else (0.0, 0.0, 0.0)
     keys = np.broadcast_arrays(model.layers, c.pp, c.virtual_stages, c.v_shaped, linear / model.layers, head)
-    number = np.zeros(len(c), dtype=np.int64)
-    for key in keys:  # layouts of a search differ in few of them
-        values, code = np.unique(key, return_inverse=True)
-        _, number = np.unique(number * len(values) + code.reshape(-1), return_inverse=True)
-    _, first, back = np.unique(number.reshape(-1), return_index=True, return_inverse=True)
+    first, row = distinct_rows(keys, len(c))
     counts, head_stage = np.zeros((len(first), int(c.pp.max(initial=1)))), np.zeros(len(first))
-    for row, which in enumerate(first):
+    for way, which in enumerate(first):
         layers, pp, virtual, v_shaped = (int(key[which]) for key in keys[:4])
         if partition == "cost":
-            held, head_stage[row] = _dealt(layers, pp, float(keys[4][which]), float(keys[5][which]))
+            held, head_stage[way] = _dealt(layers, pp, float(keys[4][which]), float(keys[5][which]))
         else:
-            held, head_stage[row] = _held(layers, pp, virtual, bool(v_shaped))
-        counts[row, : len(held)] = held
-    counts, head_stage = counts[back], head_stage[back]
-    rows = np.arange(len(candidates))
-    last_index = (candidates.pp - 1).astype(int)
+            held, head_stage[way] = _held(layers, pp, virtual, bool(v_shaped))
+        counts[way, : len(held)] = held
+    ways, last_stage = np.arange(len(first)), c.pp[first].astype(int) - 1
     inner = counts.copy()
-    inner[:, 0] = 0
-    inner[rows, last_index] = 0
-    embedding, head = model.embedding_parameters / candidates.tp, model.hidden * model.vocab / candidates.tp
-    per_stage = counts * candidates.local_block_parameters[:, None]
-    per_stage[:, 0] += embedding
-    alone = model.tied & (head_stage == 0)
-    per_stage[rows, head_stage.astype(int)] += np.where(alone, 0.0, head)
+    inner[:, 0] = inner[ways, last_stage] = 0
+    fullest, with_head = counts.max(axis=1)[row], counts[ways, head_stage.astype(int)][row]
+    head_stage, block = head_stage[row], c.local_block_parameters
+    embedding, head = model.embedding_parameters / c.tp, model.hidden * model.vocab / c.tp
+    both = head_stage == 0
+    head = np.where(both, np.where(model.tied, embedding, embedding + head), head)
+    largest = np.maximum(np.maximum(fullest * block, counts[row, 0] * block + embedding), with_head * block + head)
     return StageLayers(
-        first=counts[:, 0],
-        middle=inner.max(axis=1),
-        last=counts[rows, last_index],
-        counts=counts,
-        head_stage=head_stage,
-        largest_parameters=per_stage.max(axis=1),
+        counts[row, 0], inner.max(axis=1)[row], counts[ways, last_stage][row], fullest, head_stage, largest, row, counts
     )
 
 
@@ -80,8 +77,9 @@ def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
     """
     local = layers.largest_parameters
     if candidates.has_experts:
-        blocks = layers.counts.max(axis=1)
-        sharded = local + blocks * (candidates.expert_parameters / candidates.tp - candidates.local_expert_parameters)
+        sharded = local + layers.fullest * (
+            candidates.expert_parameters / candidates.tp - candidates.local_expert_parameters
+        )
         return np.where(candidates.zero > 0, sharded / candidates.shard_ranks, local)
     return np.where(candidates.zero > 0, local / candidates.shard_ranks, local)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Phase
 from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import (
     collective,
     distinct,
@@ -29,7 +29,7 @@ from ironlaw.plan.cluster.collective_costs import (
 from ironlaw.plan.cluster.memory import kept_activation_bytes
 from ironlaw.plan.cluster.operation_costs import PARTS, end_costs, operation_costs
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
-from ironlaw.plan.cluster.system import System
+from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.workload.sizes import Size
 
 
@@ -65,14 +65,14 @@ class StepCosts:
     pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
 
 
-def _update(candidates: Candidates, system: System, layers: StageLayers, owned: Array) -> Array:
+def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, owned: Array) -> Array:
     """Seconds of the optimizer on the stage with most parameters; `owned`: how many a rank updates.
 
     Whole-matrix work (Muon's iterations, GaLore's projections) is dealt out matrix by matrix over the ranks that shard
     the state, and divided by tp.
     """
     cost, hardware = system.update, system.hardware
-    blocks = layers.counts.max(axis=1) * candidates.local_block_parameters
+    blocks = layers.fullest * candidates.local_block_parameters
     inside = np.minimum(1.0, blocks / np.maximum(layers.largest_parameters, 1.0))
     per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
     seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
@@ -82,12 +82,12 @@ def _update(candidates: Candidates, system: System, layers: StageLayers, owned: 
         times * float(np.asarray(matmul_seconds(m, n, k, 1.0, "bf16", hardware=hardware, sustained=True)))
         for m, n, k, times in cost.matrices
     )
-    dealt = layers.counts.max(axis=1) * cost.owners
+    dealt = layers.fullest * cost.owners
     ranks = np.where(candidates.zero > 0, candidates.shard_ranks, 1.0)
     return seconds + products / cost.owners * np.ceil(dealt / ranks) / candidates.tp
 
 
-def _offloaded(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
+def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
     """Seconds on the way to the host and on it; zero where nothing is offloaded."""
     none = np.zeros(len(candidates))
     host, engine = system.host, system.engine
@@ -106,7 +106,7 @@ def _offloaded(candidates: Candidates, system: System, layers: StageLayers) -> d
     }
 
 
-def step_costs(candidates: Candidates, system: System, layers: StageLayers | None = None) -> StepCosts:
+def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayers | None = None) -> StepCosts:
     """Every ingredient of the step time."""
     layers = layers or stage_layers(candidates, system.engine.partition)
     # Layouts of a search share their blocks, or their state: each kind is worked out once.
@@ -117,18 +117,19 @@ def step_costs(candidates: Candidates, system: System, layers: StageLayers | Non
     return replace(block_costs(candidates, system), **state | host)
 
 
-def block_costs(candidates: Candidates, system: System) -> StepCosts:
+def block_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
     """The same without what gradients, weights and their update take: that is zero."""
     island = float(system.fabric.island_ranks)
-    first, kind = candidates.distinct(not_of_a_block(system.engine))
-    few = candidates.take(first)
-    of_block = few.apart(system.engine, lambda part: _block(part, system))
-    ends = few.apart(system.engine, lambda part: _ends(part, system))
-    blocks: dict[str, Any] = {name: column[kind] for name, column in (layer_collectives(few, system) | ends).items()}
+    found = candidates.of_blocks(
+        "seconds", system.engine,
+        lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system),
+    )  # fmt: skip
+    blocks: dict[str, Any] = {name: column for name, column in found.items() if isinstance(name, str)}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
     blocks |= dict.fromkeys(OF_STATE, np.zeros(len(candidates)))
-    blocks["block"] = {key: column[kind] for key, column in of_block.items() if isinstance(key[1], Phase)}
-    blocks["again"] = {key: column[kind] for key, column in of_block.items() if not isinstance(key[1], Phase)}
+    of_parts = {key: column for key, column in found.items() if not isinstance(key, str)}
+    blocks["block"] = {key: column for key, column in of_parts.items() if isinstance(key[1], Phase)}
+    blocks["again"] = {key: column for key, column in of_parts.items() if not isinstance(key[1], Phase)}
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     return StepCosts(
         small_collectives=small_collectives(candidates, system),
@@ -152,7 +153,7 @@ OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recom
 """Columns on which no seconds of gradients, weights and their update hang."""
 
 
-def _block(candidates: Candidates, system: System) -> dict[tuple[str, Phase | int], Array]:
+def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
     """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
@@ -173,10 +174,10 @@ def _block(candidates: Candidates, system: System) -> dict[tuple[str, Phase | in
     for part in {part for part, _ in moved}:  # bytes become their share of the time
         for mode in (0, 1):
             again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]
-    return seconds | again  # type: ignore[operator]
+    return {**seconds, **again}
 
 
-def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
+def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Seconds of the output layer, of the loss and of the embedding, of one micro-batch."""
     sums: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
     for cost in end_costs(candidates, system):
@@ -188,7 +189,7 @@ def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
     }
 
 
-def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
+def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
     """Of reducing gradients, gathering weights and updating them."""
     engine, states = system.engine, shared_states(candidates, system, layers)
     gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes

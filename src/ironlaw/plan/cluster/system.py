@@ -72,7 +72,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class System:
+class ClusterSystem:
     """`precision` is that of the linear layers of the blocks; attention and output layer stay in 16 bits under fp8."""
 
     hardware: Hardware
@@ -89,7 +89,7 @@ class System:
         return self.precision if self.precision in ("bf16", "fp16", "fp32", "tf32") else "bf16"
 
 
-def system_of(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> System:
+def system_of(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> ClusterSystem:
     """The setting of a catalogued cluster. UserError where it lacks a figure that every plan needs."""
     acc = cluster.accelerator
     if acc.memory_bytes is None:
@@ -101,7 +101,7 @@ def system_of(cluster: Cluster, engine: Engine, precision: str, update: UpdateCo
             constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes
         )  # fmt: skip
     host = host_of(cluster)
-    return System(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
+    return ClusterSystem(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
 
 
 HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the data loaders' and the page cache's
@@ -219,12 +219,12 @@ PRESSURE_SHARE = 0.9
 """Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
 
 
-def usable_bytes(where: System) -> float:
+def usable_bytes(where: ClusterSystem) -> float:
     """Of one device, for tensors."""
     return where.memory_bytes - UNUSABLE_BYTES
 
 
-def under_pressure(seconds: Array, highest_bytes: Array, where: System) -> Array:
+def under_pressure(seconds: Array, highest_bytes: Array, where: ClusterSystem) -> Array:
     """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
     nearly_full = highest_bytes > PRESSURE_SHARE * usable_bytes(where)
     return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)

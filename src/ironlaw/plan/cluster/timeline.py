@@ -111,30 +111,42 @@ def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array,
     return np.asarray(np.where(schedule == code("schedule", "dualpipe"), both, idle) / whole)
 
 
-def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> Times:
-    """Step time from its ingredients and the engine's constants."""
-    layers = layers or stage_layers(candidates, engine.partition)
-    full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
-    slow_tp, slow_cp, slow_ep, slow_dp, slow_pp = (
-        np.where(crosses, engine.network_slowdown, engine.island_slowdown)
-        for crosses in (costs.tp_crosses, costs.cp_crosses, costs.ep_crosses, costs.dp_crosses, costs.pp_crosses)
-    )
-    micro_batches = candidates.accumulation
+@dataclass(frozen=True)
+class _Layer:
+    """Seconds of one block and micro-batch: of the device, of waiting, and of the processor that launches."""
 
+    forward: Array
+    backward: Array
+    again: Array
+    weight_gradients: Array
+    tp_exposed: Array
+    cp_exposed: Array
+    ep_exposed: Array
+    fsdp_exposed: Array
+    offloaded: Array
+    launches: Array
+    first_half: Array  # the forward pass with what it waits for
+
+    @property
+    def device(self) -> Array:
+        """Of both passes, before weights and activations that are elsewhere."""
+        return self.forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
+
+
+def _layer(costs: StepCosts, candidates: Candidates, engine: Engine, slow: dict[str, Array]) -> _Layer:
+    full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     factors = part_factors(candidates.flash, engine)
     forward_of, backward_of = (
         {part: costs.block[part, phase] * factor for part, factor in factors.items()}
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    core, forward = forward_of["attention"] + forward_of["scores"], sum(forward_of.values())
-    accumulate = costs.accumulate * accumulated_share(candidates, engine)
-    backward = sum(backward_of.values()) + accumulate
+    forward = np.asarray(sum(forward_of.values()))
+    backward = sum(backward_of.values()) + costs.accumulate * accumulated_share(candidates, engine)
     whole, partly = (sum(costs.again[part, mode] * factor for part, factor in factors.items()) for mode in (0, 1))
     again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + candidates.recomputed_share
-    tp_layer = costs.tp_collectives * passes * costs.tp_collective * slow_tp
-    tp_exposed = tp_layer * (1 - engine.tp_hidden)
-    exchange = 2 * passes * costs.ep_layer * slow_ep  # rows go out and come back
+    tp_exposed = costs.tp_collectives * passes * costs.tp_collective * slow["tp"] * (1 - engine.tp_hidden)
+    exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows go out and come back
     beside = np.where(costs.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = context_kinds(candidates, engine)
@@ -142,100 +154,135 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
     cp_passes = cp_exchanges(kind, 2 + repeated)
-    attention = core * (1 + repeated) + backward_of["attention"]
-    cp_exposed = exposed(costs.cp_layer * cp_passes * slow_cp, candidates, kind, attention, engine.cp_hidden)
+    attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
+    cp_exposed = exposed(costs.cp_layer * cp_passes * slow["cp"], candidates, kind, attention, engine.cp_hidden)
+    device = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
+    return _Layer(
+        forward, backward, again, backward_of["matmul"] / 2 + costs.accumulate, tp_exposed, cp_exposed, ep_exposed,
+        fsdp_exposed=_sharded(costs, candidates, engine, slow["dp"], device),
+        # Activations go to the host behind the forward pass of the next block, and come back behind its backward pass.
+        offloaded=np.maximum(costs.host_layer - forward, 0.0) + np.maximum(costs.host_layer - backward - again, 0.0),
+        launches=_launches(costs, candidates, engine),
+        first_half=forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes,
+    )  # fmt: skip
+
+
+def _sharded(costs: StepCosts, candidates: Candidates, engine: Engine, slow: Array, device: Array) -> Array:
+    """Of a layer's sharded weights and gradients, what its own seconds on the device do not hide.
+
+    Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
+    """
+    travel = (2 * costs.fsdp_gather_layer + costs.fsdp_scatter_layer) * slow
+    ranks = np.where(costs.fsdp_gather_layer > 0, candidates.shard_ranks, 0.0)
+    travel = travel + 3 * engine.gather_rank_seconds * ranks
+    left = np.maximum(travel - engine.fsdp_hidden * device, travel * (1 - engine.fsdp_hidden))
+    return np.asarray(np.maximum(left, 0.0))
+
+
+def _launches(costs: StepCosts, candidates: Candidates, engine: Engine) -> Array:
+    """Seconds of the processor that launches a layer's kernels and collectives."""
     host_passes = 1 + engine.host_backward_ratio + candidates.recomputed_share
     unfused = (not candidates.flash) & (candidates.micro_batch * candidates.model.heads / candidates.tp % 4 != 0)
-    host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer * (1 + candidates.launches * candidates.expert_share + candidates.latent_launches)
+    kernels = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
+    kernels = kernels * (1 + candidates.launches * candidates.expert_share + candidates.latent_launches)
     exchanges = np.where(candidates.ep > 1, candidates.expert_share, 0.0)
     across_nodes = (candidates.pp > 1) & costs.pp_crosses
-    host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(
-        across_nodes, candidates.tp, 0.0
-    )
-    host_collective = np.where(candidates.tp > 1, host_collective, 0.0) + engine.host_collective_seconds * exchanges
-    host_layer = host_layer + 2 * passes * host_collective
+    collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, candidates.tp, 0.0)
+    collective = np.where(candidates.tp > 1, collective, 0.0) + engine.host_collective_seconds * exchanges
+    return np.asarray(kernels + 2 * (2 + candidates.recomputed_share) * collective)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Seconds of the slowest stage and micro-batch; of the others together; and what the slowest one holds."""
+
+    slowest: Array
+    others: Array
+    host_excess: Array
+    count: Array  # of its layers
+    has_head: Array
+    has_embedding: Array
+
+
+def _stages(
+    layer: _Layer, layers: StageLayers, candidates: Candidates, engine: Engine, head: Array, embedding: Array,
+    message: Array,
+) -> _Stages:  # fmt: skip
     # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
     host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
 
-    head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
-    head = head_matmul + loss
-    embedding = costs.embedding * engine.streaming_traffic
-    device_layer = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
-    message = 2 * candidates.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow_pp
-
-    # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
-    fsdp_layer = (2 * costs.fsdp_gather_layer + costs.fsdp_scatter_layer) * slow_dp
-    ranks = np.where(costs.fsdp_gather_layer > 0, candidates.shard_ranks, 0.0)
-    fsdp_layer = fsdp_layer + 3 * engine.gather_rank_seconds * ranks
-    fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
-    fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
-
-    # Activations go to the host behind the forward pass of the next block, and come back behind its backward pass.
-    offload_layer = np.maximum(costs.host_layer - forward, 0.0) + np.maximum(costs.host_layer - backward - again, 0.0)
-
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
-        blocks = count * (device_layer + fsdp_exposed + offload_layer)
-        longer = _longer(blocks, count * host_layer) + _longer(extra, host_microbatch)
+        blocks = count * (layer.device + layer.fsdp_exposed + layer.offloaded)
+        longer = _longer(blocks, count * layer.launches) + _longer(extra, host_microbatch)
         return longer + message, longer - blocks - extra
 
     # Which ends the first stage has, and the last.
     alone = np.where(candidates.pp == 1, 1.0, 0.0)
     first_head = np.where((candidates.pp == 1) | candidates.v_shaped, 1.0, 0.0)
     last_head = np.where(candidates.v_shaped, 0.0, 1.0)
-    first_extra, last_extra = embedding + first_head * head, last_head * head + alone * embedding
-    first, _ = stage(layers.first, first_extra)
+    first, _ = stage(layers.first, embedding + first_head * head)
     middle, _ = stage(layers.middle, np.zeros(len(candidates)))
-    last, _ = stage(layers.last, last_extra)
+    last, _ = stage(layers.last, last_head * head + alone * embedding)
     slowest = np.maximum(np.maximum(first, last), np.where(candidates.pp > 2, middle, 0.0))
     others = np.where(candidates.pp > 1, first + last + (candidates.pp - 2) * middle, slowest) - slowest
-    weight_gradients = backward_of["matmul"] / 2 + costs.accumulate
-    first_half = forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes
-    second_half = device_layer - first_half - weight_gradients
-    bubble = others * bubble_share(
-        candidates.schedule, candidates.virtual_stages, first_half, second_half, weight_gradients
-    )
-
     is_last, is_first = slowest == last, slowest == first
     count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
     has_head = np.where(is_last, last_head, np.where(is_first, first_head, 0.0))
     has_embedding = np.where(is_last, alone, np.where(is_first, 1.0, 0.0))
     _, host_excess = stage(count, has_head * head + has_embedding * embedding)
-    steady = micro_batches * slowest
-    window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel
-    reduce = costs.dp_reduce * slow_dp
-    gather = costs.dp_gather * slow_dp
+    return _Stages(slowest, others, host_excess, count, has_head, has_embedding)
+
+
+def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> Times:
+    """Step time from its ingredients and the engine's constants."""
+    layers = layers or stage_layers(candidates, engine.partition)
+    slow = {
+        kind: np.where(getattr(costs, f"{kind}_crosses"), engine.network_slowdown, engine.island_slowdown)
+        for kind in ("tp", "cp", "ep", "dp", "pp")
+    }
+    micro_batches, layer = candidates.accumulation, _layer(costs, candidates, engine, slow)
+    head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
+    embedding = costs.embedding * engine.streaming_traffic
+    message = 2 * candidates.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow["pp"]
+    stages = _stages(layer, layers, candidates, engine, head_matmul + loss, embedding, message)
+    second_half = layer.device - layer.first_half - layer.weight_gradients
+    bubble = stages.others * bubble_share(
+        candidates.schedule, candidates.virtual_stages, layer.first_half, second_half, layer.weight_gradients
+    )
+    count = stages.count
+    window = count * (layer.backward + layer.again)  # the last micro-batch's backward, behind which gradients travel
+    reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
     reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
-    gather_exposed = gather - np.minimum(engine.dp_hidden * gather, count * forward)
+    gather_exposed = gather - np.minimum(engine.dp_hidden * gather, count * layer.forward)
     # Gradients leave during the last backward pass; weights come back while the rest is still updated.
     offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
     optimizer = costs.optimizer * engine.optimizer_traffic
     host_step = np.full(len(candidates), engine.host_step_seconds)
-    m = micro_batches * count
-    small = np.zeros(len(candidates)) + sum(costs.small_collectives.values())
+    m, heads = micro_batches * count, micro_batches * stages.has_head
+    small, steady = np.zeros(len(candidates)) + sum(costs.small_collectives.values()), micro_batches * stages.slowest
     return Times(
         step_seconds=steady + small + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
-        forward=m * forward,
-        backward=m * (backward + again),
-        host_excess=micro_batches * host_excess,
+        forward=m * layer.forward,
+        backward=m * (layer.backward + layer.again),
+        host_excess=micro_batches * stages.host_excess,
         bubble=bubble,
-        tp_exposed=m * tp_exposed,
-        cp_exposed=m * cp_exposed,
+        tp_exposed=m * layer.tp_exposed,
+        cp_exposed=m * layer.cp_exposed,
         pp_exposed=micro_batches * message,
-        ep_exposed=m * ep_exposed,
-        fsdp_exposed=m * fsdp_exposed,
+        ep_exposed=m * layer.ep_exposed,
+        fsdp_exposed=m * layer.fsdp_exposed,
         reduce_exposed=reduce_exposed,
         gather_exposed=gather_exposed,
         optimizer=optimizer,
-        offload_exposed=micro_batches * count * offload_layer + offload_step,
+        offload_exposed=m * layer.offloaded + offload_step,
         host_step=host_step,
         small_collectives=small,
         busiest_layers=count,
-        heads=micro_batches * has_head,
-        head_matmul=micro_batches * has_head * head_matmul,
-        loss=micro_batches * has_head * loss,
-        embedding=micro_batches * has_embedding * embedding,
+        heads=heads,
+        head_matmul=heads * head_matmul,
+        loss=heads * loss,
+        embedding=micro_batches * stages.has_embedding * embedding,
     )
 
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.emit.options import first_reason
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 

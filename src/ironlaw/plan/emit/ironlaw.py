@@ -7,8 +7,8 @@ from typing import Any
 import tomli_w
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.recipe import not_trained_here, recomputation
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")

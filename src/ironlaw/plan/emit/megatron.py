@@ -5,10 +5,10 @@ from __future__ import annotations
 from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.emit.options import first_reason, given
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 

@@ -8,8 +8,8 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.emit.options import first_reason
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 

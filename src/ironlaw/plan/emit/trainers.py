@@ -17,13 +17,13 @@ from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.update_cost import NAMES
 from ironlaw.plan.emit.accelerate import accelerate_cannot, accelerate_config
 from ironlaw.plan.emit.deepspeed import deepspeed_cannot, deepspeed_config
 from ironlaw.plan.emit.ironlaw import IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
 from ironlaw.plan.emit.megatron import MEGATRON_OPTIMIZERS, PRECISION_FLAGS, megatron_cannot, megatron_flags
 from ironlaw.plan.emit.torchtitan import torchtitan_cannot, torchtitan_config
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 ENGINE_OF_TRAINER = {

@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import Array, Candidates, TrainingJob, candidates_of_jobs, structure
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
-from ironlaw.plan.cluster.system import System, system_of, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, system_of, usable_bytes
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.measured.read import Alternative, Run
 
@@ -46,7 +46,7 @@ def alike(runs: Sequence[Run]) -> list[list[int]]:
     return list(found.values())
 
 
-def systems_of(runs: Sequence[Run]) -> list[tuple[System, list[int]]]:
+def systems_of(runs: Sequence[Run]) -> list[tuple[ClusterSystem, list[int]]]:
     """The same with the system that they share."""
     first = [(runs[indices[0]], indices) for indices in alike(runs)]
     return [(system_of(run.cluster, run.engine, run.precision), indices) for run, indices in first]
@@ -114,7 +114,7 @@ def _assuming(run: Run, change: Callable[[TrainingJob], TrainingJob], notes: tup
     return replace(run, job=change(run.job), assumed=(*run.assumed, *notes), **settled)
 
 
-def _fit(runs: Sequence[Run], where: System) -> np.ndarray:
+def _fit(runs: Sequence[Run], where: ClusterSystem) -> np.ndarray:
     candidates = candidates_of_jobs([run.job for run in runs])
     return peak_memory(candidates, where.engine).total <= usable_bytes(where)
 
@@ -136,10 +136,7 @@ def with_alternative(run: Run, other: Alternative) -> Run:
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
         engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
-    return replace(
-        run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job),
-        precision=other.precision or run.precision,
-    )  # fmt: skip
+    return replace(run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job))
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

@@ -22,6 +22,7 @@ FABRIC_WORDS = {
     "edr": "infiniband", "hdr": "infiniband", "ndr": "infiniband", "xdr": "infiniband", "quantum": "infiniband",
     "slingshot": "slingshot", "ici": "ici", "rdma": "infiniband", "connectx": "infiniband", "cx": "infiniband",
     "nic": "infiniband", "nics": "infiniband", "hca": "infiniband", "hcas": "infiniband",
+    "opa": "infiniband", "omni": "infiniband", "omnipath": "infiniband", "fdr": "infiniband",
 }  # fmt: skip
 """Words of an `interconnect` column, and the kind of network they mean."""
 
@@ -31,8 +32,8 @@ PLAIN = {"ethernet", "gbe", "tcp"}
 CARDS = {"rdma", "connectx", "cx", "nic", "nics", "hca", "hcas"}
 """Words that say no kind: any other overrules them."""
 
-NAMED_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
-"""One InfiniBand port of a generation, where only the generation is named."""
+NAMED_GBITS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "opa": 100, "omni": 100, "omnipath": 100}
+"""One port of a generation of InfiniBand, or of Omni-Path, where only that is named."""
 
 GBITS_PER_ACCELERATOR = {"tcpxo": 200, "fastrak": 200, "tcpx": 100}
 """Of networks that one kind of instance has (Google Cloud's A3 Mega and A3 High), where only they are named."""
@@ -42,7 +43,11 @@ LEAST, MOST = 1e9, 1e14  # bit/s that one description of a node may come to
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _COUNT = re.compile(r"(\d+)\s*(?:x|×|\*)\s*", re.IGNORECASE)
-_PORTS = re.compile(r"(\d+)\s*(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b", re.IGNORECASE)
+_PORTS = re.compile(
+    r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?"
+    r"(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
+    re.IGNORECASE,
+)
 _PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
 _WORD_COUNT = {"dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
 _RATE = re.compile(

@@ -101,8 +101,8 @@ def attention(row: Row) -> str | None:
     """flash or standard; any fused kernel counts as flash. A paper older than FlashAttention (2205.14135) had none."""
     cell = text(row, "attention").lower()
     if not cell:
-        paper = re.search(r"arxiv\D{0,6}(\d{4})\.\d{4,5}", text(row, "source").lower())
-        return "standard" if paper and paper[1] < "2205" else None
+        paper = re.search(r"arxiv\D{0,6}(\d{4}\.\d{4,5})", text(row, "source").lower())
+        return "standard" if paper and paper[1] < "2205.14135" else None
     words = ("standard", "eager", "math", "naive", "unfused", "materiali", "vanilla")
     return "standard" if any(word in cell for word in words) else "flash"
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from ironlaw.files import read_bytes
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
+from ironlaw.plan.cluster.intervals import format_shares
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
@@ -52,7 +55,6 @@ class Alternative:
     """What a row that does not say may have been instead of what is assumed of it."""
 
     layout: Mapping[str, Any] = field(default_factory=dict)  # fields that differ
-    precision: str = ""
     constants: Mapping[str, float] = field(default_factory=dict)  # of the engine
     weight: float = 1.0  # how much of the difference counts: less for what is seldom
 
@@ -75,6 +77,7 @@ class Run:
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
     open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
     alternatives: tuple[Alternative, ...] = ()
+    precisions: Mapping[str, float] = field(default_factory=dict)  # shares, where the row does not say: a mixture
 
 
 def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -82,16 +85,28 @@ def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list
     runs: list[Run] = []
     rejected: list[tuple[str, str, str]] = []
     seen: dict[str, int] = {}
-    for number, row in enumerate(_rows(path)):
+    rows = list(_rows(path))
+    stated = _stated_formats(rows)
+    for number, row in enumerate(rows):
         identity = parsing.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
         seen[identity] = seen.get(identity, 0) + 1
         if seen[identity] > 1:
             identity = f"{identity} ({seen[identity]})"
         try:
-            runs.append(_run(identity, row, engine))
+            runs.append(_run(identity, row, engine, stated.get(group_of(row), {})))
         except UserError as error:
             rejected.append((identity, group_of(row), str(error)))
     return runs, rejected
+
+
+def _stated_formats(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+    """Group to the number formats that its rows state, with how many do."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        with suppress(UserError):  # which rejects that row later
+            if said := parsing.precision(row):
+                found.setdefault(group_of(row), Counter()).update([said])
+    return found
 
 
 def group_of(row: Row) -> str:
@@ -142,7 +157,7 @@ class _Cells:
         return value
 
 
-def _run(identity: str, row: Row, engine: Engine | None) -> Run:
+def _run(identity: str, row: Row, engine: Engine | None, stated: Mapping[str, int]) -> Run:
     cells = _Cells(row, [])
     attention = parsing.attention(row) or "flash"
     engine = engine or _engine(row, attention, cells)
@@ -155,7 +170,8 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     if parsing.recompute(row) is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
     status = parsing.text(row, "status").lower()
-    cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, engine)
+    precisions = {} if parsing.precision(row) else format_shares(engine, acc, stated)
+    cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, precisions)
     return Run(
         id=identity,
         group=group_of(row),
@@ -170,19 +186,14 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
         assumed=tuple(cells.assumed),
         open_recompute=parsing.recompute(row) is None and engine.default_recompute == "none",
         open_zero=parsing.zero_stage(row) is None and engine.name == GENERIC,
-        alternatives=_alternatives(cells, job, precision, acc, engine),
+        alternatives=_alternatives(cells, job, acc, engine),
+        precisions=precisions,
     )
 
 
-def _alternatives(
-    cells: _Cells, job: TrainingJob, precision: str, acc: Accelerator, engine: Engine
-) -> tuple[Alternative, ...]:
+def _alternatives(cells: _Cells, job: TrainingJob, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""
     row, layout, found = cells.row, job.layout, []
-    if parsing.precision(row) is None:
-        sixteen = "bf16" if "bf16" in acc.peak_flops_per_second else "fp16"
-        others = [name for name in (sixteen, "fp8") if name != precision and name in acc.peak_flops_per_second]
-        found += [Alternative(precision=name) for name in others]
     if parsing.whole(row, "virtual_stages") is None and layout.pp > 1:
         possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
         other = _most_virtual(job.model.layers, layout, job.global_batch) if possible else 1
@@ -199,7 +210,7 @@ def _alternatives(
         found.append(Alternative({"recompute": again}, weight=0.5))
     if engine.tp_overlap and layout.tp > 1:
         hidden = engine.on(acc.generation).tp_hidden
-        found.append(Alternative(constants={"tp_hidden": 0.0 if hidden else engine.tp_overlap}))
+        found.append(Alternative(constants={"tp_hidden": engine.tp_overlap if hidden < engine.tp_overlap else 0.0}))
     return tuple(found)
 
 
@@ -400,12 +411,13 @@ def _named_experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
-    """The row's format, or the one at whose rate this accelerator does it."""
+def _precision(cells: _Cells, acc: Accelerator, shares: Mapping[str, float]) -> str:
+    """The row's format, or the one at whose rate this accelerator does it; of several that it may be the likeliest."""
     wanted = parsing.precision(cells.row)
     if wanted is None:
-        wanted = engine.default_precision
-        cells.assumed.append(f"precision = {wanted} (the engine's default)")
+        wanted = max(shares, key=lambda name: shares[name])
+        mixture = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+        cells.assumed.append(f"precision = {mixture} (what runs of this group and software state)")
     known = acc.peak_flops_per_second
     other = number_format(wanted).rate_of
     if number_format(wanted).peak in known:

@@ -12,8 +12,9 @@ figures are null.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,15 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
     known, unknown = plannable(runs)
     runs, rejected = settled(known), [*rejected, *unknown]
     prediction = evaluate(runs)
+    stated = widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds))
+    seconds, *bounds = mixed(runs, prediction.step_seconds, stated)
+    prediction = replace(prediction, step_seconds=seconds)
     record = ValidationRecord(
         runs=list(runs),
         prediction=prediction,
         baseline_seconds=of_runs(runs, baseline_flops) / (prediction.peak_flops_per_second * BASELINE_FRACTION),
         baseline_bytes=of_runs(runs, baseline_bytes),
-        step_interval=widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds)),
+        step_interval=(bounds[0], bounds[1]),
         peak_interval=interval("memory", runs, prediction.reported_bytes),
         rejected=rejected,
     )
@@ -259,3 +263,30 @@ def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) ->
         low[index] += np.minimum(swing, 0.0) ** 2
         high[index] += np.maximum(swing, 0.0) ** 2
     return planned * np.exp(-np.sqrt(low)), planned * np.exp(np.sqrt(high))
+
+
+def mixed(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    """Step time and interval of runs that may have computed in one of several formats, of the others as they are.
+
+    Each format has its own step time, with the same spread around it. The plan is their mean by weight, of logarithms,
+    and the interval what 10% and 90% of the mixture lie below.
+    """
+    index = [i for i, run in enumerate(runs) if len(run.precisions) > 1]
+    centre, low, high = planned.copy(), *(bound.copy() for bound in bounds)
+    if not index:
+        return centre, low, high
+    formats = sorted({name for i in index for name in runs[i].precisions})
+    logs = [np.log(evaluate([replace(runs[i], precision=name) for i in index]).step_seconds) for name in formats]
+    share = np.array([[runs[i].precisions.get(name, 0.0) for name in formats] for i in index])
+    spreads = np.log(planned[index] / low[index]), np.log(high[index] / planned[index])
+    for row, i in enumerate(index):
+        at = np.array([log[row] for log in logs])
+        below, above = spreads[0][row], spreads[1][row]
+        grid = np.linspace(at.min() - 3 * below, at.max() + 3 * above, 2001)
+        off = grid[:, None] - at
+        normal = NormalDist()
+        reach = np.where(off < 0, off / below, off / above) * normal.inv_cdf(0.9)
+        under = np.vectorize(normal.cdf)(reach) @ share[row]
+        centre[i] = np.exp(share[row] @ at)
+        low[i], high[i] = np.exp(np.interp([0.1, 0.9], under, grid))
+    return centre, low, high

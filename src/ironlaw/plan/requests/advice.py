@@ -11,8 +11,8 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.search import SearchResult, search
-from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import AGAIN
 
@@ -102,7 +102,7 @@ def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[
     now = ledger.totals["tokens_per_second"].value
     for words, changed in changes:
         try:
-            other = plan_layout(changed, replace(layout, accumulation=None))
+            other = plan_cluster(changed.step, replace(layout, accumulation=None))
         except UserError:
             continue
         if other.facts["fits"]:
@@ -121,23 +121,9 @@ def _rounder_counts(cluster: Cluster) -> list[int]:
     return sorted(n for n in rounder if 0 < n < count) if count % node_size or count & (count - 1) else []
 
 
-def plan_layout(request: ClusterRequest, layout: Layout) -> Ledger:
-    """The ledger of one layout of what was asked."""
-    return plan_cluster(
-        request.model, request.cluster, layout, sequence=request.work.sequence, global_batch=request.work.global_batch,
-        precision=request.precision, engine=request.engine, optimizer=request.optimizer, config=request.config,
-    )  # fmt: skip
-
-
-def search_layouts(
-    request: ClusterRequest, *, keep: int, hybrid: bool = True, fastest_alone: bool = False
-) -> SearchResult:
-    """All layouts of what was asked, ranked; with hybrid sharding unless told otherwise."""
-    return search(
-        request.model, request.cluster, sequence=request.work.sequence, global_batch=request.work.global_batch,
-        precision=request.precision, engine=request.engine, optimizer=request.optimizer, keep=keep,
-        excluded=request.excluded, hybrid=hybrid, fastest_alone=fastest_alone,
-    )  # fmt: skip
+def search_layouts(request: ClusterRequest, **options: Any) -> SearchResult:
+    """All layouts of what was asked, ranked, as `search` does with these options."""
+    return search(request.step, excluded=request.excluded, **options)
 
 
 def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:

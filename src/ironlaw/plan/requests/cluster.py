@@ -12,10 +12,11 @@ from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.adapters import plan_adapters
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.request_types import ClusterRequest, Options, PlanOutcome, RequestedModel
+from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.requests.engine_choice import result_under, software_for
 from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout

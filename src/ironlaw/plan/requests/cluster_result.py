@@ -8,15 +8,16 @@ from typing import Any
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import budget
-from ironlaw.plan.cluster.candidates import Candidates, candidates_of
-from ironlaw.plan.cluster.estimate import bounded
+from ironlaw.plan.cluster.candidates import Candidates
+from ironlaw.plan.cluster.estimate import bounded, plan_cluster
 from ironlaw.plan.cluster.intervals import evidence
 from ironlaw.plan.cluster.layout_space import counted_in
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult
-from ironlaw.plan.cluster.system import System, system_of, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
-from ironlaw.plan.requests.advice import first_change, plan_layout, scaling, search_layouts, terms, would_fit
+from ironlaw.plan.request_types import PlanOutcome
+from ironlaw.plan.requests.advice import first_change, scaling, search_layouts, terms, would_fit
 from ironlaw.plan.requests.communication_savings import cluster_savings
 from ironlaw.workload.layout import Layout, parse_layout
 
@@ -34,12 +35,12 @@ SIMPLE_AT_MOST = 1.01
 def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
     found = search_layouts(request, keep=KEPT) if request.layout is None else None
-    where = system_of(request.cluster, engine_named(request.engine), request.precision)
+    where = request.step.system
     if found is not None:
         layout, ledger, choice = _best_layout(request, found, usable_bytes(where))
     else:
         assert request.layout is not None
-        layout, ledger, choice = request.layout, plan_layout(request, request.layout), "given"
+        layout, ledger, choice = request.layout, plan_cluster(request.step, request.layout), "given"
     if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
         layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
         choice = ledger.facts["recompute_choice"]
@@ -71,7 +72,7 @@ def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> 
     after all, neither do others that need as much."""
     while True:
         candidate, choice = chosen(request, found, limit)
-        ledger = plan_layout(request, candidate.layout)
+        ledger = plan_cluster(request.step, candidate.layout)
         smaller = [other for other in found.best if other.peak_bytes < candidate.peak_bytes]
         if ledger.facts["fits"] or not smaller:
             break
@@ -108,12 +109,10 @@ def _kinds(layout: Layout) -> int:
     return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
 
 
-def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: System) -> None:
+def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: ClusterSystem) -> None:
     """Total time and the other conventions of MFU."""
     step = ledger.totals["step_seconds"]
-    candidates = candidates_of(
-        request.model, [layout], sequence=request.work.sequence, global_batch=request.work.global_batch
-    )
+    candidates = request.step.candidates([layout])
     peak = where.hardware.peak(request.precision) * request.cluster.count
     ledger.totals |= other_conventions(request.model, candidates, step, peak)
     words = f"{request.work.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
@@ -199,7 +198,7 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
     if not engine_named(request.engine).fused:  # as its own plan says
-        totals = plan_layout(request, candidate.layout).totals
+        totals = plan_cluster(request.step, candidate.layout).totals
         seconds, size = totals["step_seconds"].value, totals["peak_bytes"].value
         candidate = replace(candidate, step_seconds=seconds, peak_bytes=size)
     of = request.engine, request.cluster, request.model

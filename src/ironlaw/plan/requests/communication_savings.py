@@ -25,11 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
-from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import ClusterRequest
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
@@ -78,10 +75,8 @@ SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
     """For a planned layout; empty where its gradients are not waited for."""
-    where = system_of(request.cluster, engine_named(request.engine), request.precision)
-    candidates = candidates_of(
-        request.model, [layout], sequence=request.work.sequence, global_batch=request.work.global_batch
-    )
+    where = request.step.system
+    candidates = request.step.candidates([layout])
     parameters = model_parameters(request.model)
     replicas = layout.dp > 1
     sites = replicas and layout.zero == 0  # state that all replicas share cannot be a site's own

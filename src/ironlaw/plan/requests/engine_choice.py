@@ -8,13 +8,14 @@ from typing import Any
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.capabilities import engines_for, lacking
-from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE
+from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
+from ironlaw.plan.cluster.request import DEFAULT_ENGINE, ClusterRequest
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, TrainerOptions
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
-from ironlaw.plan.requests.advice import plan_layout, search_layouts
+from ironlaw.plan.request_types import PlanOutcome
+from ironlaw.plan.requests.advice import search_layouts
 from ironlaw.plan.requests.cluster_result import result_on_cluster
 from ironlaw.plan.work import Assumption
 from ironlaw.workload.layout import Layout
@@ -86,7 +87,7 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
         same = not lacking(engine_named(name), layout)
         try:
             if same:
-                ledger = plan_layout(other, layout)
+                ledger = plan_cluster(other.step, layout)
                 seconds, fits = ledger.totals["step_seconds"].value, bool(ledger.facts["fits"])
                 found.append({"engine": name, "layout": str(layout), "step_seconds": seconds, "fits": fits})
             elif request.layout is None and (

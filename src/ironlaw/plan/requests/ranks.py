@@ -7,7 +7,7 @@ from typing import Any
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
-from ironlaw.machine.links import Fabric, load_costs
+from ironlaw.machine.links import RankFabric, load_costs
 from ironlaw.machine.profile import load_profile
 from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.recipe import layout_of, micro_batch_of
@@ -21,7 +21,7 @@ SHOWN = 8
 def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
     """UserError where no layout divides the model and the batch, or this machine's ranks were not measured."""
     ranks = options.ranks or 1
-    profile, fabric = load_profile(), Fabric(load_costs())
+    profile, fabric = load_profile(), RankFabric(load_costs())
     if options.layout or config.layout:
         layout = _given(config, options.layout, ranks)
         if options.runnable is not None and not options.runnable(config, layout):

@@ -145,12 +145,12 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     if served.layout.prefill:
         lanes = served.layout.replicas
     ttft, tpot = played.ttft_seconds, played.tpot_seconds
-    played_as = "continuous batching, played step by step"
-    totals["ttft_seconds"] = _estimate(ttft["p50"], "first", served, f"median, {played_as}")
-    totals["ttft_p90_seconds"] = _estimate(ttft["p90"], "first", served, f"90th percentile, {played_as}")
-    totals["ttft_p99_seconds"] = _estimate(ttft["p99"], "first", served, f"99th percentile, {played_as}")
-    totals["tpot_seconds"] = _estimate(tpot["mean"], "decode", served, f"mean, {played_as}")
-    totals["tpot_p99_seconds"] = _estimate(tpot["p99"], "decode", served, f"99th percentile, {played_as}")
+    played_as = "requests played step by step"
+    totals["ttft_seconds"] = _estimate(ttft["p50"], "first", served, played_as)
+    totals["ttft_p90_seconds"] = _estimate(ttft["p90"], "first", served, played_as)
+    totals["ttft_p99_seconds"] = _estimate(ttft["p99"], "first", served, played_as)
+    totals["tpot_seconds"] = _estimate(tpot["mean"], "decode", served, played_as)
+    totals["tpot_p99_seconds"] = _estimate(tpot["p99"], "decode", served, played_as)
     rate = played.output_tokens_per_second * lanes
     totals["output_tokens_per_second"] = _estimate(rate, "requests", served, f"{played_as}, all copies", rate=True)
     totals["requests_per_second"] = _estimate(rate / request.output, "requests", served, "output / length", rate=True)

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import experts, gradient_compression, materialize, pipeline, tensor
+from ironlaw.train.parallel import adapted, experts, gradient_compression, materialize, pipeline, tensor
 from ironlaw.train.parallel.partition import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
@@ -79,7 +80,9 @@ def apply(
     # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
     replicas = ranks.size_of("replicate") > 1
     fsdp = layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
-    if layout.tp > 1 or fsdp:
+    # Adapters may lie on more than one of them, and divide by what they lie on.
+    adapts = config.finetune.adapts
+    if (layout.tp > 1 or fsdp) and not adapts:
         tensor.split_projections(model)
 
     # Whom experts count and exchange with: every layer asks, wherever it comes to lie.
@@ -96,7 +99,9 @@ def apply(
     # Tensor parallel on whole weights: FSDP afterwards shards each rank's part, and gathers only that.
     if layout.tp > 1:
         for part in plain.values():
-            tensor.parallelize(part, ranks.mesh["tp"], layout.sp)
+            if adapts:
+                adapted.divide(part, ranks.mesh["tp"], ranks.index("tp"))
+            tensor.parallelize(part, ranks.mesh["tp"], layout.sp, adapts)
 
     # Experts likewise, over the ranks that exchange rows and over tp.
     if layout.tp > 1 or layout.ep > 1:
@@ -154,6 +159,10 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
     parallel or pipelined models) the shard dimension is 1, and only gradients are reduced.
     """
+    frozen = adapted.frozen_parameters(part) if adapted_layers(part) else set()
+    if frozen and ranks.config.zero == 3:  # what is frozen is divided too; else only what is trained
+        adapted.share_codes(part)
+        frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     again = ranks.config.zero == 3
     for layer in expert_layers(part) if ranks.experts is not None else ():
@@ -167,14 +176,18 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))
     for block in part.blocks:
         place = experts.hidden_dimension(block) if by_hidden and ranks.experts is None else None
-        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place)
+        fully_shard(
+            block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place,
+            ignored_params=frozen,
+        )  # fmt: skip
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
-    if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
+    # A tied weight is used at both ends: it stays with the root, which is gathered throughout.
+    if not tied and not frozen:
         if part.embedding is not None:
             fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
         if part.head is not None and not part.loss_chunk:  # whose weight the chunked loss takes by itself
             fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
-    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
 
 
 ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")

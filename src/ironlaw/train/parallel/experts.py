@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from ironlaw.config import RunConfig
-from ironlaw.model.moe import ExpertLinear, Experts, Load, Peers, expert_layers, numbers, update_routing
+from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, numbers, update_routing
 from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
 
@@ -190,7 +190,7 @@ def hidden_dimension(module: nn.Module) -> Callable[[nn.Parameter], Shard | None
 
 
 @torch.no_grad()
-def balance(model: nn.Module, ranks: Ranks) -> Load | None:
+def balance(model: nn.Module, ranks: Ranks) -> ExpertLoad | None:
     """After the optimizer's step: loads added up over all replicas, biases moved, the mean load of all layers."""
     layers = list(expert_layers(model))
     if layers:
@@ -209,4 +209,4 @@ def balance(model: nn.Module, ranks: Ranks) -> Load | None:
     total = total.to(ranks.device)
     dist.all_reduce(total, group=ranks.group("pp"))
     *sums, count = total.tolist()
-    return Load(*(value / count for value in sums))
+    return ExpertLoad(*(value / count for value in sums))

@@ -14,7 +14,7 @@ KEPT = 256  # collectives
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedCollective:
     """A collective as one rank called it: the `number`-th of the group of `members`, along a mesh dimension."""
 
     kind: str
@@ -46,7 +46,7 @@ def groups_of(used: dict[str, dist.ProcessGroup]) -> dict[str, tuple[str, tuple[
     return found
 
 
-def operations(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[Operation]:
+def operations(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[RecordedCollective]:
     """The latest of this rank, oldest first."""
     found = []
     for entry in _entries():
@@ -56,7 +56,7 @@ def operations(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[Operation
         kind = entry["profiling_name"].partition(":")[2]
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         done = entry["retired"] or entry["state"] == "completed"
-        found.append(Operation(kind, number, dimension, members, entry["time_created_ns"] / 1e9, done))
+        found.append(RecordedCollective(kind, number, dimension, members, entry["time_created_ns"] / 1e9, done))
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
-from ironlaw.train.parallel.flight_recorder import Operation
+from ironlaw.train.parallel.flight_recorder import RecordedCollective
 
 STALE_SECONDS = 5.0
 """A note older than the newest by this, and by thrice what is usual, is of a process that is stopped or gone."""
@@ -27,8 +27,8 @@ class Note:
     step: int  # the one under way, from 1
     where: str  # innermost line of the training thread outside PyTorch
     written_seconds: float  # time.time()
-    last: tuple[Operation, ...] = ()
-    waits: Operation | None = None
+    last: tuple[RecordedCollective, ...] = ()
+    waits: RecordedCollective | None = None
     message: bool = False  # waits for a message of another pipeline stage, which no recorder lists
     waited_seconds: float = 0.0
 
@@ -46,14 +46,14 @@ class Note:
     def blocked(self) -> bool:
         return self.waits is not None or self.message
 
-    def reached(self, operation: Operation) -> bool:
+    def reached(self, operation: RecordedCollective) -> bool:
         """Whether this rank has called the same operation of the same group."""
         there = [o.number for o in self.last if o.members == operation.members]
         return bool(there) and max(there) >= operation.number
 
 
-def _operation(fields: dict[str, Any]) -> Operation:
-    return Operation(**fields | {"members": tuple(fields["members"])})
+def _operation(fields: dict[str, Any]) -> RecordedCollective:
+    return RecordedCollective(**fields | {"members": tuple(fields["members"])})
 
 
 def quiet(notes: Sequence[Note]) -> list[Note]:

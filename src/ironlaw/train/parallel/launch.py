@@ -102,6 +102,7 @@ def torchrun(request: Request, endpoint: str, run_id: str) -> str:
         f"-m ironlaw train {config} --out {out} --resume",
     ]
     words += [f"--set {shlex.quote(override)}" for override in request.overrides]
+    words += ["|| exit $(($? == 138 ? 2 : $?))"]  # ended by a rank that was refused, which has said why
     return " \\\n  ".join(words)
 
 

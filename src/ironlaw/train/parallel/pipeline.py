@@ -37,7 +37,8 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
         # A copy, kept equal: both stages add up their gradients (`step.py`).
         rows, columns = model.head.weight.shape
         head = Linear(columns, rows, bias=False, device="meta")
-        head.weight = nn.Parameter(model.head.weight.detach().clone())
+        weight = model.head.weight
+        head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         head.bias = model.head.bias
     part.head = head  # type: ignore[assignment]
     for name, buffer in model.named_buffers(recurse=False):

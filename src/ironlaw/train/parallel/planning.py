@@ -18,12 +18,12 @@ from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
-from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
+from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import RankedLayout, search
-from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout
 from ironlaw.plan.measured.accelerator import accelerator_of
@@ -64,7 +64,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     between = _between(local) if local < ranks.size else None
     if not ranks.first:
         return Ledger("plan")
-    return plan_config(config, profile, ranks.size, Fabric(costs_here(profile), local, between)).ledger()
+    return plan_config(config, profile, ranks.size, RankFabric(costs_here(profile), local, between)).ledger()
 
 
 def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> Ledger:
@@ -78,14 +78,10 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     layout = layout_of(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
     layout = replace(layout, recompute=layout_word(config.recompute), offload=config.train.offload)
     cluster, assumed = _accelerators(profile, size, per_host)
-    software = _software(config)
     decided = of_one.decided
     recipe = replace(recipe_of(config, decided.precision, cuda=True, gloo=False), recompute=decided.recompute)
-    ledger = plan_cluster(
-        config.model, cluster, layout, sequence=config.sequence, global_batch=config.train.global_batch,
-        precision=decided.precision, engine=software, optimizer=config.optimizer.name,
-        recipe=(batch_of(config), recipe),
-    )  # fmt: skip
+    asked = _step(config, cluster, decided.precision)
+    ledger = plan_cluster(replace(asked, recipe=(batch_of(config), recipe)), layout)
     ledger.decisions = of_one.decisions
     ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
     return ledger
@@ -98,12 +94,15 @@ def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cl
     return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
 
 
-def _software(config: RunConfig) -> Engine:
+def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterStep:
     ours = engine("ironlaw")
-    return replace(ours, gradient_communication_bytes=2.0) if config.communication.gradients == "bf16" else ours
+    if config.communication.gradients == "bf16":
+        ours = replace(ours, gradient_communication_bytes=2.0)
+    batch = config.train.global_batch
+    return ClusterStep(config.model, cluster, config.sequence, batch, precision, ours, config.optimizer.name)
 
 
-def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> StepPlan:
+def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
     layout = check(config, size)
     share = config.train.global_batch // (layout.dp or 1)
@@ -146,7 +145,7 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
     """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
     if profile.device != "cpu":
         return _fastest_on_accelerators(config, profile, size)
-    fabric = Fabric(costs_here(profile), local_ranks(size))
+    fabric = RankFabric(costs_here(profile), local_ranks(size))
     return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
 
 
@@ -160,11 +159,8 @@ def _fastest_on_accelerators(config: RunConfig, profile: Profile, size: int) -> 
             return "recompute.mode is none in the config"
         return not_trained_here(layout, config.model)
 
-    found = search(
-        config.model, cluster, sequence=config.sequence, global_batch=config.train.global_batch, keep=200,
-        precision=plan_run(config, profile).decided.precision, engine=_software(config),
-        optimizer=config.optimizer.name, excluded=excluded,
-    )  # fmt: skip
+    asked = _step(config, cluster, plan_run(config, profile).decided.precision)
+    found = search(asked, keep=200, excluded=excluded)
     for best in found.best:  # fastest first; what our trainer holds is walked layout by layout
         layout = replace(best.layout, **wanted)
         if runs(config, layout):

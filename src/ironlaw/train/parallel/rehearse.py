@@ -38,7 +38,7 @@ HEAD_SIZE = 4
 
 
 @dataclass(frozen=True)
-class Stage:
+class RehearsedStage:
     """Rank `rank` of pipeline position `position`: what its second step called, and what the plan says; the most bytes
     of tensors that it held, and the plan's.
     """
@@ -111,7 +111,7 @@ def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
     return moe.model_dump(mode="json", exclude_none=True, exclude={"groups_per_token"}) | few
 
 
-def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
+def rehearse(model: ModelConfig, layout: Layout) -> list[RehearsedStage]:
     """One rank of every pipeline position, two at a time. UserError when the trainer cannot run the layout."""
     config = tiny(model, layout)
     from ironlaw.train.parallel.ranks import check
@@ -127,7 +127,7 @@ def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
         return pool.map(_rank, arguments, chunksize=1)
 
 
-def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
+def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -174,7 +174,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     aliases = aliases_of(config.model, layout, batch_of(config), program.recipe)
     planned = renamed(table_of(program.collectives[position]), aliases)
     peak = peak_memory(program, position)
-    return Stage(position, rank, found.table, planned, held, peak.total)
+    return RehearsedStage(position, rank, found.table, planned, held, peak.total)
 
 
 def at_scale(
@@ -195,4 +195,4 @@ def total_bytes(table: Table) -> int:
     return sum(sent.bytes for sent in table.values())
 
 
-__all__ = ["Sent", "Stage", "as_json", "rehearse", "tiny", "total_bytes"]
+__all__ = ["RehearsedStage", "Sent", "as_json", "rehearse", "tiny", "total_bytes"]

@@ -20,7 +20,7 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import use_onednn
-from ironlaw.model.moe import Load
+from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.recipe import layout_of, micro_batch_of
@@ -30,6 +30,7 @@ from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.mesh import Agreed
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import communication, experts, pipeline
+from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.apply import apply, build
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused
@@ -37,7 +38,7 @@ from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.partition import SharedPlace
 from ironlaw.train.parallel.persistent import beside_weights
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.store import Gatherer, ShardedFiles, SharedAdapterFiles
+from ironlaw.train.parallel.store import Gatherer, ShardedFiles
 from ironlaw.train.restore import load_first_weights
 from ironlaw.train.state import Stateful
 from ironlaw.train.step import Step
@@ -55,7 +56,7 @@ class LayoutStep(Step):
         adapts = config.finetune.adapts
         model = self._adapted(config) if adapts else shapes(config.model)
         mark_fused(model)
-        if precision.prepare(model, model.blocks, self.device, self.precision) is not None:
+        if precision.prepare(model, model.blocks, self.device, self.precision, config.train) is not None:
             raise UserError(
                 f'train.precision = "{self.precision}" is emulated here, which several processes do not do: use "bf16"'
             )
@@ -70,7 +71,8 @@ class LayoutStep(Step):
         use_onednn(self.model, onednn)
         group = dist.new_group(backend="gloo")
         self.writers = Gatherer(group)
-        self.store = SharedAdapterFiles(ranks.first) if adapts else ShardedFiles(group, config.optimizer)
+        speaks = ranks.index("tp") == ranks.index("cp") == ranks.index("dp") == 0
+        self.store = SharedAdapterFiles(config, group, speaks) if adapts else ShardedFiles(group, config.optimizer)
         if fresh and config.train.start_from and isinstance(self.store, ShardedFiles):
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
         self.optimizer = build(self.applied, config.optimizer)
@@ -88,7 +90,7 @@ class LayoutStep(Step):
         self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
 
     def _adapted(self, config: RunConfig) -> Transformer:
-        """The base with adapters, whole on every rank: what is trained is too little to divide."""
+        """The base with adapters, whole; the layout then leaves each rank its part."""
         source = config.train.start_from
         assert source is not None
         model = Transformer(config.model)
@@ -116,6 +118,10 @@ class LayoutStep(Step):
     def states(self) -> dict[str, Stateful]:
         more: dict[str, Stateful | None] = {"outer": self.outer, "powersgd": self.applied.compressor}
         return super().states() | {name: state for name, state in more.items() if state is not None}
+
+    def trained(self) -> dict[str, Tensor]:
+        assert isinstance(self.store, SharedAdapterFiles)
+        return self.store.gather(self.model)
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         check_model(checkpoint, self.config.model)
@@ -353,7 +359,7 @@ class LayoutStep(Step):
             self.optimizer.step()
         return not self.overflowed
 
-    def _balance_experts(self) -> Load | None:
+    def _balance_experts(self) -> ExpertLoad | None:
         return experts.balance(self.model, self.mesh)
 
     # -- evaluation ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
-from ironlaw.train.checkpoint import STATE, AdapterFiles, sha256
+from ironlaw.train.checkpoint import STATE, sha256
 from ironlaw.train.parallel.materialize import read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.state import Stateful, host_copy
@@ -57,16 +57,6 @@ class Gatherer:
         return values
 
 
-class SharedAdapterFiles(AdapterFiles):
-    """Of ranks that all hold the same adapters: the first one writes."""
-
-    def __init__(self, first: bool) -> None:
-        self.first = first
-
-    def write(self, folder: Path, taken: Any) -> dict[str, str]:
-        return super().write(folder, taken) if self.first else {}
-
-
 class ShardedFiles:
     """A `Store`. `group`: a process group of its own, because writing goes on beside training; None alone. `settings`
     say in which order one process has the tensors of an optimizer."""
@@ -101,7 +91,7 @@ class ShardedFiles:
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
         optimizer = states.get("optimizer")
         if optimizer is not None:
-            _give_state(optimizer)  # type: ignore[arg-type]
+            give_state(optimizer)  # type: ignore[arg-type]
         # Two tensors may read the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, Spread)]
@@ -147,7 +137,7 @@ def _of_one_process(folder: Path) -> dict[str, torch.Size]:
     return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
 
 
-def _give_state(optimizer: torch.optim.Optimizer) -> None:
+def give_state(optimizer: torch.optim.Optimizer) -> None:
     """State tensors to read into: one update by nothing."""
     if optimizer.state:
         return

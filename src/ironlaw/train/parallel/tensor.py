@@ -25,6 +25,7 @@ from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear, linear
 from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.transformer import Attention, Block, Transformer
+from ironlaw.train.parallel import adapted
 
 
 class SplitProjection(nn.Module):
@@ -57,8 +58,11 @@ def split_projections(model: Transformer) -> None:
             block.attention.qkv = SplitProjection(block.attention)  # type: ignore[assignment]
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Divide the parts of `model` that are there (a pipeline stage has some) over `mesh`."""
+def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, adapts: bool = False) -> None:
+    """Divide the parts of `model` that are there (a pipeline stage has some) over `mesh`.
+
+    `adapts`: the matrices of its blocks are frozen, and parts already (`adapted.py`).
+    """
     stream = Shard(1) if sequence_parallel else Replicate()
     tied = model.embedding is not None and model.head is not None and model.head.weight is model.embedding.weight
     styles: dict[str, object] = {}
@@ -66,6 +70,9 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     for name, block in model.blocks.named_children():
         here = f"blocks.{name}."
+        if adapts:
+            styles |= {here + "attention": PartOfSum(stream), here + "ffn": PartOfSum(stream)}
+            continue
         styles |= _attention(here, block, stream)
         styles |= _feed_forward(here, block, stream)
     if model.head is not None:
@@ -189,4 +196,5 @@ def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.P
         found += model.final_norm.parameters()
     if sequence_parallel and model.embedding is not None:
         found += [p for part in (model.positions, model.embedding_norm) if part is not None for p in part.parameters()]
-    return [parameter for parameter in found if isinstance(parameter, torch.nn.Parameter)]
+    found += adapted.partial(model)
+    return [parameter for parameter in found if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad]

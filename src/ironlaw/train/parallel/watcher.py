@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ironlaw.train.parallel import communication, flight_recorder
-from ironlaw.train.parallel.flight_recorder import Operation
+from ironlaw.train.parallel.flight_recorder import RecordedCollective
 from ironlaw.train.parallel.hang import Note, report
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.straggler import OwnTime
@@ -114,8 +114,8 @@ class Watcher:
 
     def note(self) -> Note:
         now = time.time()
-        latest: dict[tuple[int, ...], Operation] = {}
-        waits: Operation | None = None
+        latest: dict[tuple[int, ...], RecordedCollective] = {}
+        waits: RecordedCollective | None = None
         for operation in flight_recorder.operations(self._groups):
             latest[operation.members] = operation
             if not operation.done and waits is None:

@@ -1,13 +1,17 @@
-"""AWQ (arXiv 2306.00978): input channels that carry much are scaled up before their weights are rounded.
+"""Input channels scaled before weights are rounded: AWQ (arXiv 2306.00978) and SmoothQuant (arXiv 2211.10438).
 
-For y = x W^T, W' = W diag(s) and x' = x / s give the same y; s decides which channels bear the rounding error of W'.
-1/s is folded into what makes x: the norm before, or the rows of the layer before where nothing bends between. Of
-s = a^alpha, with a the root mean square of each channel, that of least |x' (W' - Q(W'))^T|^2 is taken; alpha 0 is none.
+For y = x W^T, W' = W diag(s) and x' = x / s give the same y; s decides which channels bear the rounding error of W',
+and of x' where products round their inputs too. 1/s is folded into what makes x: the norm before, or the rows of the
+layer before where nothing bends between.
+
+    awq          s = a^alpha, a: root mean square of a channel; the alpha of least |x' (W' - Q(W'))^T|^2, 0 is none
+    smoothquant  s = max|x|^(1/2) / max|W|^(1/2) of a channel: inputs and weights have the same range then
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +27,24 @@ STEPS = 10  # of alpha
 Fold = Callable[[Tensor], None]  # divides what makes the channels by s (K,)
 
 
-@torch.no_grad()
-def balance(block: nn.Module, moments: Mapping[nn.Module, Tensor], format: NumberFormat) -> None:
-    """Scale the layers of a block in place for `format`, and what comes before them; its function stays.
+@dataclass
+class Inputs:
+    """Of a layer's inputs x (tokens, K): x^T x (K, K) and the largest |x| of each channel (K,)."""
 
-    moments: x^T x (K, K) of each layer's inputs.
-    """
+    moment: Tensor
+    peak: Tensor
+
+    def __add__(self, other: Inputs) -> Inputs:
+        return Inputs(self.moment + other.moment, torch.maximum(self.peak, other.peak))
+
+
+@torch.no_grad()
+def balance(block: nn.Module, inputs: Mapping[nn.Module, Inputs], format: NumberFormat, method: str = "awq") -> None:
+    """Scale the layers of a block in place for `format`, and what comes before them; its function stays."""
     assert isinstance(block, Block)
     for fold, layers in _groups(block):
-        moment = moments[layers[0]]
-        scale = _best_scale([layer.weight for layer in layers], moment, format)
+        seen, weights = inputs[layers[0]], [layer.weight for layer in layers]
+        scale = _best_scale(weights, seen.moment, format) if method == "awq" else _even_scale(weights, seen.peak)
         fold(scale)
         for layer in layers:
             layer.weight.mul_(scale)
@@ -56,6 +68,12 @@ def _best_scale(weights: Sequence[Tensor], moment: Tensor, format: NumberFormat)
         if error < least:
             best, least = scale, error
     return best
+
+
+def _even_scale(weights: Sequence[Tensor], peak: Tensor) -> Tensor:
+    largest = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
+    scale = (peak.clamp(min=1e-5) / largest.clamp(min=1e-5)).sqrt()
+    return scale / (scale.max() * scale.min()).sqrt()
 
 
 def _groups(block: Block) -> Iterator[tuple[Fold, list[Linear]]]:

@@ -1,0 +1,76 @@
+"""Training with weights as they will be held: rounded, pruned or both in every product, kept in full for the update.
+
+    y = x Q(W)^T,   dx = g Q(W),   dW = g^T x
+
+The gradient goes through the rounding as if there were none (the straight-through estimator, arXiv 1308.3432). Of
+pruned weights it is 0: they were the smallest when training began and stay 0. `ironlaw compress --to` the same format
+by rtn afterwards holds exactly the weights that the last products had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ironlaw.errors import UserError
+from ironlaw.model.linear import Linear
+from ironlaw.numerics.compression import Target, read_target
+from ironlaw.numerics.pruning import kept_weights
+from ironlaw.numerics.quantized import rounded
+
+
+class _Product(torch.autograd.Function):
+    """Keeps x and the weight itself: the weight is rounded again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: AwareLinear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return F.linear(x, layer.narrow(weight).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), layer, of_x, of_weight = ctx.saved_tensors, ctx.layer, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ layer.narrow(weight).to(gradient.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+            of_weight = of_weight if layer.kept is None else of_weight * layer.kept
+        return of_x, of_weight, None
+
+
+class AwareLinear(Linear):
+    target: Target
+    kept: Tensor | None = None  # of a pruned one, which weights stay: found when the first weights are there
+
+    def narrow(self, weight: Tensor) -> Tensor:
+        format = self.target.format
+        return rounded(weight.detach().float(), format, block=format.weight_block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.target.pruning is not None and self.kept is None:
+            self.kept = kept_weights(self.weight, self.target.pruning)
+            with torch.no_grad():
+                self.weight.mul_(self.kept)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        product: Tensor = _Product.apply(x, self.weight, self)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def hold_as(blocks: nn.Module, text: str) -> None:
+    """The linear layers of `blocks` multiply with weights as `--to text` would hold them. UserError for no such."""
+    try:
+        target = read_target(text)
+    except UserError as error:
+        raise UserError(f"train.qat: {str(error).removeprefix('--to ')}") from None
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            module.__class__ = AwareLinear
+            assert isinstance(module, AwareLinear)
+            module.target = target

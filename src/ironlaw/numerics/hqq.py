@@ -1,0 +1,47 @@
+"""HQQ (Badri and Shaji 2023, "Half-Quadratic Quantization"): scales chosen by the weights alone, without data.
+
+Minimises sum |W - s q|^p, p = 0.7, which minds a few outliers less than squares do. Half-quadratic splitting: in turns
+
+    q = round(W / s),   e = shrink(W - s q),   s = <q, W - e> / <q, q>,   beta = 1.01 beta
+
+with shrink(x) = sign(x) max(0, |x| - |x|^(p - 1) / beta), the error that outliers are allowed. The authors move the
+zero point and keep s; our formats have no zero point, so that s moves. W is taken over its block's largest magnitude.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ironlaw.catalog.formats import NumberFormat, number_format
+from ironlaw.errors import UserError
+from ironlaw.numerics.quantized import Quantized, quantize, with_scales
+from ironlaw.numerics.rounding import round_to
+
+POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20  # the authors'
+
+
+def check_hqq(format: NumberFormat) -> None:
+    """UserError for a format whose scales are not free numbers."""
+    if format.block is None or format.rule == "floor" or format.tensor_scale:
+        raise UserError(f"hqq moves scales, and {format.name} has none of its own to move: use rtn, or --to int4")
+
+
+def hqq(weight: Tensor, format: NumberFormat) -> Quantized:
+    """`weight` (N, K) in a format that `check_hqq` takes."""
+    check_hqq(format)
+    nearest = quantize(weight, format.name, block=format.weight_block)
+    blocks, scale = nearest.in_blocks(weight), nearest.scale()
+    size = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-30)
+    blocks, scale, beta = blocks / size, scale[:, None, :, None] / size, BETA
+    best, least = scale, torch.full_like(scale, torch.inf)
+    for _ in range(STEPS):
+        codes = round_to(blocks / scale, format.element)
+        error = blocks - scale * codes
+        cost = error.abs().pow(POWER).sum((1, 3), keepdim=True)
+        best, least = torch.where(cost < least, scale, best), torch.minimum(cost, least)
+        allowed = error.sign() * (error.abs() - error.abs().clamp(min=1e-8).pow(POWER - 1) / beta).clamp(min=0)
+        moved = (codes * (blocks - allowed)).sum((1, 3), keepdim=True) / codes.square().sum((1, 3), keepdim=True)
+        scale, beta = torch.where(moved.isfinite() & (moved != 0), moved, scale), beta * GROWTH
+    found = round_to((best * size)[:, 0, :, 0], number_format(format.scale))
+    return with_scales(weight, format, torch.where(found == 0, nearest.scale(), found))

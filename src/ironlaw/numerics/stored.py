@@ -1,0 +1,129 @@
+"""Compressed weights as `transformers` and vLLM read them: the tensors of a layer, and `quantization_config`.
+
+    int4, int8, fp8, mxfp4   compressed-tensors: codes as they are held, packed in int32 (integers) or bytes (E2M1)
+    nf4                      bitsandbytes: blocks of 64 run over the flattened matrix, the first code in the high bits
+
+Codes and scales go through the same map of names as weights (`model/huggingface/tensors.py`), which divides and orders
+rows: a scale is therefore spread over the numbers it belongs to first, and gathered again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ironlaw.catalog.formats import number_format
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.configs import family_of
+from ironlaw.model.huggingface.families import FAMILIES
+from ironlaw.model.huggingface.tensors import entries
+from ironlaw.numerics.compression import Held
+from ironlaw.numerics.packing import pack
+from ironlaw.numerics.pruning import Sparse
+from ironlaw.numerics.quantized import Quantized
+from ironlaw.numerics.rounding import encode
+
+# compressed-tensors' name of the format of the files, and of the numbers.
+_COMPRESSED = {
+    "int4": ("pack-quantized", "int"), "int8": ("pack-quantized", "int"), "fp8": ("float-quantized", "float"),
+    "mxfp4": ("mxfp4-pack-quantized", "float"),
+}  # fmt: skip
+STORED = (*_COMPRESSED, "nf4")
+# What `transformers` reads it with, and the type that this multiplies in on a CPU where that is not fp32.
+LIBRARY = dict.fromkeys(_COMPRESSED, "compressed_tensors") | {"nf4": "bitsandbytes"}
+COMPUTES = {"mxfp4": torch.bfloat16, "nf4": torch.bfloat16}
+
+
+def check_stored(config: ModelConfig, held: Mapping[str, Held], name: str) -> None:
+    """UserError where a model's layers are not held in `name`, or its family has no linear layers to hold so."""
+    formats = {weight.format.name for weight in held.values()}
+    if formats != {name}:
+        found = " and ".join(sorted(formats)) or "no compressed weights"
+        raise UserError(
+            f"--dtype {name}: the run holds {found}; write `ironlaw compress RUN --to {name} --out DIR` first"
+        )
+    if family_of(config).kind == "gpt2":
+        raise UserError(
+            f"GPT-2's matrices lie transposed, in layers that {LIBRARY[name]} does not hold: leave --dtype out, or use "
+            "--to gguf"
+        )
+    wide = next((w for w in held.values() if w.shape[-1] % (64 if name == "nf4" else 32)), None)
+    if wide is not None and name != "fp8":
+        raise UserError(f"rows of {wide.shape[-1]} numbers are no whole blocks of {name}: leave --dtype out")
+
+
+def stored_tensors(
+    config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, Held], name: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of the file by their names there, and `quantization_config`. `check_stored` has been asked."""
+    codes, scales, tensors = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    ends = {"embedding.weight", "head.weight"}  # no client holds an embedding so: dequantised
+    for entry in entries(config, FAMILIES[family_of(config).kind].names):
+        one = held.get(entry.ours)
+        if one is None or entry.ours in ends:
+            entry.put(weights[entry.ours].detach().float(), tensors)
+            continue
+        dense = one.dense() if isinstance(one, Sparse) else one
+        entry.put(dense.values(), codes)
+        entry.put(dense.scale_of_each(), scales)
+        block = dense.block
+    assert block is not None
+    for there, values in codes.items():
+        group = block[1] if block[1] < values.shape[1] and block[0] == 1 else values.shape[1]
+        made = _nf4 if name == "nf4" else _compressed
+        tensors |= made(there, values, scales[there][:, ::group].contiguous(), name)
+    return tensors, _config(dense, name)
+
+
+def _config(held: Quantized, name: str) -> dict[str, Any]:
+    if name == "nf4":
+        return {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16",
+            "llm_int8_skip_modules": ["lm_head"],
+        }  # fmt: skip
+    files, kind = _COMPRESSED[name]
+    numbers: dict[str, Any] = {"num_bits": held.format.element.bits, "type": kind, "symmetric": True, "dynamic": False}
+    assert held.block is not None
+    by_group = name in ("int4", "mxfp4")
+    numbers |= {"strategy": "group", "group_size": held.block[1]} if by_group else {"strategy": "channel"}
+    if name == "mxfp4":
+        numbers |= {"scale_dtype": "torch.uint8"}
+    group = {"targets": ["Linear"], "weights": numbers, "format": files}
+    return {
+        "quant_method": "compressed-tensors", "format": files, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def _compressed(there: str, values: Tensor, scale: Tensor, name: str) -> dict[str, Tensor]:
+    made = {f"{there}_scale": scale}
+    if name == "fp8":
+        return made | {there: values.to(torch.float8_e4m3fn)}
+    if name == "mxfp4":  # scales as exponents, which are all that they are
+        exponents = torch.frexp(scale).exponent - 1 + 127
+        return {
+            f"{there}_scale": exponents.to(torch.uint8),
+            f"{there}_packed": pack(encode(values, number_format("fp4_e2m1")), 4),
+        }
+    bits = 4 if name == "int4" else 8
+    raised = (values.to(torch.int64) + (1 << (bits - 1))).unflatten(1, (-1, 32 // bits))
+    words = (raised << (bits * torch.arange(32 // bits))).sum(-1)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return made | {f"{there}_packed": signed, f"{there}_shape": torch.tensor(values.shape)}
+
+
+def _nf4(there: str, values: Tensor, scale: Tensor, name: str) -> dict[str, Tensor]:
+    format = number_format("nf4")
+    codes = encode(values, format).flatten()
+    about = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(values.shape)}
+    said = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+    return {
+        there: (codes[::2] << 4 | codes[1::2])[:, None].contiguous(), f"{there}.absmax": scale.flatten(),
+        f"{there}.quant_map": torch.tensor(format.values), f"{there}.quant_state.bitsandbytes__nf4": said,
+    }  # fmt: skip

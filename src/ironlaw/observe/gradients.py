@@ -1,0 +1,135 @@
+"""Which gradients of a step an update reads, and which rows of embeddings had any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ironlaw.observe.user_code import line_calling, user_line
+
+
+@dataclass
+class _Pass:
+    """One backward pass: where it began and the forward passes before it, and what it wrote, in order."""
+
+    place: str
+    forwards: list[tuple[str, set[int]]]  # line, and the parameters of the module called there
+    written: list[Tensor] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
+
+
+class GradientUse:
+    """Looks at one step between `begin` and `end`; whether gradients are read shows until the `facts` are asked for."""
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._handles: list[Any] = []
+        self._passes: list[_Pass] = []
+        self._forwards: list[tuple[str, set[int]]] = []
+        self._waiting: dict[int, tuple[Tensor, list[_Pass]]] = {}
+        self._untouched: float | None = None
+
+    def begin(self) -> None:
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._wrote) for p in self._module.parameters() if p.requires_grad
+        ]
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forward_begins(self, module: nn.Module) -> None:
+        if self._handles:
+            self._forwards.append((user_line() or "?", {id(p) for p in module.parameters()}))
+
+    def backward_begins(self) -> None:
+        self._forget_cleared()
+        if self._handles:
+            self._passes.append(_Pass(user_line() or "?", self._forwards))
+            self._forwards = []
+
+    def backward_ended(self) -> None:
+        if self._handles and self._untouched is None:
+            self._untouched = self._untouched_part()
+
+    def updates(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._waiting:
+            return
+        self._forget_cleared()
+        for parameter in _updated((optimizer,)):
+            for one in self._waiting.pop(parameter, (None, ()))[1]:
+                one.read.add(parameter)
+
+    def _wrote(self, parameter: Tensor) -> None:
+        if self._passes:
+            self._passes[-1].written.append(parameter)
+            self._waiting.setdefault(id(parameter), (parameter, []))[1].append(self._passes[-1])
+
+    def _forget_cleared(self) -> None:
+        """Gradients that are gone before any update came to read them."""
+        gone = [i for i, (p, _) in self._waiting.items() if p.grad is None or not bool(p.grad.any())]
+        for parameter in gone:
+            del self._waiting[parameter]
+
+    def facts(self, files: Sequence[str]) -> dict[str, Any]:
+        """Parts of the elements of all gradients of the step: `idle_gradients` no update read, `untouched_rows` are
+        rows of embeddings that no token of the batch was, zeros that an optimizer goes through all the same."""
+        names = tuple(type(optimizer).__name__ for optimizer in self._optimizers)
+        owned = _updated(self._optimizers)
+        for parameter, (_, passes) in self._waiting.items() if self._passes else ():
+            for one in passes if parameter in owned else ():  # those of an accumulation that goes on
+                one.read.add(parameter)
+        whole = sum(p.numel() for one in self._passes for p in one.written)
+        if not whole:
+            return {"idle_gradients": None, "untouched_rows": None}
+        idle = [_idle(one, owned) for one in self._passes]
+        worst = max(range(len(idle)), key=lambda n: idle[n][0])
+        return {
+            "idle_gradients": {
+                "part": sum(part for part, _ in idle) / whole,
+                "place": idle[worst][1][0] if idle[worst][1] else line_calling(names, files),
+                "lines": idle[worst][1],
+            },
+            "untouched_rows": {"part": self._untouched or 0.0,
+                               "place": line_calling(("Embedding", "EmbeddingBag"), files)},
+        }  # fmt: skip
+
+    def _untouched_part(self) -> float:
+        updated = _updated(self._optimizers)
+        whole = sum(p.numel() for p in self._module.parameters() if p.grad is not None)
+        tables = {id(m.weight): m.weight.grad for m in self._module.modules()
+                  if isinstance(m, nn.Embedding | nn.EmbeddingBag)}  # fmt: skip
+        rows = [g for p, g in tables.items() if type(g) is torch.Tensor and not g.is_sparse and p in updated]
+        return sum(float((g == 0).all(dim=1).sum()) * g.shape[1] for g in rows) / max(1, whole)
+
+
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _updated(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for p in parameters_of(optimizers)}
+
+
+def _idle(one: _Pass, owned: set[int]) -> tuple[float, list[str]]:
+    """Elements of gradients that nothing read, and the lines of the forward passes they belong to, then of the pass.
+
+    What a pass computes behind the last gradient that is read, it computes for nothing. Before that, gradients of
+    activations are needed, and those of weights, half of the work, are not: that counts where no optimizer has the
+    weight at all, and not for a discriminator through which a generator learns.
+    """
+    last = max((n for n, p in enumerate(one.written) if id(p) in one.read), default=-1)
+    whole = one.written[last + 1 :]
+    half = [p for p in one.written[: last + 1] if id(p) not in one.read and id(p) not in owned]
+    elements = sum(p.numel() for p in whole) + sum(p.numel() for p in half) / 2
+    behind = {id(p) for p in whole} & owned
+    if not behind:  # weights that no optimizer has: its constructor is the line
+        return elements, []
+    begun = [place for place, parameters in one.forwards if parameters & behind]
+    through = [place for place, parameters in one.forwards if not parameters & behind]
+    return elements, list(dict.fromkeys((*begun, *through, one.place)))

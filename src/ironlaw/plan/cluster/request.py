@@ -1,0 +1,74 @@
+"""What the planner of clusters is asked: a training step but for its layout, and the run around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ironlaw.catalog.nodes import Cluster
+from ironlaw.config import RunConfig
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.budget import Prices
+from ironlaw.plan.cluster.candidates import Candidates, Known, candidates_of
+from ironlaw.plan.cluster.layout_table import Table
+from ironlaw.plan.cluster.system import ClusterSystem, system_of
+from ironlaw.plan.cluster.update_cost import update_cost
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.work import Work
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.recipe import Recipe, StepBatch
+
+DEFAULT_ENGINE = "nemo"
+"""The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
+
+
+@dataclass(frozen=True)
+class ClusterStep:
+    """One training step on a cluster, but for its layout."""
+
+    model: ModelConfig
+    cluster: Cluster
+    sequence: int  # tokens
+    global_batch: int  # sequences per step
+    precision: str = "bf16"
+    engine: str | Engine = DEFAULT_ENGINE
+    optimizer: str = "adamw"
+    flash: bool = True  # else attention's scores are materialised
+    config: RunConfig | None = None  # of a run around the model, where there is one
+    recipe: tuple[StepBatch, Recipe] | None = None  # what has been decided of our own trainer's run
+
+    @cached_property
+    def system(self) -> ClusterSystem:
+        """UserError where the catalogue lacks a figure that every plan needs."""
+        engine = engine_named(self.engine) if isinstance(self.engine, str) else self.engine
+        return system_of(self.cluster, engine, self.precision, update_cost(self.optimizer, self.model))
+
+    def candidates(self, layouts: Iterable[Layout] | Table, known: Known | None = None) -> Candidates:
+        return candidates_of(
+            self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash, known=known
+        )
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """`layout` is the one to plan, or None to search; `excluded` names what a search must leave out, and why."""
+
+    model: ModelConfig
+    cluster: Cluster
+    work: Work
+    precision: str
+    engine: str
+    prices: Prices = field(default_factory=Prices)
+    layout: Layout | None = None
+    optimizer: str = "adamw"
+    excluded: Callable[[Layout], str | None] | None = None
+    config: RunConfig | None = None
+
+    @cached_property
+    def step(self) -> ClusterStep:
+        return ClusterStep(
+            self.model, self.cluster, self.work.sequence, self.work.global_batch, self.precision, self.engine,
+            self.optimizer, config=self.config,
+        )  # fmt: skip

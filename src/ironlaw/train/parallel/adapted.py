@@ -1,0 +1,120 @@
+"""A frozen model with adapters on a layout. Matrices that widen are divided by outputs, those that narrow by inputs, as
+without adapters (`tensor.py`), and adapters with them: y = x W^T + s (x A^T) B^T of
+
+    outputs divided     A whole, B by rows: every rank has a part of A's gradient
+    inputs divided      A by columns, B whole: results are parts of a sum, and so is B's gradient
+
+What is divided is a DTensor, so that FSDP, norms and checkpoints know of it; the frozen matrix is a plain part.
+Checkpoints and PEFT's files have whole adapters: they are small, and read on any layout (`adapter_store.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ironlaw.model.adapters import AdaptedLinear, adapted_layers
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import Linear
+from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.frozen_linear import FrozenLinear
+
+NARROWING = ("attention.out", "ffn.down")
+
+
+def divide(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
+    """Every matrix of the blocks that are there, and its adapters: this rank's."""
+    for block in part.blocks:
+        for name, layer in block.named_modules():
+            if isinstance(layer, Linear):
+                if name in NARROWING:
+                    _by_inputs(layer, mesh, rank)
+                else:
+                    _by_outputs(layer, rows_of_ranks(name, layer.out_features, part.config, mesh.size()), mesh, rank)
+
+
+def rows_of_ranks(name: str, rows: int, config: ModelConfig, ranks: int) -> list[Tensor]:
+    """Rows of a widening matrix that each rank has: of queries, keys and values their own heads'."""
+    sizes = [rows]
+    if name == "attention.qkv":
+        sizes = [config.query_size, config.key_value_size, config.key_value_size]
+    parts = [chunk.chunk(ranks) for chunk in torch.arange(rows).split(sizes)]
+    return [torch.cat([chunks[rank] for chunks in parts]) for rank in range(ranks)]
+
+
+def _by_outputs(layer: Linear, rows: list[Tensor], mesh: DeviceMesh, rank: int) -> None:
+    here, inputs = rows[rank], layer.in_features
+    _keep(layer, here, slice(0, inputs))
+    layer.out_features = len(here)
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.detach()[here], requires_grad=False)
+    start = 0
+    for adapter in layer.each() if isinstance(layer, AdaptedLinear) else ():
+        within = [some[(some >= adapter.start) & (some < adapter.stop)] - adapter.start for some in rows]
+        adapter.order = torch.cat(within)
+        adapter.b = _part(adapter.b, within[rank], 0, mesh)
+        if adapter.magnitude is not None:
+            adapter.magnitude = _part(adapter.magnitude, within[rank], 0, mesh)
+        adapter.start, start = start, start + len(within[rank])
+        adapter.stop = start
+
+
+def _by_inputs(layer: Linear, mesh: DeviceMesh, rank: int) -> None:
+    """The bias is added once: by the first rank."""
+    width = layer.in_features // mesh.size()
+    columns = slice(rank * width, (rank + 1) * width)
+    _keep(layer, None, columns)
+    layer.in_features = width
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.detach() * (rank == 0), requires_grad=False)
+    group = mesh.get_group()
+
+    def whole_lengths(lengths: Tensor) -> Tensor:
+        squares = lengths.square()
+        dist.all_reduce(squares, group=group)
+        return squares.sqrt()
+
+    for adapter in layer.each() if isinstance(layer, AdaptedLinear) else ():
+        adapter.a = _part(adapter.a, torch.arange(columns.start, columns.stop), 1, mesh)
+        adapter.whole_lengths = whole_lengths
+
+
+def _keep(layer: Linear, rows: Tensor | None, columns: slice) -> None:
+    if isinstance(layer, FrozenLinear):
+        layer.keep_part(rows, columns)
+        return
+    weight = layer.weight.detach()[:, columns]
+    layer.weight = nn.Parameter(weight.clone() if rows is None else weight[rows], requires_grad=False)
+
+
+def _part(tensor: Tensor, chosen: Tensor, dimension: int, mesh: DeviceMesh) -> nn.Parameter:
+    local = tensor.detach().index_select(dimension, chosen)
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False))
+
+
+def partial(part: nn.Module) -> list[nn.Parameter]:
+    """Whole parameters of which a tensor parallel rank has a part of the gradient."""
+    found: list[nn.Parameter] = []
+    for name, layer in adapted_layers(part).items():
+        for adapter in layer.each():
+            if not name.endswith(NARROWING):
+                found.append(adapter.a)
+            else:
+                found += [p for p in (adapter.b, adapter.magnitude) if p is not None]
+    return found
+
+
+def frozen_parameters(part: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in part.parameters() if not parameter.requires_grad}
+
+
+def share_codes(part: nn.Module) -> None:
+    """Codes become parameters, which FSDP divides."""
+    for layer in part.modules():
+        for name in ("codes", "scale_codes") if isinstance(layer, FrozenLinear) else ():
+            codes = layer._buffers.pop(name)
+            assert codes is not None
+            layer.register_parameter(name, nn.Parameter(codes.contiguous(), requires_grad=False))

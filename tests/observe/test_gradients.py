@@ -1,0 +1,94 @@
+"""What a loop computes for nothing, or in the wrong mode: seen in a few steps, with the line of code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ironlaw
+from ironlaw.ledger import Ledger
+from ironlaw.observe.inputs import padding
+from ironlaw.observe.user_code import padding_line
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    return Ledger.load(folder / "ledger.json").facts
+
+
+def line(place: str) -> str:
+    file, _, number = place.rpartition(":")
+    return Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_generators_gradients_that_its_discriminators_step_throws_away(detached: bool, tmp_path: Path) -> None:
+    generator, discriminator = nn.Linear(8, 8), nn.Linear(8, 1)
+    to_generate, to_discriminate = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, discriminator))
+    with ironlaw.observe(
+        [generator, discriminator], [to_discriminate, to_generate], out=tmp_path / "run", plan=False, profile_steps=0
+    ):
+        for _ in range(12):
+            made = generator(torch.randn(4, 8))  # HERE
+            made = made.detach() if detached else made
+            (discriminator(made) - discriminator(torch.randn(4, 8))).mean().backward()
+            to_discriminate.step()
+            to_generate.zero_grad()
+            (-discriminator(generator(torch.randn(4, 8)))).mean().backward()
+            to_generate.step()
+            to_discriminate.zero_grad()
+    idle = facts_of(tmp_path / "run")["idle_gradients"]
+    # Of the discriminator's 9 elements twice and the generator's 72 twice, or once where it is detached.
+    assert idle["part"] == pytest.approx(0.0 if detached else 72 / (2 * 9 + 2 * 72))
+    assert detached or "# HERE" in line(idle["place"])
+
+
+def test_gradients_that_are_gathered_over_steps_are_not_idle(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for number in range(24):
+            model(torch.randn(4, 8)).square().mean().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert facts_of(tmp_path / "run")["idle_gradients"]["part"] == 0.0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_model_that_is_left_in_evaluation_mode(again: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(12):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()  # HERE
+            model.train(again)
+    ledger = Ledger.load(tmp_path / "run" / "ledger.json")
+    left = ledger.facts["left_in_eval"]
+    assert left is None if again else "# HERE" in line(left["place"])
+    assert ledger.phase_seconds["forward"] > 0
+
+
+def test_padding_is_what_all_rows_end_with() -> None:
+    rows = torch.randint(1, 50, (4, 16), generator=torch.Generator().manual_seed(0))
+    assert padding((rows,), {}) == pytest.approx((0.0, 1 / 16 if bool((rows[:, -1] == rows[0, -1]).all()) else 0.0))
+    for length, row in zip((4, 8, 8, 12), rows, strict=True):
+        row[length:] = 0
+    assert padding((), {"input_ids": rows}) == pytest.approx((32 / 64, 4 / 16))
+    assert padding((rows.flip(1),), {}) == pytest.approx((32 / 64, 4 / 16))
+    assert padding((torch.zeros(4, 16, dtype=torch.long),), {}) is None  # nobody's data
+    assert padding((torch.randn(4, 16),), {}) is None
+
+
+def test_the_line_that_fills_rows_up(tmp_path: Path) -> None:
+    script, other = tmp_path / "train.py", tmp_path / "other.py"
+    script.write_text("conv = Conv2d(3, 8, 3, padding=1)\nPAD = 0\n\nrow = row + [PAD] * (60 - len(row))\n")
+    assert padding_line([str(tmp_path / "nowhere.py"), str(script)]) == f"{script}:4"
+    other.write_text("PAD = 0\nrow = [PAD]\nrows = pad_sequence(rows)\n")
+    assert padding_line([str(script), str(other)]) == f"{other}:3"
