@@ -5,6 +5,7 @@ set -eu
 here="$(cd "$(dirname "$0")/.." && pwd)"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
+export XDG_CACHE_HOME="$work/cache"  # what this user has measured, with another version perhaps, is not asked
 "${PYTHON:-python3}" -m pip wheel -q --no-deps -w "$work" "$here"
 for python in ${PYTHONS:-python3.11 python3.12 python3.13 python3.14}; do
     if ! "$python" -c "" 2> /dev/null; then

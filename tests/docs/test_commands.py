@@ -88,7 +88,8 @@ BEGIN = (
 ORDER = ("train", "serve", "bench", "calibrate", "validate", "plan", "compress", "generate", "export", "explain")
 # Shorter, or what a placeholder stands for; the rest of a command is run as it is printed.
 STANDS_FOR = (
-    ("CONFIG", "examples/gpt-tiny.toml"), ("explain A B", "explain runs/demo runs/larger"),
+    ("CONFIG", "examples/gpt-tiny.toml"), ("--serve RUN", "--serve runs/demo"),
+    ("explain A B", "explain runs/demo runs/larger"),
     ("-per-node 8", "-per-node 2"), ("--requests 100", "--requests 4"), ("--rate 4", "--rate 4 --requests 4"),
     ("ironlaw tune ", "ironlaw tune --budget 20s "),
     ("train examples/gpt2.toml", "train examples/gpt2.toml --out runs/texts"),
@@ -180,6 +181,7 @@ def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path
     (reader / "examples" / "gpt-tiny.toml").unlink()
 
     def begin(*words: str) -> subprocess.Popen[str]:
+        print("ironlaw", *words, flush=True)  # -s: how far it is
         begun = [here / "ironlaw", *words]
         process = subprocess.Popen(
             begun, cwd=reader, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

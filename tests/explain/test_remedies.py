@@ -11,6 +11,7 @@ from ironlaw.config import RunConfig
 from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy, find_remedies, situation, with_settings
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
+from ironlaw.workload.finetune import FinetuneConfig
 
 
 def remedies(config: RunConfig, profile: Profile, **facts: Any) -> dict[str, Remedy]:
@@ -46,6 +47,14 @@ def test_the_faster_precision_is_proposed() -> None:
     found = remedies(make_config(), make_profile(bf16_factor=5))
     assert found["precision"].apply == "--set train.precision=bf16"
     assert found["precision"].effect is Effect.ROUNDING and found["precision"].gain > 0.2
+
+
+def test_a_base_in_few_bits_that_need_not_be_is_held_wide() -> None:
+    """It is dequantised for every product, which few tokens do not make up for."""
+    config = make_config({"hidden": 256}, sequence=4, global_batch=1)
+    config = config.model_copy(update={"finetune": FinetuneConfig(method="qlora")})
+    found = remedies(config, make_profile(bf16_factor=0.5))
+    assert found["precision"].apply == "--set finetune.method=lora" and found["precision"].bytes_saved < 0
 
 
 def test_a_slower_precision_is_not() -> None:

@@ -370,5 +370,9 @@ def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
     assert not answer.fits and "too much already" in answer.ledger.facts["finetune"]
     small = plan_request("llama3-8b", on="rtx-4090", overrides=["finetune.method=qlora"])
     assert small.fits and "left for activations" in small.ledger.facts["finetune"]
-    with pytest.raises(UserError, match="one accelerator"):
-        plan_request("llama3-8b", on="2x rtx-4090", overrides=["finetune.method=qlora"])
+    # On two cards each has half of what one holds: nf4 codes too, all but the scales of scales.
+    shared = plan_request("llama3-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"])
+    halves = {line.component: line.bytes for line in shared.ledger.memory}
+    assert halves["weights"] == pytest.approx((held["weights"] + tables) / 2, rel=1e-3)
+    assert not shared.fits and "1.05 GiB are left for activations" in shared.ledger.facts["finetune"]
+    assert "dp 2, ZeRO 3" in str(shared.more["assumed"])

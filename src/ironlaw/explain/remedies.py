@@ -112,7 +112,9 @@ class Remedy:
 
 
 def _precisions(now: Situation) -> Iterable[Settings]:
-    return [{"train.precision": p} for p in now.profile.matmul if p != now.plan.decided.precision]
+    """Of products; and of a frozen base, whose nf4 is dequantised for each of them."""
+    wide: list[Settings] = [{"finetune.method": "lora"}] if now.config.finetune.method == "qlora" else []
+    return wide + [{"train.precision": p} for p in now.profile.matmul if p != now.plan.decided.precision]
 
 
 def _micro_batches(now: Situation) -> Iterable[Settings]:

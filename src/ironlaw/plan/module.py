@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Decisions, Ledger
+from ironlaw.ledger import Decisions, Ledger, Line
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, hardware_of
@@ -123,11 +123,13 @@ def _planned(
     return ledger_on(target, step_of_trace(traced, accumulation, loop), traced.parameters, facts)
 
 
-def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any]) -> Ledger:
-    """A program of one process where it is to run, with what else is known of it."""
+def ledger_on(
+    target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any], more: Sequence[Line] = ()
+) -> Ledger:
+    """A program of one process, or of one of several alike, where it is to run, with what else is known of it."""
     system, peak = target.system, peak_memory(program)
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
-    ledger = Ledger("plan", lines=fold(program.operations(), target.machine), memory=peak.lines(notes))
+    ledger = Ledger("plan", lines=[*fold(program.operations(), target.machine), *more], memory=peak.lines(notes))
     ledger.facts = target.facts | {
         "machine": system.name,
         "precision": target.precision,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -189,19 +189,13 @@ class Candidates:
         few, sort = self.blocks(engine)
         division = few._division(engine)
         keys = [row.tobytes() for row in np.stack([division, *few._columns(OF_THE_LAYOUT)], axis=1)]
-        known = {} if self.known is None else self.known.setdefault(name, {})
-        new = np.array([key not in known for key in keys])
-        for alike in np.unique(division[new]):
+        known = BlockValues() if self.known is None else self.known.setdefault(name, BlockValues())
+        new = np.array([key not in known.place for key in keys], dtype=bool)
+        for alike in np.unique(division[new]) if len(self) else [0.0]:
             index = np.flatnonzero(new & (division == alike))
-            found = function(few.take(index))
-            values = np.empty((len(index), len(found)))
-            for number, column in enumerate(found.values()):
-                values[:, number] = column
-            for row, value in zip(index, values, strict=True):
-                known[keys[row]] = dict(zip(found, value, strict=True))
-        return {
-            of: np.array([known[key][of] for key in keys])[sort] for of in (known[keys[0]] if keys else function(few))
-        }
+            known.learn([keys[i] for i in index], function(few.take(index)))
+        place = np.array([known.place[key] for key in keys], dtype=np.int64)
+        return dict(zip(known.names, known.values[:, place[sort]], strict=True))
 
     @property
     def accumulation(self) -> Array:
@@ -349,8 +343,24 @@ OF_THE_LAYOUT = frozenset(
 )
 """Columns on which neither seconds nor bytes of a block and micro-batch hang, but for how they divide it."""
 
-Known = dict[str, dict[bytes, dict[Any, float]]]
-"""By name of a function, by block: its values by name."""
+
+@dataclass
+class BlockValues:
+    """What a function gave of every block that it was asked about: a row of `values` per name, a place per block."""
+
+    place: dict[bytes, int] = field(default_factory=dict)
+    names: list[Any] = field(default_factory=list)
+    values: Array = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def learn(self, keys: Sequence[bytes], found: Mapping[Any, Size]) -> None:
+        columns = np.stack([np.broadcast_to(column, len(keys)) for column in found.values()])
+        self.values = np.concatenate([self.values, columns], axis=1) if self.names else columns
+        self.names = list(found)
+        self.place |= {key: len(self.place) + i for i, key in enumerate(keys)}
+
+
+Known = dict[str, BlockValues]
+"""By name of a function."""
 
 
 def candidates_of(
