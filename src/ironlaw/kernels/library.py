@@ -82,7 +82,7 @@ def _build(compiles: list[str], file: Path) -> None:
         made, linked = f"{place}/made.o", f"{place}/made.so"
         # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would take turns at the cores.
         for words in ([*compiles, "-o", made], [compiles[0], "-shared", made, "-o", linked]):
-            subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
+            subprocess.run(words, check=True, capture_output=True, text=True, timeout=600)
         os.replace(linked, file)
 
 

@@ -61,7 +61,7 @@ class Work:
 class Runner:
     def __init__(self, served: Served, pages: int, page: int, compiles: bool = True, graphs: bool = False) -> None:
         model, config, device, kept = served.model, served.model.config, served.device, KV_TYPES[served.kv]
-        self.model, self.config, self.device, self.page = model, config, device, page
+        self.model, self.config, self.device, self.page, self.pages = model, config, device, page, pages
         heads, sizes = kv_heads_and_sizes(config)
         self.autocast = served.autocast
         shapes = Shapes(config.heads, heads, sizes[0], sizes[-1], sizes[-1], page)
@@ -187,6 +187,8 @@ class Runner:
         for row, w in zip(table, part, strict=True):
             held = w.request.blocks[:width]
             row[: len(held)] = held
+        if table.max() >= self.pages:
+            raise ValueError(f"page {table.max()} of {self.pages}: compiled code would read past them")
         return torch.from_numpy(table).to(self.device, dtype)
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:

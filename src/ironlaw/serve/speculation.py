@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
 from ironlaw.serve.request import Request
 from ironlaw.serve.runner import Runner, Work
 from ironlaw.serve.sampler import likeliest
 
 
-class Proposer(Protocol):
+class Proposer:
     def propose(self, request: Request) -> list[int]:
         """Tokens that may come next; a placeholder each where `fill` finds them for all requests at once."""
+        raise NotImplementedError
 
     def fill(self, requests: Sequence[Request]) -> None:
         """Put proposed tokens in the place of placeholders; pages for them are there."""
@@ -27,7 +27,7 @@ class Proposer(Protocol):
         """The model has computed this."""
 
 
-class NGram:
+class NGram(Proposer):
     """What followed the last time that the newest tokens occurred (prompt lookup): no model, no cost."""
 
     def __init__(self, longest: int, count: int) -> None:
@@ -48,14 +48,8 @@ class NGram:
                 return tokens[start : start + self.count]
         return []
 
-    def fill(self, requests: Sequence[Request]) -> None:
-        pass
 
-    def computed(self, work: Sequence[Work]) -> None:
-        pass
-
-
-class DraftModel:
+class DraftModel(Proposer):
     """A smaller model's likeliest tokens. It keeps its keys and values in pages of the same numbers as the model's."""
 
     def __init__(self, runner: Runner, count: int) -> None:
