@@ -1,8 +1,8 @@
 """Fit the constants of the serving planner, and the intervals it states, to published measurements.
 
-    python benchmarks/fit_serving.py ../shared/calibration/inference.csv            # constants, then intervals
-    python benchmarks/fit_serving.py ... --left-out                                 # the record of groups left out
-    python benchmarks/fit_serving.py ... --record device                            # of whole devices or engines
+    python benchmarks/fit_serving.py ../shared/calibration/inference.csv    # constants and intervals are written
+    python benchmarks/fit_serving.py ... --record group                     # record of sources left out, one by one
+    python benchmarks/fit_serving.py ... --record device                    # or of devices, engines, versions
 
 Constants are a base and effects (`plan/serving/rates.py`). Residuals are logarithms of planned over measured, in units
 of 15%, with a robust loss; every effect has a prior of mean 0, so that one that few rows support stays small. A group
@@ -19,41 +19,45 @@ from typing import Any
 
 import numpy as np
 import tomli_w
-from scipy.optimize import least_squares
+from scipy.linalg import cho_factor, cho_solve
 
 from ironlaw.plan.measured.inference import ServingRun, read_serving
 from ironlaw.plan.serving import rates as serving_rates
 from ironlaw.plan.serving.demand import Demand
-from ironlaw.plan.serving.rates import NAMES, Rates, device_class, effect_names, link
+from ironlaw.plan.serving.rates import NAMES, Rates, effect_names, link
 from ironlaw.plan.serving.steady import at_concurrency, unlimited
 from ironlaw.plan.serving.timing import System, decode_seconds, prompt_seconds, room_tokens
 
 FOLDER = Path(serving_rates.__file__).parent
 
 # Which effects a constant has, how far they may stray (natural logarithms or logits), and where its base starts.
+KERNELS = ("engine", "release", "class", "vendor", "format", "pair", "side", "kernel", "mixture")
 EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
-    "weights": (("engine", "age", "generation", "format", "pair", "kernel", "mixture"), 0.7, 0.8),
-    "products": (("engine", "age", "generation", "format", "pair", "kernel", "mixture"), 0.7, 0.0),
+    "weights": (KERNELS, 0.7, 0.8),
+    "products": (KERNELS, 0.7, 0.0),
     "decode_products": (("engine",), 0.5, 0.0),
-    "cache": (("engine", "pair"), 0.5, 0.3),
-    "attention": (("engine", "pair"), 0.7, -0.5),
-    "layer_seconds": (("engine", "age", "generation", "pair"), 1.0, float(np.log(8e-6))),
-    "step_seconds": (("engine", "age"), 1.0, float(np.log(3e-4))),
-    "prompt_seconds": (("engine", "age"), 1.0, float(np.log(1e-3))),
-    "ramp_tokens": (("engine", "pair"), 1.0, float(np.log(30.0))),
-    "collective_seconds": (("engine", "age"), 0.7, float(np.log(1e-5))),
+    "cache": (("engine", "side"), 0.5, 0.3),
+    "attention": (("engine", "pair", "side"), 0.7, -0.5),
+    "layer_seconds": (("engine", "release", "host", "class", "vendor", "mixture"), 1.0, float(np.log(8e-6))),
+    "step_seconds": (("engine", "host", "release", "vendor"), 1.0, float(np.log(3e-4))),
+    "prompt_seconds": (("engine", "age", "host", "vendor"), 1.0, float(np.log(1e-3))),
+    "ramp_tokens": (("engine", "vendor", "side"), 1.0, float(np.log(30.0))),
+    "collective_seconds": (("engine", "host", "release"), 0.7, float(np.log(1e-5))),
     "most_requests": (("engine", "age"), 0.5, float(np.log(512.0))),
     "throughput": (("engine", "age", "mixture"), 0.3, -0.1),
 }
+STRAYS = {"": 3.0, "host": 3.0}
+"""Of a base and of what a kind of host costs, how much further they may stray than other effects."""
 UNIT, LOSS_SCALE, GROUP_ROWS = 0.15, 1.5, 60
 LARGEST = 3.0  # error (natural logarithm) beyond which a row is a mistake
 DIFFERENCE = 1e-5
+LONGEST, DONE = 1.5, 3e-5  # step of an effect; share of the loss that a step must gain
 WEIGHTS = {"decode": 1.0, "prompt": 0.8, "first": 0.5, "requests": 0.8, "unlimited": 0.6}
 NONE = -1  # place of what has no effect
-KNOWN_FACTOR = 1.6
-"""On the errors of rows that set the constants, for rows of the same engines and generations that did not. Assumed."""
+ENDS = {"low": min, "high": max}
+PARTS = ("group", "device", "engine", "version")
 
-DROPPED = 0.02  # effects smaller than this are left out of the file
+DROPPED = 0.03  # effects smaller than this are left out of the file
 
 
 class Problem:
@@ -73,18 +77,13 @@ class Problem:
         self.together = np.array([r.together for r in runs])
         self.replicas = _stack([r.layout.replicas for r in runs])
         self.fraction = _stack([r.engine.memory_fraction for r in runs])
+        self.of_free = np.array([r.engine.of_free for r in runs])
         self.groups = np.array([r.group for r in runs])
         named = [
-            effect_names(
-                r.engine,
-                device_class(r.device),
-                r.formats.weights,
-                r.backend,
-                r.year,
-                r.system.demand.experts > 0,
-            )
+            effect_names(r.engine, r.device, r.formats.weights, r.backend, r.year, r.system.demand.experts > 0)
             for r in runs
         ]
+        self.engines, self.pairs = ([one[kind] for one in named] for kind in ("engine", "pair"))
         self.index: dict[tuple[str, str], tuple[int, np.ndarray]] = {}
         self.names: list[tuple[str, str, str]] = []
         self.base: dict[str, int] = {}
@@ -98,7 +97,7 @@ class Problem:
                 place = {level: first + i for i, level in enumerate(levels)}
                 self.index[constant, kind] = (first, np.array([place.get(n[kind], NONE) for n in named]))
         self.start = np.array([EFFECTS[c][2] if not kind else 0.0 for c, kind, _ in self.names])
-        self.spread = np.array([EFFECTS[c][1] * (1.0 if kind else 3.0) for c, kind, _ in self.names])
+        self.spread = np.array([EFFECTS[c][1] * STRAYS.get(kind, 1.0) for c, kind, _ in self.names])
         self.targets = self._targets()
         counted = {g: int((self.groups == g).sum()) for g in set(self.groups)}
         self.weight = np.array([1 / np.sqrt(max(counted[g] / GROUP_ROWS, 1.0)) for g in self.groups])
@@ -116,9 +115,9 @@ class Problem:
         inputs, outputs, requests = np.maximum(self.inputs, 1.0), self.outputs, self.requests
         prompt = prompt_seconds(s, np.where(self.together, requests, 1.0), inputs)
         steady = [at_concurrency(s, requests, self.inputs, outputs, which) for which in (True, False)]
-        room = room_tokens(s, self.fraction)
+        room = room_tokens(s, self.fraction, self.of_free)
         kept = s.demand.cached_tokens(np.maximum(self.inputs + outputs, 1.0))
-        most = np.clip(room / np.maximum(kept, 1.0), 1.0, s.rates.most_requests)
+        most = np.clip(room / np.maximum(kept, 1.0), 1.0, s.rates.most_requests * s.attention_dp)
         rate = np.where(self.together, steady[0].tokens_per_second, steady[1].tokens_per_second)
         return {
             "decode": decode_seconds(s, requests, self.inputs + outputs / 2),
@@ -178,65 +177,121 @@ class Problem:
                     part[np.arange(len(at)), self.index[constant, effect][1][at]] += slope
         return np.concatenate([*(part[:, :-1] for part in found), np.diag(1 / self.spread)])
 
-    def fit(self, used: np.ndarray, start: np.ndarray | None = None, evaluations: int = 30) -> np.ndarray:
-        first = self.start if start is None else start
-        return least_squares(
-            self.residuals,
-            first,
-            self.jacobian,
-            args=(used,),
-            loss="soft_l1",
-            f_scale=LOSS_SCALE,
-            max_nfev=evaluations,
-        ).x
+    def fit(self, used: np.ndarray, start: np.ndarray | None = None, steps: int = 60) -> np.ndarray:
+        """Levenberg-Marquardt with a soft L1 loss of the rows and a square one of the effects."""
+        x = self.start.copy() if start is None else start.copy()
+        damping, residual = 1e-3, self.residuals(x, used)
+        for _ in range(steps):
+            rows = len(residual) - len(x)
+            slope, error = self.jacobian(x, used)[:rows], residual[:rows]
+            weight = 1 / np.sqrt(1 + (error / LOSS_SCALE) ** 2)
+            weighted = (slope * np.sqrt(weight)[:, None]).astype(np.float32)
+            curvature = (weighted.T @ weighted).astype(float) + np.diag(1 / self.spread**2)
+            gradient = slope.T @ (weight * error) + residual[rows:] / self.spread
+            for _ in range(6):
+                damped = curvature + np.diag(damping * curvature.diagonal())
+                tried = x - np.clip(cho_solve(cho_factor(damped), gradient), -LONGEST, LONGEST)
+                after = self.residuals(tried, used)
+                gained = _loss(residual, rows) - _loss(after, rows)
+                if gained > 0:
+                    break
+                damping *= 8
+            else:
+                return x
+            done = gained < DONE * _loss(residual, rows)
+            x, residual, damping = tried, after, max(damping / 5, 1e-5)
+            if done:
+                break
+        return x
 
-    def errors(self, x: np.ndarray, used: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-        """kind -> group -> ln(measured / planned)."""
+    def errors(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """Of each kind ln(measured / planned) of every row, NaN where it did not measure it."""
         planned = self.predicted(self.totals(x))
-        found: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in WEIGHTS}
-        for kind, values in planned.items():
-            for group in sorted(set(self.groups[used])):
-                rows = used & (self.groups == group) & ~np.isnan(self.targets[kind])
-                if rows.any():
-                    found[kind][group] = np.log(self.targets[kind][rows] / values[rows])
-        return found
+        return {kind: np.log(self.targets[kind] / planned[kind]) for kind in WEIGHTS}
+
+    def known(self, used: np.ndarray) -> np.ndarray:
+        """Rows whose engine, and whose engine's family on such devices, other rows that are used speak of."""
+        seen = [
+            {name for name, there in zip(names, used, strict=True) if there} for names in (self.engines, self.pairs)
+        ]
+        return np.array([e in seen[0] and p in seen[1] for e, p in zip(self.engines, self.pairs, strict=True)])
+
+
+def _loss(residual: np.ndarray, rows: int) -> float:
+    robust = 2 * LOSS_SCALE**2 * (np.sqrt(1 + (residual[:rows] / LOSS_SCALE) ** 2) - 1)
+    return float(robust.sum() + (residual[rows:] ** 2).sum())
 
 
 def _stack(values: list[Any]) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def left_out(problem: Problem, parts: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    """Errors of each part by constants fitted without it: kind -> group -> ln(measured / planned). Every fit starts
-    afresh: a few steps from constants that knew the part would not forget it."""
-    collected: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in WEIGHTS}
+def left_out(problem: Problem, parts: np.ndarray, best: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Errors of each part by constants fitted without it, and whether the rest knew its engine on such devices. A fit
+    starts from `best`: its first step already takes effects that no row is left to speak of back to 0."""
+    errors = {kind: np.full(len(parts), np.nan) for kind in WEIGHTS}
+    known = np.zeros(len(parts), dtype=bool)
     for part in sorted(set(parts)):
         there = parts == part
-        for kind, found in problem.errors(problem.fit(~there, evaluations=12), there).items():
-            for group, values in found.items():
-                collected[kind].setdefault(group, []).append(values)
-    return {kind: {g: np.concatenate(v) for g, v in groups.items()} for kind, groups in collected.items()}
+        known[there] = problem.known(~there)[there]
+        for kind, found in problem.errors(problem.fit(~there, best, 8)).items():
+            errors[kind][there] = found[there]
+    return errors, known
 
 
-def show(errors: dict[str, dict[str, np.ndarray]], each: bool = True) -> None:
-    for kind, groups in errors.items():
-        some = groups.items() if each else ()
-        for group, values in [*some, ("all", np.concatenate(list(groups.values())))]:
-            off = 100 * np.abs(np.expm1(-values))
-            print(f"{kind:10s} {group:34s} {len(values):4d}  median {np.median(off):5.1f}  mean {off.mean():5.1f}")
+def parts_of(problem: Problem, by: str) -> np.ndarray:
+    """Names of what is left out together: a source, a twelfth of the devices, an engine, or its releases of a year."""
+    devices = sorted({run.device.name for run in problem.runs})
+    name = {
+        "group": lambda run: run.group, "device": lambda run: devices.index(run.device.name) % 12,
+        "engine": lambda run: run.engine.name, "version": lambda run: f"{run.engine.name} {run.year}",
+    }[by]  # fmt: skip
+    return np.array([name(run) for run in problem.runs])
 
 
-def intervals(errors: dict[str, dict[str, np.ndarray]], factor: float = 1.0) -> dict[str, dict[str, float]]:
-    """10th and 90th percentile of ln(measured / planned), every group counting alike."""
+def off(errors: np.ndarray) -> str:
+    """Of ln(measured / planned): how many, and the error relative to what was measured."""
+    share = 100 * np.abs(np.expm1(-errors[~np.isnan(errors)]))
+    return f"{len(share):4d}  median {np.median(share):5.1f}  mean {share.mean():5.1f}"
+
+
+def show(problem: Problem, errors: dict[str, np.ndarray], each: bool = True) -> None:
+    """By kind and source, then by what the record is judged by."""
+    for kind, found in errors.items():
+        groups = sorted(set(problem.groups[~np.isnan(found)])) if each else []
+        for group in groups:
+            print(f"{kind:10s} {group:34s} {off(found[problem.groups == group])}")
+        print(f"{kind:10s} {'all':34s} {off(found)}")
+    scenario = np.array([run.scenario for run in problem.runs])
+    answer = np.where(np.isnan(errors["decode"]), errors["requests"], errors["decode"])
+    single = (scenario == "decode") & (problem.requests == 1)
+    print(f"{'judged':10s} {'one stream decodes':34s} {off(answer[single])}")
+    print(f"{'judged':10s} {'prompts alone':34s} {off(errors['prompt'][scenario == 'prefill'])}")
+    print(f"{'judged':10s} {'rate at fixed concurrency':34s} {off(answer[scenario == 'fixed-concurrency'])}")
+
+
+def intervals(problem: Problem, errors: dict[str, np.ndarray], used: np.ndarray) -> dict[str, dict[str, float]]:
+    """10th and 90th percentile of ln(measured / planned) of rows `used`; a source counts by the root of its rows."""
     found = {}
-    for kind, groups in errors.items():
-        values = np.concatenate(list(groups.values()))
-        weights = np.concatenate([np.full(len(v), 1 / np.sqrt(len(v))) for v in groups.values()])
+    for kind, every in errors.items():
+        rows = used & ~np.isnan(every)
+        values, groups = every[rows], np.tile(problem.groups, len(every) // len(problem.groups))[rows]
+        weights = np.array([1 / np.sqrt((groups == group).sum()) for group in groups])
         order = np.argsort(values)
         share = np.cumsum(weights[order]) / weights.sum()
         low, high = (float(values[order][np.searchsorted(share, q)]) for q in (0.1, 0.9))
-        found[kind] = {"low": round(min(factor * low, -0.03), 3), "high": round(max(factor * high, 0.03), 3)}
+        found[kind] = {"low": round(min(low, -0.03), 3), "high": round(max(high, 0.03), 3)}
     return found
+
+
+def coverage(errors: dict[str, np.ndarray], known: np.ndarray, stated: dict[str, Any]) -> str:
+    """Share of rows within the intervals, by kind."""
+    told = []
+    for kind, found in errors.items():
+        low, high = (np.where(known, *(stated[seen][kind][end] for seen in ("known", "unseen"))) for end in ENDS)
+        rows = ~np.isnan(found)
+        told.append(f"{kind} {100 * np.mean((found >= low)[rows] & (found <= high)[rows]):.0f}%")
+    return ", ".join(told)
 
 
 def write(problem: Problem, x: np.ndarray, stated: dict[str, Any]) -> None:
@@ -246,14 +301,14 @@ def write(problem: Problem, x: np.ndarray, stated: dict[str, Any]) -> None:
             document[constant]["base"] = round(float(value), 3)
         elif level and abs(value) >= DROPPED:
             document[constant].setdefault(kind, {})[level] = round(float(value), 3)
-    pairs = sorted({level for _, kind, level in problem.names if kind == "pair"})
-    engines = sorted({level for _, kind, level in problem.names if kind == "engine"})
-    document["evidence"] = {"engines": engines, "pairs": pairs, "rows": len(problem.runs)}
+    document["evidence"] = {
+        "engines": sorted(set(problem.engines)), "pairs": sorted(set(problem.pairs)), "rows": len(problem.runs)
+    }  # fmt: skip
     document["interval"] = stated
     head = (
         "# Made by benchmarks/fit_serving.py from published measurements (docs/plan-serving.md). Bases and effects:\n"
-        "# logits of fractions, natural logarithms of the rest. Intervals: ln(measured / planned), 1.6 times those of\n"
-        "# these rows (known: assumed), or of groups left out of the fit (unseen).\n\n"
+        "# logits of fractions, natural logarithms of the rest. Intervals: ln(measured / planned) of sources and\n"
+        "# devices left out of the fit, whose engine on such devices the rest knew (known), or not (unseen).\n\n"
     )
     (FOLDER / "constants.toml").write_text(head + tomli_w.dumps(document), encoding="utf-8")
 
@@ -261,33 +316,31 @@ def write(problem: Problem, x: np.ndarray, stated: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv", type=Path)
-    parser.add_argument("--left-out", action="store_true", help="fit anew without each group, and set the intervals")
-    parser.add_argument("--record", choices=("group", "device", "engine"), help="only print errors of what is left out")
+    parser.add_argument("--record", choices=PARTS, help="only print errors of what is left out")
     arguments = parser.parse_args()
     with arguments.csv.open(encoding="utf-8", newline="") as file:
         runs, rejected = read_serving(csv.DictReader(file))
     print(f"{len(runs)} rows, {len(rejected)} cannot be planned: {sorted({reason for _, _, reason in rejected})[:5]}")
-    runs = [run for run in runs if not run.suspect]
-    problem = Problem(runs)
-    everything = np.ones(len(runs), dtype=bool)
+    problem = Problem([run for run in runs if not run.suspect])
+    best = problem.fit(np.ones(len(problem.runs), dtype=bool))
     if arguments.record:
-        parts = {"group": problem.groups, "device": np.array([run.device.name for run in runs]),
-                 "engine": np.array([run.engine.name for run in runs])}[arguments.record]  # fmt: skip
-        show(left_out(problem, parts), each=False)
+        errors, known = left_out(problem, parts_of(problem, arguments.record), best)
+        show(problem, errors)
+        stated = serving_rates.read("constants.toml")["interval"]
+        print(f"within the 80% intervals: {coverage(errors, known, stated)}")
         return
-    best = problem.fit(everything)
-    show(problem.errors(best, everything))
-    stated: dict[str, Any] = {"known": intervals(problem.errors(best, everything), KNOWN_FACTOR)}
-    stated["unseen"] = stated["known"]
-    if arguments.left_out:
-        collected = left_out(problem, problem.groups)
-        print("left out:")
-        show(collected)
-        ends = {"low": min, "high": max}  # what nobody measured is not known better than the rest
-        stated["unseen"] = {
-            kind: {end: pick(found[end], stated["known"][kind][end]) for end, pick in ends.items()}
-            for kind, found in intervals(collected).items()
-        }
+    show(problem, problem.errors(best))
+    found = [left_out(problem, parts_of(problem, by), best) for by in ("group", "device")]
+    errors = {kind: np.concatenate([errors[kind] for errors, _ in found]) for kind in WEIGHTS}
+    known = np.concatenate([known for _, known in found])
+    stated = {"known": intervals(problem, errors, known), "unseen": intervals(problem, errors, ~known)}
+    for kind, ends in stated["unseen"].items():  # what nobody measured is not known better than the rest
+        for end, pick in ENDS.items():
+            ends[end] = pick(ends[end], stated["known"][kind][end])
+    for by, (errors, known) in zip(("group", "device"), found, strict=True):
+        print(f"{by}s left out:")
+        show(problem, errors, each=False)
+        print(f"within the 80% intervals: {coverage(errors, known, stated)}")
     write(problem, best, stated)
     print(stated)
 

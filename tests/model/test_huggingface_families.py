@@ -70,6 +70,7 @@ def test_factors_and_parts_of_heads() -> None:
         ("gemma-3-1b", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "for full_attention and one for"),
         ("gemma-3-1b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "write rope_type"),
         ("glm-4-9b", {"partial_rotary_factor": None}, "partial_rotary_factor = None"),
+        ("olmo-2-7b", {"model_type": "olmo3", "rope_theta": 20_000.0}, "in two ways"),
         ("olmo-2-7b", {"is_causal": False}, "is_causal"),
         ("command-r7b", {"head_dim": 64}, "head_dim = 64"),
         ("bloom-7b1", {"n_head": 16}, "n_head = 16"),

@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
+from ironlaw.catalog.models import model_names
 from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
@@ -15,7 +18,7 @@ from ironlaw.plan.cluster.layout_space import possible_layouts, saving, savings
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.engines.named import engine
+from ironlaw.plan.engines.named import engine, engines
 
 CASES = [
     ("llama3-8b", "64xh100-sxm-80gb", "nemo", "bf16", 8192, 256),
@@ -124,3 +127,66 @@ def test_a_successor_is_never_slower_under_the_same_software_nor_fewer_bits_on_i
             for wide, narrow, rates in (("bf16", "fp8", ("bf16", "fp8")), ("mxfp8", "nvfp4", ("fp8", "fp4"))):
                 if narrow in seconds and peaks[1][rates[1]].value > peaks[1][rates[0]].value:
                     assert (seconds[narrow] <= 1.02 * seconds[wide]).all(), (name, software, narrow)
+
+
+FORMATS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+"""A precision, and the peak without which an accelerator does not compute in it."""
+
+
+def drawn(draw: random.Random):
+    """A model on a cluster under some software, 40 of its layouts, and what plans them; None where it cannot be."""
+    name, on, software = draw.choice(model_names()), draw.choice(accelerator_names()), draw.choice(list(engines()))
+    count, sequence = draw.choice((2, 4, 8, 32, 128, 1024)), draw.choice((512, 2048, 8192, 32768))
+    model = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)})
+    batch = count * draw.choice((1, 4, 16))
+    peaks = accelerator(on).peak_flops_per_second
+    precision = draw.choice([word for word, peak in FORMATS.items() if peak in peaks] or [""])
+    cluster = parse_cluster(f"{count}x{on}")
+    try:
+        where = system_of(cluster, engine(software), precision)
+        table = possible_layouts(model, count, sequence, batch, {})
+    except UserError:
+        return None
+    if not len(table):
+        return None
+    table = table[draw.sample(range(len(table)), min(40, len(table)))]
+
+    def planned(where, table=table, times=1):
+        candidates = candidates_of(model, table, sequence=sequence, global_batch=times * batch)
+        return candidates, plan_candidates(candidates, where)
+
+    return f"{name} on {count}x{on}, {software} {precision} {sequence}", cluster, where, table, planned
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_of_a_random_sample_is_absurd(seed):
+    """Weights that do not fit what is planned, more of a peak than anybody reached, more replicas that make each one's
+    work another, fewer bits that are slower where products bind."""
+    draw = random.Random(seed)
+    for said, cluster, where, table, planned in filter(None, (drawn(draw) for _ in range(6))):
+        candidates, plans = planned(where)
+        seconds = plans.times.step_seconds
+        assert np.isfinite(seconds).all() and (seconds > 0).all(), said
+        assert (plans.peak.total >= plans.peak.weights).all() and (plans.peak.weights > 0).all(), said
+        assert (
+            candidates.model_flops() / seconds / cluster.count / where.hardware.peak(where.precision)
+        ).max() < 0.72, said
+
+        wider = table.copy()
+        wider["dp"] *= 2
+        twice = replace(cluster, count=2 * cluster.count)
+        _, more = planned(system_of(twice, where.engine, where.precision), wider, 2)
+        dense, whole = table["ep"] == 1, (table["ep"] == 1) & (table["zero"] == 0)  # sharded, more share the update
+        for term in ("forward", "backward", "head_matmul", "loss", "embedding"):
+            before, after = (getattr(of.times, term)[whole] for of in (plans, more))
+            np.testing.assert_allclose(after, before, rtol=1e-9, err_msg=said)
+        alone, shared = (of.times.step_seconds - of.times.reduce_exposed for of in (plans, more))
+        assert (shared >= 0.98 * alone)[whole].all(), said  # one link of a mesh is no faster than a network card
+
+        peaks = cluster.accelerator.peak_flops_per_second
+        bound = (candidates.tokens >= 8192) & (candidates.model.hidden / candidates.tp >= 4096) & dense
+        for wide, narrow in (("bf16", "fp8"), ("mxfp8", "nvfp4")):
+            rates = [peaks[FORMATS[word]].value if FORMATS[word] in peaks else 0.0 for word in (wide, narrow)]
+            if bound.any() and 0 < 1.5 * rates[0] < rates[1]:
+                slow, fast = (planned(system_of(cluster, where.engine, word))[1].times for word in (wide, narrow))
+                assert (fast.step_seconds <= 1.02 * slow.step_seconds)[bound].all(), (said, narrow)

@@ -166,7 +166,8 @@ MESSAGES: list[Any] = [
     None, [], "hi", {}, [3], [{}], [{"role": "user", "content": 3}], [{"role": 3, "content": "a"}], [{"content": "a"}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], [{"role": "", "content": "a"}],
 ]  # fmt: skip
-BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"prompt": NaN}']
+BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"prompt": NaN}',
+          b'{"prompt": "\\uD800"}', b'{"prompt": "\xed\xa0\x80"}']  # fmt: skip
 
 
 def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[str, Engine]) -> None:

@@ -485,3 +485,9 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     other = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
     with pytest.raises(UserError, match=r"the optimizer state in .* is of another kind"):
         load(found, model, MODEL, {"optimizer": other})
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / checkpoint.STATE)
+    with pytest.raises(UserError, match="a pipe or a device"):
+        checkpoint.sha256(tmp_path / checkpoint.STATE)

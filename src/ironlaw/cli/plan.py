@@ -89,7 +89,9 @@ def plan(
     if json:
         print_json(answer.to_json())
     elif answer.fits and "emit" in answer.more:
-        _print_emitted(answer.more)
+        more = answer.more
+        told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
+        _print_emitted(more["emit"], told)
     else:
         show(*views(answer, why))
     if not answer.fits:
@@ -108,7 +110,7 @@ def _plan_serving(
     if json:
         print_json(answer.to_json())
     elif "emit" in answer.more:
-        print(answer.more["emit"]["text"], end="")
+        _print_emitted(answer.more["emit"])
     else:
         show(*views(answer))
     if not answer.fits:
@@ -122,13 +124,12 @@ def _runnable() -> Callable[[RunConfig, Layout], bool]:
     return runs
 
 
-def _print_emitted(more: dict[str, Any]) -> None:
+def _print_emitted(emitted: dict[str, Any], *told: str) -> None:
     """Options alone on stdout, so that they can be sent to a file; what belongs to them on stderr."""
     console = messages()
-    told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
-    for line in [told, *more["emit"]["notes"]]:
+    for line in [*told, *emitted["notes"]]:
         console.print(line)
-    print(more["emit"]["text"], end="")
+    print(emitted["text"], end="")
 
 
 def views(answer: PlanOutcome, why: bool = False) -> list[Document]:

@@ -141,7 +141,7 @@ def line_chart(
     left = 14 + 7.2 * max(len(y_text(t)) for t in y_ticks)
     frame = Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, width - 12.0, 12.0, height - 34.0)
     x_ticks = _round_ticks(frame.x0, frame.x1, 4 if width < 500 else 7)
-    body = frame.grid(x_ticks, lambda x: f"{x:,.0f}", y_ticks, y_text, rules=False)
+    body = frame.grid(x_ticks, lambda x: f"{x:,.1f}".removesuffix(".0"), y_ticks, y_text, rules=False)
     body.append(text((frame.left + frame.right) / 2, height - 3, x_name, "middle"))
     body += [_level(frame, level) for level in levels]
     body += [_series(frame, s) for s in thinned]

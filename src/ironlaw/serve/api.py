@@ -24,6 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ironlaw.data.chat import Text
@@ -339,9 +340,12 @@ def _add_figures(app: FastAPI, server: Server) -> None:
 
 async def _json(http: HttpRequest) -> dict[str, Any]:
     try:
-        document = json.loads(await http.body())
+        text = (await http.body()).decode("utf-8")
+        document = json.loads(text)
+        if "\\ud" in text.lower():  # half of a pair is no character, and no tokenizer takes it
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError):
-        raise UserError("the body is not JSON") from None
+        raise UserError("the body is not JSON in UTF-8") from None
     if not isinstance(document, dict):
         raise UserError("the body is not a JSON object")
     return document
@@ -353,6 +357,10 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: HttpRequest, error: HTTPException) -> Response:
         return _refusal(str(error.detail), error.status_code, error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: HttpRequest, error: ClientDisconnect) -> Response:
+        return _refusal("the client left before its request was whole", 400)
 
     @app.exception_handler(UserError)
     async def wrong(request: HttpRequest, error: UserError) -> Response:

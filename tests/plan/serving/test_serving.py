@@ -71,7 +71,7 @@ def test_light_load_waits_for_little_more_than_its_prompt_and_heavy_load_is_said
     light = play(one.system, parse_request("input=512 output=64 rate=0.5"), one.kv_tokens, 256)
     alone = float(prompt_seconds(one.system, 1.0, 512.0))
     assert light.keeps_up
-    assert alone <= light.ttft_seconds["p50"] < 2 * alone + 0.02
+    assert 0.999 * alone < light.ttft_seconds["p50"] < 2 * alone + 0.02
     heavy = play(one.system, parse_request("input=2048 output=512 rate=200"), one.kv_tokens, 64)
     assert not heavy.keeps_up
     assert (
@@ -167,12 +167,21 @@ def test_a_request_longer_than_the_cache_never_fits() -> None:
     assert ledger.totals["kv_tokens"].value == 0
 
 
-def test_the_cache_of_llama_8b_on_an_h100_holds_what_the_arithmetic_says() -> None:
-    one = served()
-    device = accelerator("h100-sxm-80gb")
-    assert device.memory_bytes is not None
-    free = 0.9 * device.memory_bytes.value - 2 * LLAMA.parameters - 1.5e9
-    assert one.kv_tokens == pytest.approx(free / (2 * 2 * 8 * 128 * 32))
+@pytest.mark.parametrize(
+    ("model", "weights", "tokens"),
+    [  # on one A100 80 GB: blocks of 16 (vllm-project/vllm pull request 2031), bytes for the cache (10511)
+        ("llama-2-7b", "fp16", 7351 * 16),
+        ("llama-3-8b", "bf16", 53.29 * 2**30 / (2 * 2 * 8 * 128 * 32)),
+    ],
+)
+def test_the_cache_holds_what_vllm_printed(model: str, weights: str, tokens: float) -> None:
+    one = Served(ModelConfig.named(model), accelerator("a100-sxm-80gb"), serving_engine("vllm"), ServingLayout(),
+                 Formats(weights))  # fmt: skip
+    assert one.kv_tokens == pytest.approx(tokens, rel=0.05)
+    told = replace(one, engine=serving_engine("tensorrt-llm")).kv_tokens  # its share is of what the weights leave
+    assert told - one.kv_tokens == pytest.approx(
+        0.1 * float(one.system.weight_bytes + one.system.workspace_bytes) / float(one.system.token_bytes)
+    )
 
 
 def test_every_total_says_where_it_is_from_and_lies_in_its_interval() -> None:

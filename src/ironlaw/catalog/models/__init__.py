@@ -48,6 +48,11 @@ def model_entry(name: str) -> dict[str, Any]:
     return {"source": line["source"], "parameters": line["parameters"], "model": _family(line.get("family")) | shape}
 
 
+def repository(name: str) -> str:
+    """On huggingface.co, of a catalogued model; another name is one already, or a folder."""
+    return str(_families("repositories").get(name, name))
+
+
 def model_figures(name: str) -> dict[str, Any]:
     figures: dict[str, Any] = model_entry(name)["model"]
     return figures
@@ -60,6 +65,10 @@ def _family(name: str | None) -> dict[str, Any]:
     return _family(own.pop("like", None)) | own
 
 
-@cache
 def _released() -> dict[str, Any]:
-    return tomllib.loads((_FOLDER / "families" / "released.toml").read_text(encoding="utf-8"))
+    return _families("released")
+
+
+@cache
+def _families(name: str) -> dict[str, Any]:
+    return tomllib.loads((_FOLDER / "families" / f"{name}.toml").read_text(encoding="utf-8"))

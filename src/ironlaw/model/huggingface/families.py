@@ -220,7 +220,7 @@ OLMO2 = LLAMA.derive(
     has={"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "ffn_bias": False},
 )  # fmt: skip
 OLMO3 = OLMO2.derive(  # layers with a window do not scale positions
-    "olmo3", "Olmo3ForCausalLM", Windows(4096, kinds=True, every=4), Rope(None, by_kind=True)
+    "olmo3", "Olmo3ForCausalLM", Windows(4096, kinds=True, every=4), Rope(None, by_kind=True, local_theta=5e5)
 )
 GRANITE = LLAMA.derive(
     "granite", "GraniteForCausalLM", Key("embedding_scale", "embedding_multiplier", 1.0),

@@ -76,6 +76,9 @@ class Rope:
         found |= {"rotary_size": self._turned(table, fields, values)}
         if self.by_kind and values.get("sliding_window") is not None:
             local = (newer.get("sliding_attention") or {}).get("rope_theta")
+            if local is None and self.local_key is None and self.local_theta not in (None, theta):
+                raise UserError(f"rope_theta = {theta} is read in two ways for layers with a window, by version of "
+                                "transformers: write rope_parameters with a table of either kind")  # fmt: skip
             local = local or fields.get(self.local_key or "") or self.local_theta or theta
             found["rope_theta_local"] = float(local) if scaling or float(local) != float(theta) else None
         return found
@@ -261,6 +264,8 @@ class Alternating:
         kinds = [kind for group, count in types for kind in group * count]
         if len(kinds) != values["layers"]:
             raise UserError(f"attention_types has {len(kinds)} layers, num_layers is {values['layers']}")
+        if fields.get("attention_layers") not in (None, kinds):
+            raise UserError("attention_layers is not what attention_types says: make them the same")
         placed = _places([kind == "global" for kind in kinds])
         return {} if placed is None else {"sliding_window": fields.get("window_size", 256), **placed}
 

@@ -96,7 +96,7 @@ def predict(run: ServingRun, rates: Rates | None = None) -> dict[str, float | No
     `output_tokens_per_second`, `requests_per_second`, `kv_tokens`; None where the row asks for none."""
     s = run.system
     found: dict[str, Any] = dict.fromkeys(MEASURES)
-    found["kv_tokens"] = max(0.0, float(room_tokens(s, run.engine.memory_fraction)))
+    found["kv_tokens"] = max(0.0, float(room_tokens(s, run.engine.memory_fraction, run.engine.of_free)))
     length = run.inputs + run.outputs / 2
     prompt = prompt_seconds(s, run.concurrency if run.together else 1.0, max(run.inputs, 1.0))
     if run.scenario in ("decode", "fixed-concurrency"):
@@ -133,7 +133,8 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     assumed: list[str] = []
     name = parsing.needed(row, "accelerator")  # the record takes one where a user would be asked which
     device = accelerator(next(iter(taken(name) or (name,))))
-    engine = _engine(parsing.needed(row, "engine"), assumed)
+    year = _year(row)
+    engine = _engine(parsing.needed(row, "engine"), year, assumed)
     notes = row.get("notes") or ""
     scenario = parsing.needed(row, "scenario")
     formats = Formats(
@@ -141,7 +142,6 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     )
     layout = _layout(row, scenario, assumed)
     backend = _backend(row, engine)
-    year = _year(row)
     demand = _demand(row, demands, assumed)
     rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
     varied = VARIED if "lengths vary" in notes.lower() else 1.0
@@ -170,10 +170,11 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     )
 
 
-def _engine(name: str, assumed: list[str]) -> ServingEngine:
-    """The record plans engines that nobody measured, where a user would be asked which is meant."""
+def _engine(name: str, year: int, assumed: list[str]) -> ServingEngine:
+    """The record plans engines that nobody measured, where a user would be asked which is meant. vLLM captures graphs
+    since its release 0.2.6 of December 2023."""
     try:
-        return serving_engine(name)
+        return serving_engine("vllm-2023" if name.lower() == "vllm" and year <= 2023 else name)
     except UserError:
         assumed.append(f"engine = the base of all engines ({name} is not known)")
         return ServingEngine(name, key=name.strip().lower())
@@ -194,6 +195,8 @@ def _layout(row: Row, scenario: str, assumed: list[str]) -> ServingLayout:
     rest = count // (tp * pp)
     if rest > 1 and (experts and ((ep or 1) > tp or (dp or 1) > 1)):  # ranks that share experts, attention apart
         return ServingLayout(devices=count, tp=tp, pp=pp, attention_dp=rest)
+    if experts and "attention-dp enabled" in (row.get("notes") or "").lower():  # its ranks are printed as tp
+        return ServingLayout(devices=tp * pp, tp=1, pp=pp, attention_dp=tp, replicas=max(rest, 1))
     return ServingLayout(devices=tp * pp, tp=tp, pp=pp, replicas=max(rest, 1))
 
 

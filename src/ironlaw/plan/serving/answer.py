@@ -11,7 +11,7 @@ from ironlaw.catalog.stored_formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import PlanOutcome
-from ironlaw.plan.serving.emit import emit_serving
+from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, Speculation, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
 from ironlaw.plan.serving.request import ServeRequest, parse_request
@@ -69,7 +69,7 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Serve
         more["cost"] = _cost(served, ledger.totals["output_tokens_per_second"].value, options)
         more["interval"] = {kind: interval(kind, served) for kind in ("decode", "prompt", "requests", "unlimited")}
     if options.emit:
-        more["emit"] = {"text": emit_serving(options.emit, served, request), "notes": [str(served.layout)]}
+        more["emit"] = {"text": emit_serving(options.emit, served, request), "notes": emit_notes(options.emit, served)}
     return PlanOutcome(ledger, fits, more)
 
 

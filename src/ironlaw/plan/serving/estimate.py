@@ -22,7 +22,6 @@ from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, play
 from ironlaw.plan.serving.steady import unlimited
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
-    WORKSPACE_BYTES,
     System,
     decode_seconds,
     prompt_seconds,
@@ -72,7 +71,7 @@ class Served:
     @cached_property
     def kv_tokens(self) -> float:
         """Of one copy; below 0 where the weights do not fit."""
-        return float(room_tokens(self.system, self.engine.memory_fraction))
+        return float(room_tokens(self.system, self.engine.memory_fraction, self.engine.of_free))
 
     @property
     def fits(self) -> bool:
@@ -93,7 +92,7 @@ class Served:
         kept = float(self.system.demand.cached_tokens(request.length))
         if self.engine.paged:
             kept = math.ceil(kept / BLOCK_TOKENS) * BLOCK_TOKENS
-        return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests)))
+        return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests) * self.layout.attention_dp))
 
     def fits_request(self, request: ServeRequest) -> bool:
         return self.fits and self.most_requests(request) >= 1
@@ -206,10 +205,13 @@ def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played
 
 def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
     system, tokens = served.system, max(served.kv_tokens, 0.0)
-    of = (
-        f"{served.engine.memory_fraction:.0%} of the memory of {served.layout.devices} less weights and "
-        f"{WORKSPACE_BYTES / 1e9:g} GB each, over {float(system.token_bytes):,.0f} bytes a token"
+    share, less = (
+        f"{served.engine.memory_fraction:.0%}",
+        f"weights and {float(system.workspace_bytes) / 1e9:.2g} GB each",
     )
+    memory = f"the memory of {served.layout.devices}"
+    of = f"{share} of what {less} leave of {memory}" if served.engine.of_free else f"{share} of {memory} less {less}"
+    of += f", over {float(system.token_bytes):,.0f} bytes a token"
     calculated = Origin.CALCULATED
     found = {
         "parameters": Estimate(float(system.demand.parameters), calculated, "sum over the model's tensors"),
@@ -235,12 +237,15 @@ def _memory(served: Served, request: ServeRequest) -> list[MemoryLine]:
     """Of all devices of one copy."""
     system = served.system
     cache = max(served.kv_tokens, 0.0) * float(system.token_bytes)
-    left = float(system.memory) * served.layout.devices * (1 - served.engine.memory_fraction)
+    workspace = float(system.workspace_bytes) * served.layout.devices
+    left = float(system.memory) * served.layout.devices - float(system.weight_bytes) - workspace - cache
     return [
         MemoryLine("weights", float(system.weight_bytes)),
         MemoryLine("kv", cache, note=f"{max(served.kv_tokens, 0.0):,.0f} tokens"),
-        MemoryLine("workspace", WORKSPACE_BYTES * served.layout.devices, note="activations, graphs, framework"),
-        MemoryLine("left free", left, note=f"{1 - served.engine.memory_fraction:.0%} that the engine does not take"),
+        MemoryLine("workspace", workspace, note="activations, graphs, framework"),
+        MemoryLine(
+            "left free", max(left, 0.0), note=f"{1 - served.engine.memory_fraction:.0%} that the engine does not take"
+        ),
     ]
 
 

@@ -69,8 +69,9 @@ class ServingEngine:
     key:        whose effects apply.
     family:     "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
     paged:      the cache is handed out in blocks; else every sequence reserves its longest.
-    memory_fraction:  of the device's memory, that weights and cache may take.
-    graphs:     replays captured decoding passes.
+    memory_fraction:  of the device's memory, that weights and cache may take; where `of_free`, of what weights leave.
+    host:       "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native":
+                launches them from a compiled language.
     """
 
     name: str
@@ -78,7 +79,8 @@ class ServingEngine:
     family: str = "gpu"
     paged: bool = True
     memory_fraction: float = 0.9
-    graphs: bool = False
+    of_free: bool = False
+    host: str = "graphs"
     emit: str = ""
 
 
@@ -93,25 +95,29 @@ def serving_engine(name: str) -> ServingEngine:
 
 
 def effect_names(
-    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
-) -> dict[str, str]:
-    """The name under which each kind of effect is looked up.
+    engine: ServingEngine, device: Accelerator, weights: str, backend: str = "", year: int = LATEST,
+    experts: bool = False,
+) -> dict[str, str]:  # fmt: skip
+    """The name under which each kind of effect is looked up; "" where it has none.
 
-    age: of an engine's releases up to 2024, or after; pair: of an engine's family on a generation; kernel: of an
-    engine for a format; mixture: of experts.
+    host: how an engine drives the device; release: up to 2024, or after, of any engine; age: of this one; class:
+    devices of a generation; vendor: of a vendor's, by kind of memory; pair, side: of an engine's family on a class, on
+    a vendor's; kernel: of an engine for a format; mixture: of experts.
     """
-    family = format_family(weights)
-    own = engine.family == "gguf"
+    family, own = format_family(weights), engine.family == "gguf"
+    kind, release = device_class(device), "2024" if year <= 2024 else "2025"
     side = engine.key if own else "gpu"
-    pair = f"{side}/{generation}" + (f"/{backend}" if backend and own else "")
-    kernel = f"{engine.key}/{weights if own else family}"
     return {
         "engine": engine.key,
-        "age": f"{engine.key}/{'2024' if year <= 2024 else '2025'}",
-        "generation": generation,
+        "host": engine.host,
+        "release": "" if own else release,
+        "age": f"{engine.key}/{release}",
+        "class": kind,
+        "vendor": vendor(device),
         "format": f"gguf-{family}" if own else family,
-        "pair": pair,
-        "kernel": kernel if own or family in ("int4", "int8") else "",
+        "pair": f"{side}/{kind}" + (f"/{backend}" if backend and own else ""),
+        "side": f"{engine.family}/{vendor(device)}",
+        "kernel": f"{engine.key}/{weights if own else family}" if own or family in ("int4", "int8") else "",
         "mixture": f"{side}/experts" if experts else "",
     }
 
@@ -131,7 +137,9 @@ def format_family(weights: str) -> str:
     return "fp8" if name in ("fp6", "mxfp8", "mxfp6") else "int4"
 
 
-TOGETHER = ("rdna", "gaudi", "apple")
+TOGETHER = {
+    "rdna": "rdna", "cdna": "cdna", "gaudi": "gaudi", "apple": "apple", "ampere_graphics": "ampere-gddr",
+}  # fmt: skip
 """Generations that share their effects, by how their names begin."""
 
 APART = ("ampere", "blackwell")
@@ -143,7 +151,21 @@ def device_class(device: Accelerator) -> str:
     generation = device.generation
     if generation in APART and not (device.memory_kind or "").startswith("HBM"):
         return f"{generation}-gddr"
-    return next((start for start in TOGETHER if generation.startswith(start)), generation)
+    return next((name for start, name in TOGETHER.items() if generation.startswith(start)), generation)
+
+
+VENDORS = {
+    "cpu": ("cpu",), "apple": ("apple",), "amd": ("rdna", "cdna"), "intel": ("xe",),
+    "other": ("gaudi", "sn40l", "tpu", "trainium", "hexagon"),
+}  # fmt: skip
+"""By how a device's class begins; all others are NVIDIA's, with HBM and without."""
+
+
+def vendor(device: Accelerator) -> str:
+    """Devices whose effects are alike, more widely than a class: what nobody measured takes after its vendor's."""
+    kind = device_class(device)
+    known = next((name for name, starts in VENDORS.items() if kind.startswith(starts)), None)
+    return known or ("nvidia-hbm" if (device.memory_kind or "").startswith("HBM") else "nvidia-gddr")
 
 
 def rates_of(
@@ -151,15 +173,15 @@ def rates_of(
     experts: bool = False,
 ) -> Rates:  # fmt: skip
     """The constants of one engine on one device, weights in one format."""
-    names = effect_names(engine, device_class(device), weights, backend, year, experts)
+    names = effect_names(engine, device, weights, backend, year, experts)
     table = read("constants.toml")
-    return Rates(**{name: _value(name, _sum(table[name], names)) for name in NAMES})
+    return Rates(**{name: float(link(name, _sum(table[name], names))) for name in NAMES})
 
 
 def is_measured(engine: ServingEngine, device: Accelerator) -> bool:
     """Whether constants of this engine, on such devices, were learned from measurements."""
     known = read("constants.toml")["evidence"]
-    pair = effect_names(engine, device_class(device), "bf16")["pair"]
+    pair = effect_names(engine, device, "bf16")["pair"]
     return engine.key in known["engines"] and any(
         name == pair or name.startswith(f"{pair}/") for name in known["pairs"]
     )
@@ -176,10 +198,6 @@ def interval_of(engine: ServingEngine, device: Accelerator, kind: str) -> tuple[
 def link(name: str, total: Number) -> Number:
     """From a sum of effects to the constant."""
     return 1.0 / (1.0 + np.exp(-total)) if name in FRACTIONS else np.exp(total)
-
-
-def _value(name: str, total: float) -> float:
-    return float(link(name, total))
 
 
 def _sum(entry: Mapping[str, Any], names: Mapping[str, str]) -> float:

@@ -20,8 +20,14 @@ from ironlaw.plan.serving.rates import Rates
 LINK_FRACTION = 0.7
 """Of the nominal rate of a link, that large sums over ranks reach."""
 
-WORKSPACE_BYTES = 1.5e9
-"""Of each device: activations, graphs, the framework; the order of what vLLM and TensorRT-LLM report."""
+BUDGET_TOKENS = 8192.0
+"""New tokens of a pass: what vLLM and TensorRT-LLM take at most by default (max_num_batched_tokens)."""
+
+LIBRARY_BYTES, EXCHANGE_BYTES = 0.7e9, 2.0e9
+"""Of each device: captured graphs and the framework's libraries; buffers of sums over ranks, where there are several.
+Both are the order of what vLLM prints of memory that PyTorch did not take (vllm-project/vllm pull requests 2031 and
+10511).
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,12 @@ class System:
         return np.minimum(self.tp, np.maximum(self.demand.heads_cached, 1.0))
 
     @property
+    def workspace_bytes(self) -> Number:
+        """Of one device: libraries, and the outputs of a layer's matrices for the largest pass in 16 bits."""
+        widths = self.demand.active / (self.demand.layers * self.demand.hidden * self.tp)
+        return LIBRARY_BYTES + 2.0 * BUDGET_TOKENS * widths + np.where(self.tp > 1, EXCHANGE_BYTES, 0.0)
+
+    @property
     def token_bytes(self) -> Number:
         """Of the cache of one token on all devices that hold it, where no window ends it."""
         return self.demand.cached * self.cache_bytes * self.tp / self.cache_parts
@@ -117,7 +129,8 @@ def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Nu
     reading = _weights_read(system, all_tokens) / (system.bandwidth * r.weights)
     pairs = sequences * tokens * (d.cached_tokens(tokens) / 2 + d.cached_tokens(cached))
     products = _product_flops(system, all_tokens) / (system.peak * r.products) * (1.0 + r.ramp_tokens / all_tokens)
-    attention = pairs * d.pair_flops / system.tp / (system.wide_peak * r.attention)
+    copies = np.clip(sequences, 1.0, np.maximum(system.attention_dp, 1.0))  # of attention, each with its own sequences
+    attention = pairs * d.pair_flops / system.tp / copies / (system.wide_peak * r.attention)
     return (
         r.prompt_seconds
         + d.layers * r.layer_seconds
@@ -143,12 +156,15 @@ def pass_parts(
     }
 
 
-def room_tokens(system: System, memory_fraction: Number = 0.9) -> Number:
-    """Tokens whose cache fits beside the weights, over all devices; below 0 where the weights alone do not fit."""
-    room = memory_fraction * system.memory * system.devices - system.weight_bytes - WORKSPACE_BYTES * system.devices
-    if system.draft is None:
-        return room / system.token_bytes
-    return (room - system.draft.weight_bytes) / (system.token_bytes + system.draft.token_bytes)
+def room_tokens(system: System, memory_fraction: Number = 0.9, of_free: Number = False) -> Number:
+    """Tokens whose cache fits beside the weights, over all devices; below 0 where the weights alone do not fit. The
+    fraction is one of all memory, or `of_free` memory: what weights and workspace leave."""
+    taken = system.weight_bytes + system.workspace_bytes * system.devices
+    token_bytes = system.token_bytes
+    if system.draft is not None:
+        taken, token_bytes = taken + system.draft.weight_bytes, token_bytes + system.draft.token_bytes
+    of_all = memory_fraction * system.memory * system.devices
+    return (of_all - np.where(of_free, memory_fraction, 1.0) * taken) / token_bytes
 
 
 def _weights_read(system: System, tokens: Number) -> Number:
