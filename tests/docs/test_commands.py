@@ -91,6 +91,7 @@ STANDS_FOR = (
     ("CONFIG", "examples/gpt-tiny.toml"), ("--serve RUN", "--serve runs/demo"),
     ("explain A B", "explain runs/demo runs/larger"),
     ("-per-node 8", "-per-node 2"), ("--requests 100", "--requests 4"), ("--rate 4", "--rate 4 --requests 4"),
+    ("ironlaw tune --serve", "ironlaw tune --out runs/tuned-server --serve"),
     ("ironlaw tune ", "ironlaw tune --budget 20s "),
     ("train examples/gpt2.toml", "train examples/gpt2.toml --out runs/texts"),
 )  # fmt: skip
