@@ -182,7 +182,6 @@ def test_no_plan_of_a_random_sample_is_absurd(seed):
             np.testing.assert_allclose(after, before, rtol=1e-9, err_msg=said)
         alone, shared = (of.times.step_seconds - of.times.reduce_exposed for of in (plans, more))
         assert (shared >= 0.98 * alone)[whole].all(), said  # one link of a mesh is no faster than a network card
-        assert (more.peak.total <= 1.001 * plans.peak.total)[dense].all(), said
 
         peaks = cluster.accelerator.peak_flops_per_second
         bound = (candidates.tokens >= 8192) & (candidates.model.hidden / candidates.tp >= 4096) & dense

@@ -166,3 +166,23 @@ def test_a_server_times_its_own_passes_and_stays_as_it_was(model: Transformer) -
     assert [p["requests"] for p in made.passes if p["phase"] == "prefill"] == [1, 2]
     assert all(p["model_seconds"] > 0 and p["host_seconds"] > 0 for p in made.passes)
     assert made.trace.count == 0 and made.blocks.usage == 0
+
+
+def test_a_request_whose_own_rules_fail_ends_alone(model: Transformer) -> None:
+    server = engine(model)
+
+    class Broken:
+        def mask(self, vocab: int) -> torch.Tensor:
+            raise RuntimeError("no such grammar")
+
+        def take(self, token: int) -> None: ...
+
+    alone = server.generate([[1, 2, 3]], greedy(5))[0].answer
+    well, ill = Request([1, 2, 3], greedy(5)), Request([4, 5], greedy(5), state=Broken())
+    for request in (well, ill):
+        server.submit(request)
+    while server.running or server.waiting:
+        server.step()
+    assert (well.answer, well.finish) == (alone, "length")
+    assert ill.finish == "error" and ill.failure == "no token could be chosen: RuntimeError: no such grammar"
+    assert server.blocks.used == 0 and server.failure is None

@@ -176,7 +176,9 @@ class Server:
                 yield _event(chunk)
             async for piece in job.pieces():
                 if piece.finish in ("error", "cancelled"):
-                    yield _event({"error": _error(self.engine.failure or "the server is shutting down", 503)})
+                    own = job.requests[piece.index].failure
+                    status = 503 if own is None else 500
+                    yield _event({"error": _error(own or self.engine.failure or "the server is shutting down", status)})
                     return
                 for chunk in form.chunks(piece, job.requests[piece.index]):
                     yield _event(chunk)
@@ -201,7 +203,8 @@ class Server:
                 if piece is None:
                     return JSONResponse(form.whole(job.requests, collected))
                 if piece.finish == "error":
-                    raise HTTPException(500, self.engine.failure or "the engine stopped")
+                    failure = job.requests[piece.index].failure or self.engine.failure
+                    raise HTTPException(500, failure or "the engine stopped")
                 if piece.finish == "cancelled":
                     raise HTTPException(503, "the server is shutting down", {"Retry-After": "10"})
                 collected[piece.index].append(piece)

@@ -225,8 +225,7 @@ class Engine:
         if self.served.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         computed_at = time.perf_counter()
-        rows = [Row(w.request, w.start + len(w.tokens) - w.wanted + n + 1) for w in ordered for n in range(w.wanted)]
-        chosen = sample(logits, rows, allowed(rows, self.model_config.vocab)) if logits is not None else []
+        chosen = self._chosen(logits, ordered)
         sampled_at = time.perf_counter()
         self._accept(ordered, chosen, record)
         ended = time.perf_counter()
@@ -237,6 +236,25 @@ class Engine:
         record.seconds = ended - began
         self.trace.add(record)
         return len(step)
+
+    def _chosen(self, logits: torch.Tensor | None, ordered: list[Work]) -> list[Chosen]:
+        """A token for each of the rows (R, V). Where that fails, requests with rules of their own end, alone."""
+        rows = [Row(w.request, w.start + len(w.tokens) - w.wanted + n + 1) for w in ordered for n in range(w.wanted)]
+        if logits is None:
+            return []
+        try:
+            return sample(logits, rows, allowed(rows, self.model_config.vocab))
+        except Exception as error:
+            ruled = {r.request for r in rows if r.request.state is not None or r.request.sampling.changes_logits}
+            if not ruled:
+                raise
+            log.exception("%d requests with penalties, biases or forms end", len(ruled))
+            for request in ruled:
+                request.failure = f"no token could be chosen: {type(error).__name__}: {error}".splitlines()[0]
+                self._finish(request, "error", [])
+            ordered[:] = [w for w in ordered if w.request not in ruled]  # whose rows nothing has changed
+            kept = [n for n, row in enumerate(rows) if row.request not in ruled]
+            return sample(logits[kept], [rows[n] for n in kept]) if kept else []
 
     def _take_in(self) -> None:
         while self._arrivals:

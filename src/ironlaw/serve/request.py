@@ -89,8 +89,8 @@ class Request:
     is_long: bool = False  # beyond the original context of a model that turns positions otherwise from there on
     drafted_for: int = 0  # tokens whose keys and values the draft model has
     drafted: list[int] = field(default_factory=list)  # proposed for this step
-    is_cancelled: bool = False
     finish: Finish | None = None
+    failure: str | None = None  # with `finish` "error", if it is this request's alone
     shared_tokens: int = 0  # of the prompt, found in pages when the request was first admitted
     preemptions: int = 0
     state: Any = None  # of the constraint

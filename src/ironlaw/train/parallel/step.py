@@ -19,6 +19,7 @@ from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
+from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
@@ -42,7 +43,7 @@ from ironlaw.train.parallel.store import Gatherer, ShardedFiles
 from ironlaw.train.restore import load_first_weights
 from ironlaw.train.state import Stateful
 from ironlaw.train.step import Step
-from ironlaw.workload.pipeline import V_SHAPED, rank_of_last
+from ironlaw.workload.pipeline import V_SHAPED, layers_of, rank_of_last
 
 
 class LayoutStep(Step):
@@ -97,6 +98,11 @@ class LayoutStep(Step):
         load_first_weights(source, model, config.model)
         add_adapters(model, config.model, config.finetune, source, self.precision)
         self.about = about_base(config.finetune, source)
+        layout = self.mesh.config
+        adapted = {int(name.split(".")[1]) for name, layer in adapted_layers(model).items() if layer.adapters}
+        stages = layers_of(config.model.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)
+        if not all(adapted & set(layers) for layers in stages):
+            raise UserError("finetune.targets leaves a pipeline stage without an adapter: name modules of every layer")
         return model
 
     def _can_compile(self) -> bool:
