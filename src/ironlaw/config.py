@@ -50,9 +50,8 @@ class TrainConfig(Section):
     clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # global gradient norm; inf clips nothing
     # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
     precision: Precision = "auto"
-    qat: str | None = (
-        None  # weights multiply as `ironlaw compress --to` would hold them: int4, 2:4, pruned=50%, int4,2:4
-    )
+    # Weights multiply as `ironlaw compress --to` would hold them: int4, 2:4, pruned=50%, int4,2:4.
+    qat: str | None = None
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
     # fused: PyTorch's. native: Ironlaw's own (on a CPU, plain causal, one process). auto: what takes less time here,
