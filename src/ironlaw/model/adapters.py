@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.model.autocast import followed
 from ironlaw.model.linear import Linear, linear
 
 
@@ -65,8 +66,7 @@ class AdaptedLinear(Linear):
         return (linear if self.onednn else F.linear)(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):  # once, for all products
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = followed(x)  # once, for all products
         adapters = list(self.each()) if self.adapting else []
         stretched = any(adapter.magnitude is not None for adapter in adapters)
         y = self.product(x, None if stretched else self.bias)

@@ -11,3 +11,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
+
+
+def followed(x: Tensor) -> Tensor:
+    """`x` in that type; itself where there is none."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
+from ironlaw.model.autocast import followed
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.compression import Target, read_target
 from ironlaw.numerics.pruning import kept_weights
@@ -57,9 +58,7 @@ class AwareLinear(Linear):
             self.kept = kept_weights(self.weight, self.target.pruning)
             with torch.no_grad():
                 self.weight.mul_(self.kept)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        product: Tensor = _Product.apply(x, self.weight, self)
+        product: Tensor = _Product.apply(followed(x), self.weight, self)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 

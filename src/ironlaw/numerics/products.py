@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.catalog.precision_recipes import PrecisionRecipe
+from ironlaw.model.autocast import followed
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.hadamard import rotate
 from ironlaw.numerics.quantized import rounded
@@ -123,9 +124,7 @@ class LowPrecisionLinear(Linear):
     number = 0  # of this layer within the model
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        product: Tensor = LowPrecisionProduct.apply(x, self.weight, self)
+        product: Tensor = LowPrecisionProduct.apply(followed(x), self.weight, self)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def largest(self, operand: str, matrix: Tensor) -> Tensor | None:

@@ -84,7 +84,7 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
         if step["phase"] == "mixed":  # what the same decode takes alone; what prompts add delays it
-            decode = min(model, beside.get(_bucket(step["decode_tokens"]), model * _share(step)))
+            decode = min(model, beside.get(bucket(step["decode_tokens"]), model * _share(step)))
         sums[Phase.DECODE] += decode
         sums[Phase.PREFILL] += model - decode
         sums[Phase.SAMPLING] += step["sample_seconds"]
@@ -136,11 +136,12 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for step in steps:
         if step["phase"] == "decode":
-            found.setdefault(_bucket(step["decode_tokens"]), []).append(step["model_seconds"])
+            found.setdefault(bucket(step["decode_tokens"]), []).append(step["model_seconds"])
     return {bucket: float(np.median(values)) for bucket, values in found.items()}
 
 
-def _bucket(batch: int) -> int:
+def bucket(batch: int) -> int:
+    """The power of two from `batch` on."""
     return 1 << max(0, batch - 1).bit_length()
 
 

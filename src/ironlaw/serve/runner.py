@@ -20,6 +20,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.packed import PackedNorm
 from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import Served
+from ironlaw.serve.measured import bucket
 from ironlaw.serve.request import Request, Sampling
 
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -122,9 +123,9 @@ class Runner:
 
     def _graphed(self, graphs: Graphs, work: Sequence[Work]) -> Tensor:
         """Logits (P, V) of one new token each, in a step of few shapes: requests and pages are powers of two."""
-        work = [*work, *[self.spare] * (_power(len(work)) - len(work))]
+        work = [*work, *[self.spare] * (bucket(len(work)) - len(work))]
         positions, kept = self._tensor([w.start for w in work]), self.caches[0].pages
-        pages = self._table(work, _power(max(w.start // self.page + 1 for w in work)))
+        pages = self._table(work, bucket(max(w.start // self.page + 1 for w in work)))
         tokens = self._tensor([w.tokens[0] for w in work])
         return graphs(self._decode, tokens, positions, self._rows(work, positions), kept.blocks(pages))
 
@@ -193,8 +194,3 @@ class Runner:
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.array(values, np.int64)).to(self.device, dtype)
-
-
-def _power(count: int) -> int:
-    """The power of two from `count` on."""
-    return 1 << (count - 1).bit_length()

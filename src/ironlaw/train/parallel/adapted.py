@@ -21,8 +21,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.frozen_linear import FrozenLinear
-
-NARROWING = ("attention.out", "ffn.down")
+from ironlaw.workload.finetune import NARROWING
 
 
 def divide(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
