@@ -18,6 +18,7 @@ import numpy as np
 
 from ironlaw import __version__
 from ironlaw.ledger import Estimate, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.serve.trace import bucket
 
 if TYPE_CHECKING:
     from ironlaw.serve.engine import Engine
@@ -138,11 +139,6 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
         if step["phase"] == "decode":
             found.setdefault(bucket(step["decode_tokens"]), []).append(step["model_seconds"])
     return {bucket: float(np.median(values)) for bucket, values in found.items()}
-
-
-def bucket(batch: int) -> int:
-    """The power of two from `batch` on."""
-    return 1 << max(0, batch - 1).bit_length()
 
 
 def _share(step: dict[str, Any]) -> float:

@@ -20,8 +20,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.packed import PackedNorm
 from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import Served
-from ironlaw.serve.measured import bucket
 from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.trace import bucket
 
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 KV_TYPES["int4"] = INT4

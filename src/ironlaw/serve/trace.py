@@ -47,3 +47,8 @@ class Trace:
 
     def since(self, number: int) -> list[StepRecord]:
         return [step for step in list(self.steps) if step.number >= number]
+
+
+def bucket(batch: int) -> int:
+    """The power of two from `batch` on."""
+    return 1 << max(0, batch - 1).bit_length()
