@@ -104,11 +104,14 @@ def test_a_killed_process_and_resumed(
 ) -> None:  # fmt: skip
     """At any step, and so while a checkpoint may be under way; benchmarks/soak.py kills at any moment."""
     config = tiny_file(**LONG)
-    command = [sys.executable, "-c", KILLED_AFTER, str(random.Random().randrange(8, 55)), "train", str(config)]
+    last = random.Random().randrange(8, 55)
+    command = [sys.executable, "-c", KILLED_AFTER, str(last), "train", str(config)]
     killed = subprocess.run([*command, "--out", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     code, _, messages = ironlaw_here("train", config, "--out", "run", "--resume")
-    assert code == 0 and "resumed from step" in messages, messages
+    # The copy of step 7 may still be on its way to the disk until that of step 14 waits for it.
+    first_lost = last < 15 and "starts again at step 1" in messages
+    assert code == 0 and (first_lost or "resumed from step" in messages), messages
     assert losses(tmp_path / "run") == undisturbed(load_config(config)), command
     assert not list((tmp_path / "run").rglob("*.partial*")), "torn files of the killed process are left"
 

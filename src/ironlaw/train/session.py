@@ -148,6 +148,8 @@ def check_start(
     )
     if start is None:
         checkpoint.check_none_lost(run)
+        if run.metrics_file.is_file():
+            say("the run ended before its first checkpoint was complete: it starts again at step 1")
     if config.finetune.adapts:
         check_base(config.finetune, config.train.start_from, config.model, start)
     elif start is None and config.train.start_from:
