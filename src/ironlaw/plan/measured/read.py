@@ -229,7 +229,7 @@ def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
     pp = layout.pp
     if global_batch / (layout.dp * layout.micro_batch) % pp:
         return 1
-    most = max(layers // pp // 2, 1)
+    most = max((layers + 2) // pp // 2, 1)  # the first and the last may have one less
     return max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None)
 
 
