@@ -39,8 +39,8 @@ are of cuBLAS 9, in the year of the V100 (DeepBench, 2017). From four runs of 20
 
 LINE_BYTES = 128
 UNALIGNED = {"ampere": 1.3}
-"""Time of a linear layer whose weights have rows of no whole number of cache lines over that of one whose have: a row of
-a tile then lies in two lines and not in one. NVIDIA's "Matrix Multiplication Background User's Guide" asks for whole
+"""Time of a linear layer whose weights have rows of no whole number of cache lines over that of others: a row of a
+tile then lies in two lines and not in one. NVIDIA's "Matrix Multiplication Background User's Guide" asks for whole
 lines on A100s only; how much is lost is from one published pair of runs (BLOOM's tuning, tensor degree 8: 94 TFLOP/s
 at a hidden size of 14,400, 120 at 13,824), for no product among the measured ones has such a shape."""
 

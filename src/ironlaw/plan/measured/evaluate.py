@@ -106,7 +106,8 @@ def _micro_batch(engine: Engine) -> Iterator[Attempt]:
         def change(job: TrainingJob, most: int = most) -> TrainingJob:
             return in_layout(micro_batch=math.gcd(most, int(job.global_batch) // job.layout.dp))(job)
 
-        yield change, (f"micro_batch = {most} at most" + ("" if most == 8 else ", for with more the run would not fit"),)
+        why = "" if most == 8 else ", for with more the run would not fit"
+        yield change, (f"micro_batch = {most} at most{why}",)
 
 
 def _recomputation(engine: Engine) -> Iterator[Attempt]:
