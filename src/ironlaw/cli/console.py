@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,14 @@ def show(*views: Document) -> None:
 
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> None:
+    """A verb's JSON document, or what `view` makes of it."""
+    if as_json:
+        print_json(document)
+    else:
+        show(view(document))
 
 
 @contextmanager
