@@ -41,6 +41,12 @@ def test_under_json_an_error_is_the_document_on_stdout_and_a_line_of_json_on_std
     assert (code, out) == (2, "") and err.startswith("ironlaw: no config file")
 
 
+def test_without_a_verb_there_is_help_and_nothing_else(ironlaw_here: Here) -> None:
+    for words in ((), ("data",)):
+        code, out, err = ironlaw_here(*words)
+        assert code == 2 and "Usage: ironlaw" in out and err == ""
+
+
 def test_a_fault_of_our_own_is_one_line_and_keeps_the_rest_for_a_report(
     ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch, user_cache: Path
 ) -> None:
