@@ -223,11 +223,15 @@ def test_a_terminal_that_goes_away_loses_nothing(
     )  # fmt: skip
     os.close(terminal)
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 20) and time.monotonic() < until:
-        if process.poll() is not None:
-            break
-        time.sleep(0.05)
-    os.close(leader)
+
+    def trained(steps: int) -> None:
+        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > steps) and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.05)
+
+    trained(20)
+    os.close(leader)  # every word to it fails from here on, before the signal too
+    trained(metrics.read_bytes().count(b"\n") + 20)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=200) == 129
     steps = metrics.read_bytes().count(b"\n")
