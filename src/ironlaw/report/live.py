@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
@@ -124,14 +123,12 @@ class LiveRun:
             self.say(f"Dashboard  {self._page.address}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._data.close()
         if self._live is not None:
             self._live.stop()
         if self._page is not None:
-            self._page.__exit__(kind, error, trace)
+            self._page.__exit__(*error)
 
     def say(self, message: str) -> None:
         self.console.print(message)
