@@ -242,8 +242,9 @@ class Watch:
     data_workers: int | None = None
 
     def _backward_begins(self) -> None:
-        self._habits.gradients.backward_begins()
-        if self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
+        first = not self._habits.passes
+        self._habits.backward_begins()
+        if not first or self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
             return
         if not self._gradients():
             self.gradients_found = "forward"
