@@ -43,6 +43,15 @@ class ObservedPlans:
             return None
         return other.totals["step_seconds"].value / one.totals["step_seconds"].value
 
+    def saved(self, variant: str) -> float | None:
+        """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
+        ratio = self.ratio(variant)
+        if ratio is None:
+            return None
+        busy = sum(self.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+        planned = self.variants.get(AS_IT_IS, self.plan).totals["step_seconds"].value
+        return (1 - ratio) * min(busy, planned / (self.run.facts.get("machine_speed") or 1.0))
+
     def phase(self, phase: Phase) -> float:
         return next((row.measured or 0.0 for row in self.gap.phases if row.name == str(phase)), 0.0)
 
@@ -149,25 +158,23 @@ def _native(now: ObservedPlans) -> Remedy | None:
 
 
 def _precision(now: ObservedPlans) -> Remedy | None:
-    ratio = now.ratio("bf16")
-    if ratio is None:
+    saved = now.saved("bf16")
+    if saved is None:
         return None
-    busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     return _remedy(
         now, "precision", "Train in bf16", Effect.ROUNDING, "rounding differs: compare the loss of the first steps",
         "the run is in fp32, and this machine multiplies bf16 faster",
         f'with torch.autocast("{now.run.facts.get("device")}", dtype=torch.bfloat16): around the forward pass',
-        (1 - ratio) * busy, "planned: both precisions on this machine's curves",
+        saved, "planned: both precisions on this machine's curves",
     )  # fmt: skip
 
 
 def _batch(now: ObservedPlans) -> Remedy | None:
     """Merge the micro-batches of a step, or with one of them take larger steps: the gain is for the same samples."""
-    per_sample = now.ratio("larger_batch")
-    if per_sample is None:
+    saved = now.saved("larger_batch")
+    if saved is None:
         return None
     accumulation = int(now.run.facts.get("accumulation") or 1)
-    busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     merged = accumulation > 1
     return _remedy(
         now, "batch", "Larger micro-batches" if merged else "Larger batches, fewer steps",
@@ -175,7 +182,7 @@ def _batch(now: ObservedPlans) -> Remedy | None:
         "takes more memory" if merged else "fewer updates for the same samples: retune the learning rate",
         "one forward pass is too little work for what calling it costs",
         f"a micro-batch of {(accumulation if merged else 8) * int(now.run.facts.get('batch') or 1)}",
-        (1 - per_sample) * busy,
+        saved,
         "planned: the larger micro-batch on this machine's curves, for the same samples",
     )  # fmt: skip
 

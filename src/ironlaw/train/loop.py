@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
@@ -56,6 +57,7 @@ from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 from ironlaw.workload.tensors import batch_bytes
 
+REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
@@ -121,6 +123,7 @@ class Trainer:
         self._probe = Probe(profile.fp32_products)
         self._spike_known = False
         self._digested: Any = None
+        self._replanned: dict[str, Any] = {}
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -224,9 +227,22 @@ class Trainer:
                     if self.step > self._warm_until:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
+                    if not self._replanned and len(observed.steps) == REPLAN_AFTER:
+                        self._plan_again()
                 self._probe_sometimes()
                 observed.joules, observed.joules_basis = energy.joules(), energy.basis
             self.data_facts = self.loader.facts() | prefetcher.facts()
+
+    def _plan_again(self) -> None:
+        """Once, by what the first steps say of the rest: beside the plan from before the run, not in its place."""
+        before, total = (self.plan.totals[name].value for name in ("step_seconds", "total_seconds"))
+        step = float(np.median([times.wall_seconds for times in self.observed.steps]))
+        total += (step - before) * self.config.train.steps
+        self._replanned = {"after_steps": self.step, "step_seconds": step, "total_seconds": total}
+        self.say(
+            f"Plan       after {self.step} steps: {units.seconds(step)} per step, {units.seconds(total)} in all "
+            f"(before the run: {units.seconds(before)})"
+        )
 
     def _stopping(self) -> bool:
         if self.mesh.size > 1:
@@ -458,6 +474,7 @@ class Trainer:
                 "virtual": host.is_virtual(),
                 "data": self.data_facts,
                 "steps_done": self.step,
+                "planned_again": self._replanned or None,
                 "interrupted": self._interrupted,
                 "started": self.journal.sessions.facts()[0]["started"],
                 "finished": now(),
