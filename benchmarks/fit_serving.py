@@ -35,7 +35,7 @@ KERNELS = ("engine", "release", "class", "vendor", "format", "pair", "side", "ke
 EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "weights": (KERNELS, 0.7, 0.8),
     "products": (KERNELS, 0.7, 0.0),
-    "decode_products": (("engine",), 0.5, 0.0),
+    "decode_products": (("engine", "vendor", "side"), 0.5, 0.0),
     "cache": (("engine", "side"), 0.5, 0.3),
     "attention": (("engine", "pair", "side"), 0.7, -0.5),
     "layer_seconds": (("engine", "release", "host", "class", "vendor", "mixture"), 1.0, float(np.log(8e-6))),
