@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
-from ironlaw.model.adapters import AdaptedLinear
+from ironlaw.model.adapters import AdaptedLinear, Adapters
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.rounding import decode
@@ -23,7 +23,7 @@ from ironlaw.numerics.rounding import decode
 SCALES_BLOCK = (1, 256)
 
 
-class _Product(torch.autograd.Function):
+class FrozenProduct(torch.autograd.Function):
     """Keeps nothing: the matrix is dequantised again on the way back, and no gradient needs x."""
 
     @staticmethod
@@ -59,7 +59,7 @@ class FrozenLinear(AdaptedLinear):
         return replace(form, codes=self.codes, scales=scales).dequantize()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = _Product.apply(x, self, bias)
+        product: Tensor = FrozenProduct.apply(x, self, bias)
         return product
 
     def keep_part(self, rows: Tensor | None, columns: slice) -> None:
@@ -90,7 +90,7 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     assert scales.scales is not None
     module.__class__ = FrozenLinear
     assert isinstance(module, FrozenLinear)
-    module.adapters = nn.ModuleDict()
+    module.adapters = Adapters()
     del module._parameters["weight"]
     codes = scales.codes.flatten()[: whole.scales.numel()].view(whole.scales.shape).clone()
     tensors = {
