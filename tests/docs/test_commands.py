@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path
     (reader / "examples" / "gpt-tiny.toml").unlink()
 
     def begin(*words: str) -> subprocess.Popen[str]:
-        print("ironlaw", *words, flush=True)  # -s: how far it is
+        print(f"{time.strftime('%T')} ironlaw", *words, flush=True)  # -s: how far it is
         begun = [here / "ironlaw", *words]
         process = subprocess.Popen(
             begun, cwd=reader, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
