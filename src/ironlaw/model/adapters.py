@@ -1,4 +1,4 @@
-"""Adapters beside the matrices of linear layers: y = x W^T + s (x A^T) B^T with W frozen, A (R, K) and B (N, R) trained
+"""LayerAdapters beside the matrices of linear layers: y = x W^T + s (x A^T) B^T with W frozen, A (R, K) and B (N, R) trained
 (LoRA, arXiv 2106.09685). With a magnitude m (N) every row of W + s B A gets the length m (DoRA, arXiv 2402.09353).
 
 A layer may have several, each on some of its rows: query, key and value are one matrix here.
@@ -52,7 +52,7 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-class Adapters(nn.ModuleDict):
+class LayerAdapters(nn.ModuleDict):
     """Of one layer, in the order of their rows: what they make of its product. A module, so that a profile names it."""
 
     def forward(self, x: Tensor, y: Tensor, layer: AdaptedLinear) -> Tensor:
@@ -95,7 +95,7 @@ class Adapters(nn.ModuleDict):
 class AdaptedLinear(Linear):
     """A frozen `Linear` with adapters. `product` and `frozen` say how its matrix is held."""
 
-    adapters: Adapters
+    adapters: LayerAdapters
     adapting = True  # False: as if there were none
 
     def frozen(self) -> Tensor:
@@ -127,7 +127,7 @@ def adapt(module: Linear, adapters: dict[str, Adapter], *, magnitudes: bool = Fa
     if type(module) is Linear:
         module.__class__ = AdaptedLinear
     assert isinstance(module, AdaptedLinear)
-    module.adapters = Adapters(adapters)
+    module.adapters = LayerAdapters(adapters)
     for adapter in adapters.values() if magnitudes else ():
         rows = module.frozen()[adapter.start : adapter.stop]
         adapter.magnitude = nn.Parameter(torch.linalg.vector_norm(rows.detach(), dim=1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
-from ironlaw.model.adapters import AdaptedLinear, Adapters
+from ironlaw.model.adapters import AdaptedLinear, LayerAdapters
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.rounding import decode
@@ -90,7 +90,7 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     assert scales.scales is not None
     module.__class__ = FrozenLinear
     assert isinstance(module, FrozenLinear)
-    module.adapters = Adapters()
+    module.adapters = LayerAdapters()
     del module._parameters["weight"]
     codes = scales.codes.flatten()[: whole.scales.numel()].view(whole.scales.shape).clone()
     tensors = {

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Key, Kind, Line, Origin, Phase
-from ironlaw.model.adapters import Adapters
+from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import Held, find_peak
@@ -146,7 +146,7 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     for path, module in model.named_modules():
         parts = path.split(".")
         leaf = parts[-1]
-        if isinstance(module, Adapters):
+        if isinstance(module, LayerAdapters):
             names[module] = f"{names[model.get_submodule(path.rpartition('.')[0])]}_adapter"
         elif _class_name(module) in _OWN_WORK:
             names[module] = _class_name(module)
