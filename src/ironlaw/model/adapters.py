@@ -1,4 +1,4 @@
-"""LayerAdapters beside the matrices of linear layers: y = x W^T + s (x A^T) B^T with W frozen, A (R, K) and B (N, R) trained
+"""Adapters beside the matrices of linear layers: y = x W^T + s (x A^T) B^T with W frozen, A (R, K) and B (N, R) trained
 (LoRA, arXiv 2106.09685). With a magnitude m (N) every row of W + s B A gets the length m (DoRA, arXiv 2402.09353).
 
 A layer may have several, each on some of its rows: query, key and value are one matrix here.
