@@ -37,7 +37,7 @@ MODEL = {
     "positions": "rope", "norm": "rmsnorm", "activation": "silu", "gated_ffn": True, "bias": False, "tied": False,
 }  # fmt: skip
 ADAPTER = {"rank": 64, "alpha": 128}
-RATES = {"none": (3e-4, 6e-4, 1.2e-3), "lora": (1e-3, 2e-3, 4e-3), "qlora": (1e-3, 2e-3, 4e-3), "dora": (2e-3,)}
+RATES = {"none": (5e-4, 1e-3), "qlora": (1e-3, 3e-3), "lora": (2e-3,), "dora": (2e-3,)}
 
 
 def texts(folder: Path) -> None:

@@ -82,9 +82,9 @@ class LayerAdapters(nn.ModuleDict):
     @staticmethod
     def _stretch(adapter: Adapter, layer: AdaptedLinear) -> Tensor:
         with torch.autocast(adapter.a.device.type, enabled=False), torch.no_grad():
-            change = adapter.scale * (local(adapter.b) @ local(adapter.a))
-            rows = layer.frozen()[adapter.start : adapter.stop].float() + change
-        return adapter.stretch(rows)
+            merged = (local(adapter.b) @ local(adapter.a)).mul_(adapter.scale)
+            merged += layer.frozen()[adapter.start : adapter.stop]
+        return adapter.stretch(merged)
 
     def each(self) -> Iterator[Adapter]:
         for adapter in self.values():

@@ -103,6 +103,10 @@ class Shape:
         return self.precision != "fp32" and self.conventions.autocast
 
     @property
+    def casts_head(self) -> bool:
+        return self.casts and (not self.adapters or self.adapters[0].casts_weights)
+
+    @property
     def normed_bytes(self) -> Size:
         """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
         held = self.tokens * self.model.hidden

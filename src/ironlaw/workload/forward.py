@@ -308,22 +308,23 @@ def chunked_head(shape: Shape) -> list[Operation]:
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
     operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]
-    gradients = hidden * w + table * FP32
+    trained = 0 if shape.adapters else table
+    gradients = hidden * w + trained * FP32
     operations[0] = replace(
         operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32,
         gradient=tuple(differentiate(final_norm(shape))),
     )  # fmt: skip
-    if shape.casts:
+    if shape.casts_head:
         operations.append(call("head_cast", "cast", table, table * (FP32 + w), temporary=table * w))
     operations += _chunk(shape, min(shape.loss_chunk, shape.tokens), whole)
     if rest:
         operations += _chunk(shape, rest, 1)
-    turned = table * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
-    dying = hidden * FP32 + (table * w if shape.casts else 0)
+    turned = trained * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
+    dying = hidden * FP32 + (table * w if shape.casts_head else 0)
     gradient = [
         replace(call("loss", "", 0, 0, kind=Kind.OTHER, frees_saved=gradients), repeat=0),
-        call("loss", "add_in_place", hidden + table, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
-             parameters=table * FP32),
+        call("loss", "add_in_place", hidden + trained, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
+             parameters=trained * FP32),
     ]  # fmt: skip
     loss = call("loss", "add", max(1, turned // FP32), 2 * turned, kind=Kind.LOSS, temporary=turned,
                 frees_temporary=turned + dying, gradient=gradient)  # fmt: skip
@@ -336,13 +337,15 @@ def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
     onednn, logits = shape.onednn and not shape.casts, rows * vocab
     full = logits * FP32
     reduced = logits * w if shape.casts else 0
+    wide = full if shape.casts and not shape.fused_rmsnorm else 0  # a CPU's softmax first makes them fp32
     part = rows * hidden * FP32 if onednn else 0
     # The product before it is added; a CPU adds reduced precision to fp32 by way of a copy in fp32.
     before = w + (0 if shape.fused_rmsnorm else FP32) if shape.casts else FP32 if onednn else 0
     table = vocab * hidden * before
     calls = [
         product("head", (rows, vocab, hidden), w, temporary=logits * w),
-        call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, temporary=full, frees_temporary=logits * w),
+        call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, temporary=full + wide,
+             frees_temporary=logits * w + wide),
         call("loss", "loss_backward", logits, 3 * full, kind=Kind.LOSS, temporary=reduced),
         product("head", (rows, hidden, vocab), w, temporary=part, frees_temporary=part),
         product("head", (vocab, hidden, rows), w, kernel="matmul_weight_gradient", temporary=table,
