@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.autocast import followed
-from ironlaw.model.linear import Linear, linear
+from ironlaw.model.linear import Linear, become, linear
 
 
 class Adapter(nn.Module):
@@ -124,9 +124,7 @@ class AdaptedLinear(Linear):
 
 def adapt(module: Linear, adapters: dict[str, Adapter], *, magnitudes: bool = False) -> None:
     """Give a frozen layer its adapters, in the order of their rows. Names of what it has stay as they are."""
-    if type(module) is Linear:
-        module.__class__ = AdaptedLinear
-    assert isinstance(module, AdaptedLinear)
+    module = module if isinstance(module, AdaptedLinear) else become(module, AdaptedLinear)
     module.adapters = LayerAdapters(adapters)
     for adapter in adapters.values() if magnitudes else ():
         rows = module.frozen()[adapter.start : adapter.stop]

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import AdaptedLinear, LayerAdapters
-from ironlaw.model.linear import Linear
+from ironlaw.model.linear import Linear, become
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.rounding import decode
 
@@ -102,8 +102,7 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     mean = whole.scales.mean()
     scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=SCALES_BLOCK)
     assert scales.scales is not None
-    module.__class__ = FrozenLinear
-    assert isinstance(module, FrozenLinear)
+    module = become(module, FrozenLinear)
     module.adapters = LayerAdapters()
     del module._parameters["weight"]
     codes = scales.codes.flatten()[: whole.scales.numel()].view(whole.scales.shape).clone()

@@ -21,7 +21,7 @@ from ironlaw.files import open_file
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
-from ironlaw.model.linear import Linear
+from ironlaw.model.linear import Linear, become
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.frozen_linear import hold_quantized
 from ironlaw.train.checkpoint import newest_of
@@ -70,10 +70,8 @@ def merge(model: nn.Module) -> None:
     for layer in adapted_layers(model).values():
         weight = nn.Parameter(layer.merged().float(), requires_grad=False)
         del layer.adapters
-        layer.__class__ = Linear  # type: ignore[assignment]
-        for name in list(layer._buffers):
-            del layer._buffers[name]
-        layer.weight = weight
+        layer._buffers.clear()
+        become(layer, Linear).weight = weight
 
 
 def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:
