@@ -118,15 +118,15 @@ def known() -> list[dict[str, Any]]:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    best = {
-        method: min((r for r in rows if r["method"] == method), key=lambda r: r["validation_after"]) for method in RATES
-    }
+    tried = {method: [row for row in rows if row["method"] == method] for method in RATES}
+    best = {method: min(found, key=lambda r: r["validation_after"]) for method, found in tried.items() if found}
     whole = best["none"]["test_after"]
     lines = [
         "# Adapters beside full fine-tuning", "",
         f"`python benchmarks/finetune.py --record`: {MODEL['layers']} x {MODEL['hidden']} after {BASE_STEPS:,} steps",
         f"of {SEQUENCES * SEQUENCE} tokens on the standard library without {' and '.join(PACKAGES)}, then {STEPS:,}",
-        "steps on these, whose test is every fifth file. Learning rates are chosen by a validation part; one seed.", "",
+        "steps on these; the test is every fifth file. Learning rates are chosen by a validation part; one seed. A method",
+        "that is not here has not been run yet.", "",
         "| method | trained parameters | learning rate | test before | after, nats per token | above full |",
         "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
@@ -152,7 +152,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    if options.record:
+    if options.record:  # of what there is
         PAGE.write_text(page(known()))
 
 
