@@ -2,7 +2,7 @@
 
 import pytest
 
-from ironlaw.machine.efficiency import collective_seconds, ideal_fabric, traffic_bytes
+from ironlaw.machine.efficiency.collectives import collective_seconds, ideal_fabric, traffic_bytes
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory

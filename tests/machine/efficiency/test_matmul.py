@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency import (
-    generations,
-    load_efficiency,
-    matmul_bound,
-    matmul_flops,
-    matmul_seconds,
-    reference_accelerators,
-    reference_hardware,
-)
+from ironlaw.machine.efficiency.matmul import matmul_bound, matmul_flops, matmul_seconds
+from ironlaw.machine.efficiency.store import generations, load_efficiency, reference_accelerators, reference_hardware
 
 MEASURED = {
     name: generation
