@@ -77,7 +77,7 @@ class Loader:
             batches.check_world(global_batch, rank, world)
             opener = partial(_reopen, self._recipe(), global_batch, seed, rank, world)
             share, processes = global_batch // world, self.config.loader_processes
-            return ProcessBatches(opener, share, self.sequence, masked, processes, self.config.prefetch)
+            return ProcessBatches(opener, share, self.sequence, processes, self.config.prefetch)
         return Batches(self._samples, self.sequence, global_batch, seed, rank, world, masked)
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
