@@ -15,8 +15,8 @@ from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import AS_IT_IS, ObservedPlans, find_observed_remedies
-from ironlaw.explain.remedies import Remedy
+from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
+from ironlaw.explain.remedy import Remedy, find
 from ironlaw.files import read_json
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
@@ -81,7 +81,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
         _add_shapes(document, run)
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         variants = _variants(document, run, profile)
-    return find_observed_remedies(ObservedPlans(plan, run, gap, profile, variants))
+    return find(ObservedPlans(plan, run, gap, profile, variants), REMEDIES)
 
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:

@@ -23,7 +23,8 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.explain import grades
 from ironlaw.explain.explanation import read_metrics
-from ironlaw.explain.remedies import EFFECTS, Effect, Remedy, find_remedies, situation, with_settings
+from ironlaw.explain.remedies import find_remedies, situation, with_settings
+from ironlaw.explain.remedy import EFFECTS, Effect, Remedy
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run

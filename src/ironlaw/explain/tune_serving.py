@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ironlaw import units
-from ironlaw.explain.remedies import EFFECTS, Effect
+from ironlaw.explain.remedy import EFFECTS, Effect
 from ironlaw.explain.tune import INTERRUPTED, LOSS_TOLERANCE, Measured, Say, Trial, Tuned, judge, loss_difference
 
 Settings = dict[str, Any]
