@@ -63,8 +63,8 @@ DATA = {
     "tokenise": ("Tokenise once, before training", "write token ids to a file once, and memory-map it"),
     "rebuilt": ("Keep the DataLoader's iterator",
                 "for batch in loader: over many batches, with persistent_workers=True where an epoch is short"),
-    "read": ("Read ahead, or from faster storage", "DataLoader(..., num_workers=2, prefetch_factor=4), or a copy of the "
-             "data on a local disk or in memory"),
+    "read": ("Read ahead, or from faster storage",
+             "DataLoader(..., num_workers=2, prefetch_factor=4), or a copy of the data on a local disk or in memory"),
 }  # fmt: skip
 
 
@@ -304,6 +304,7 @@ REMEDIES: tuple[RemedyKind, ...] = (
         EVALUATION_SHARE,
     ),
     _between(
-        "checkpoint", "Save a tenth as often", "an interruption loses more steps", "save every N steps", CHECKPOINT_SHARE
+        "checkpoint", "Save a tenth as often", "an interruption loses more steps", "save every N steps",
+        CHECKPOINT_SHARE,
     ),
 )  # fmt: skip
