@@ -18,7 +18,6 @@ from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
-from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel.planning import agreed
 from ironlaw.train.parallel.ranks import (
@@ -32,6 +31,7 @@ from ironlaw.train.parallel.ranks import (
 )
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.strategy import RankStrategy
+from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
 from ironlaw.workload.layout import Layout
 
