@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
@@ -88,19 +89,8 @@ def run_training(
 
         mesh.first_does(create)
         with strategy.observer(run) as watching:
-            trainer = partial(
-                Trainer,
-                config,
-                run,
-                plan,
-                dataset,
-                profile,
-                strategy,
-                observer=watching,
-                start=start,
-                watch=watch,
-                say=say,
-            )
+            named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
+            trainer = partial(Trainer, config, run, plan, dataset, profile, strategy, **named)
             return _train(trainer, config, run, plan, profile, mesh, start)
 
 
