@@ -169,10 +169,7 @@ class Explanation:
             "remedies": [remedy.to_json() for remedy in self.remedies],
             "remedies_note": self.remedies_note,
             "notes": self.notes,
-            "facts": {
-                "plan": self.plan.facts,
-                "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN},
-            },
+            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN}},
         }
 
 

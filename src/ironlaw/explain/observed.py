@@ -25,17 +25,6 @@ from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
 
-GRADED = (
-    "precision",
-    "batch",
-    "attention",
-    "alignment",
-    "threads",
-    "mode",
-    "float64",
-    "fused_update",
-    "native",
-)  # rules that rest on a remedy's gain
 PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
@@ -58,7 +47,7 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
         run.facts["machine_speed"] = machine_speed(plan, run)
     gap = subtract_ledgers(plan, run)
     remedies = _remedies(run_dir, plan, run, gap, profile)
-    gains = dict.fromkeys(GRADED, 0.0) | {r.name: r.gain for r in remedies}
+    gains = {kind.name: 0.0 for kind in REMEDIES} | {r.name: r.gain for r in remedies}
     diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
     metrics = read_metrics(run_dir / "metrics.jsonl")

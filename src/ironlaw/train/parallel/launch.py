@@ -47,10 +47,7 @@ GRAMMAR = {  # option -> what it must match as a whole, and how to write it
     "--claim": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "the name of a volume claim: lower case, digits, - and ."),
     "--partition": (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", "the name of a partition"),
     "--account": (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", "the name of an account"),
-    "--time": (
-        r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}",
-        "minutes, hours:minutes:seconds or days-hours",
-    ),
+    "--time": (r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}", "minutes, hours:minutes:seconds or days-hours"),
 }
 
 
