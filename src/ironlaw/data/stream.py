@@ -34,7 +34,7 @@ from ironlaw.data.shards import token_dtype
 from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import sha256
+from ironlaw.files import read_json_lines, sha256
 
 BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
@@ -206,17 +206,11 @@ class StreamBatches:
         with suppress(OSError):  # the notes only save time
             self._notes.parent.mkdir(parents=True, exist_ok=True)
             with self._notes.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.astuple(start)) + "\n")
+                file.write(json.dumps(dataclasses.asdict(start)) + "\n")
 
 
 def _read_notes(file: Path) -> list[_Start]:
-    starts = {_Start(0, 0, *corpora.START)}
-    with suppress(OSError):
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(ValueError, TypeError):  # the last line of a process that was killed
-                if line.endswith("\n"):
-                    starts.add(_Start(*map(int, json.loads(line))))
-    return sorted(starts)
+    return sorted({_Start(0, 0, *corpora.START)} | {_Start(**note) for note in read_json_lines(file)})
 
 
 def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:

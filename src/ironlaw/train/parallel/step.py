@@ -169,7 +169,7 @@ class LayoutStep(Step):
 
             with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
                 if schedule is not None:
-                    loss = self._pipelined(schedule, x, y, factor, here | more)
+                    loss = self._pipelined(schedule, x, y, factor, self._loss_scale(), here | more)
                 else:
                     loss = self._micro_batches(len(x), number, loss_of)
             with self.clock.phase(Phase.BACKWARD if self.device.type == "cpu" else Phase.COMMUNICATION):
@@ -246,17 +246,21 @@ class LayoutStep(Step):
         communication.backward_done()
 
     def _pipelined(
-        self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, more: dict[str, Any]
+        self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, scale: float,
+        more: dict[str, Any], backward: bool = True,
     ) -> Tensor:  # fmt: skip
+        """The sum of losses times `factor`, on the ranks that have it. `backward`: with gradients, times `scale`."""
         losses: list[Tensor] = []
-        scale = self._loss_scale()
         for part in self.applied.plain.values():
             part.loss_factor = factor * scale
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
         with self.clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
-            schedule.step(*first, return_outputs=False, **more)
+            if backward:
+                schedule.step(*first, return_outputs=False, **more)
+            else:
+                schedule.eval(*first, **more)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / scale
@@ -395,7 +399,7 @@ class LayoutStep(Step):
                     module.reshard()  # the parameters are the sharded ones again
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
-        """None where another stage has the loss."""
+        """Nothing where another stage has the loss."""
         inputs, targets = self.local(batch.inputs), self.local(batch.targets)
         more: dict[str, Any] = {"reduction": "sum"}
         more |= {} if batch.documents is None else {"documents": batch.documents}
@@ -405,22 +409,13 @@ class LayoutStep(Step):
                 with self.autocast():
                     loss = part(inputs, targets, **more)
             else:
-                losses: list[Tensor] = []
-                for plain in self.applied.plain.values():
-                    plain.loss_factor = 1.0
-                if self.has_loss:
-                    more |= {"targets": targets, "target": targets, "losses": losses}
-                first = (inputs,) if 0 in self.applied.plain else ()
-                if self.mesh.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
-                    with torch.enable_grad():
-                        self.schedule.step(*first, return_outputs=False, **more)
-                    for parameter in self.applied.parameters():
-                        parameter.grad = None
-                else:
-                    self.schedule.eval(*first, **more)
-                if not losses:
+                backward = self.mesh.config.schedule in V_SHAPED  # PyTorch's cannot leave it out
+                with torch.set_grad_enabled(backward):
+                    loss = self._pipelined(self.schedule, inputs, targets, 1.0, 1.0, more, backward)
+                for parameter in self.applied.parameters() if backward else ():
+                    parameter.grad = None
+                if not self.has_loss:
                     return 0.0, 0
-                loss = torch.stack([loss.detach() for loss in losses]).sum()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return float(loss), int((targets != IGNORED).sum())
 
