@@ -172,13 +172,12 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
     profile = profile or load_profile()
     if profile.name != facts["machine"]:
         raise UserError(f"the run was on {facts['machine']}, the profile here is of {profile.name}")
-    if facts.get("world_size", 1) > 1:
-        return plan_trace(traced, profile, **again)  # each rank as if the machine were its own: ranks share its cores
-    if profile.threads != facts["threads"]:
-        if facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads:
-            return plan_trace(traced, profile, **again)  # planned as it should run: more threads than cores help nobody
-        return _on_threads(plan_trace(traced, profile, **again), run, profile)
-    return plan_trace(traced, profile, **again)
+    plan = plan_trace(traced, profile, **again)
+    # Ranks share the machine's cores: each is planned as if they were its own. More threads than cores help nobody, and
+    # are planned as they should be.
+    alone = facts.get("world_size", 1) == 1
+    too_many = facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads
+    return _on_threads(plan, run, profile) if alone and profile.threads != facts["threads"] and not too_many else plan
 
 
 def _on_threads(plan: Ledger, run: Ledger, profile: Profile) -> Ledger:

@@ -135,10 +135,10 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     again = ranks.config.zero == 3
     for layer in expert_layers(part) if ranks.experts is not None else ():
         # Their gradients are averaged over the ranks that hold the same ones, fewer than there are replicas.
-        holders = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
+        dimensions = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
         fully_shard(
-            layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again, mp_policy=policy,
+            layer.experts, mesh=ranks.experts[dimensions], reshard_after_forward=again, mp_policy=policy,
             shard_placement_fn=experts.hidden_dimension(layer.experts),
         )  # fmt: skip
     by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))

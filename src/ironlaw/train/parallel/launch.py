@@ -114,14 +114,14 @@ def _exports() -> str:
 
 
 def _slurm(request: Request) -> str:
-    wishes = {"time": request.time, "partition": request.partition, "account": request.account}
-    wished = "".join(f"#SBATCH --{name}={value}\n" for name, value in wishes.items() if value is not None)
+    options = {"time": request.time, "partition": request.partition, "account": request.account}
+    asked = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     return f"""#!/bin/bash
 #SBATCH --job-name={request.name}
 #SBATCH --nodes={request.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={request.per_node}
-{wished}#SBATCH --exclusive
+{asked}#SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
 #SBATCH --output={request.name}-%j.log

@@ -274,7 +274,7 @@ class LayoutStep(Step):
                 continue
             if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        if self.applied.exchanged:  # averaged over the holders of the same experts; tokens of ep ranks are in it
+        if self.applied.exchanged:  # averaged over ranks of the same experts; tokens of ep ranks are in it
             torch._foreach_div_([local_part(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
         if self.applied.partial:
             _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.mesh.group("tp"))
