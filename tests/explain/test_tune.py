@@ -11,7 +11,8 @@ from synthetic import make_config, make_profile
 
 from ironlaw.cli.failure import described
 from ironlaw.config import RunConfig
-from ironlaw.explain.tune import Measured, judge, loss_difference, tune
+from ironlaw.explain.remedies import with_settings
+from ironlaw.explain.tune import Measured, TrialRunner, judge, loss_difference, tune
 
 
 class Simulated:
@@ -83,6 +84,12 @@ def test_the_budget_ends_it() -> None:
     now = iter(range(0, 100000, 60))
     result = run(Simulated(bf16_is_fast), budget_seconds=200, clock=lambda: float(next(now)))
     assert result.stopped == "the budget is used up" and result.runs == 1
+
+
+def test_a_trial_is_shorter_than_the_warmup() -> None:
+    config = with_settings(make_config(steps=850), {"schedule.warmup_steps": 400})
+    short = TrialRunner(Path("unused"), make_profile())._short(config)
+    assert short.train.steps == short.warmup_steps < 400
 
 
 def test_ctrl_c_in_a_trial_leaves_what_was_found_before_it() -> None:

@@ -23,6 +23,9 @@ from ironlaw.errors import UserError
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 """Number formats a peak can be given for, widest first. FP4 is NVFP4 or MXFP4, fp32 is the vector rate."""
 
+BEFORE_FLASH = ("volta", "turing")
+"""Generations that FlashAttention-2 and PyTorch's flash kernels do not run on: they need an Ampere or a newer one."""
+
 _BRANDS = frozenset({"rtx", "gtx", "apple", "jetson", "tpu"})
 """First words of names that people leave out: `4090`, `m4-max`, `v5p`."""
 
@@ -77,6 +80,11 @@ class Accelerator:
     def measured_generation(self) -> str:
         """Whose constants of single operations hold."""
         return self.constants or self.generation
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether attention runs without its scores in memory, in the software of its training runs."""
+        return self.generation not in BEFORE_FLASH
 
     def figures(self) -> dict[str, Figure]:
         """Every known figure by its dotted key, peaks included: for listings and for tests."""

@@ -45,6 +45,15 @@ class ObservedPlans:
             return None
         return other.totals["step_seconds"].value / one.totals["step_seconds"].value
 
+    def saved(self, variant: str) -> float | None:
+        """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
+        ratio = self.ratio(variant)
+        if ratio is None:
+            return None
+        busy = self.phase(*PASSES, Phase.OPTIMIZER)
+        planned = self.variants.get(AS_IT_IS, self.plan).totals["step_seconds"].value
+        return (1 - ratio) * min(busy, planned / (self.run.facts.get("machine_speed") or 1.0))
+
     def phase(self, *phases: Phase) -> float:
         """Measured seconds of these phases."""
         return sum(row.measured or 0.0 for row in self.gap.phases if row.name in map(str, phases))
@@ -112,12 +121,11 @@ def _float64(now: ObservedPlans) -> list[Proposal]:
 
 
 def _precision(now: ObservedPlans) -> list[Proposal]:
-    ratio = now.ratio("bf16")
-    if ratio is None:
+    saved = now.saved("bf16")
+    if saved is None:
         return []
     how = f'with torch.autocast("{now.run.facts.get("device")}", dtype=torch.bfloat16): around the forward pass'
-    busy = now.phase(*PASSES, Phase.OPTIMIZER)
-    return _saved(now, how, (1 - ratio) * busy, "planned: both precisions on this machine's curves")
+    return _saved(now, how, saved, "planned: both precisions on this machine's curves")
 
 
 def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
@@ -125,12 +133,12 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
     samples."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
-        per_sample, accumulation = now.ratio("larger_batch"), int(now.run.facts.get("accumulation") or 1)
-        if per_sample is None or (accumulation > 1) is not merged:
+        saved, accumulation = now.saved("larger_batch"), int(now.run.facts.get("accumulation") or 1)
+        if saved is None or (accumulation > 1) is not merged:
             return []
         how = f"a micro-batch of {(accumulation if merged else 8) * int(now.run.facts.get('batch') or 1)}"
         basis = "planned: the larger micro-batch on this machine's curves, for the same samples"
-        return _saved(now, how, (1 - per_sample) * now.phase(*PASSES, Phase.OPTIMIZER), basis)
+        return _saved(now, how, saved, basis)
 
     return propose
 

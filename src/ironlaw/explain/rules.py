@@ -277,7 +277,7 @@ RULES: tuple[Rule, ...] = (
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
         "The precision costs time: another one is planned to shorten the run by {percent}.",
         "set train.precision as the remedy says", "below 10% a gain is inside the planner's own error",
-        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"],
+        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"], promised=True,
     ),
     Rule(
         "off_plan", Axis.MACHINE, 0.10, _off_plan, _off_plan_sentence,

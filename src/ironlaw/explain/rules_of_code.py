@@ -267,7 +267,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "batch_small", Axis.ALGORITHM, 0.30, _gain("batch"),
         "The micro-batch is too small: calling operations costs as much as what they compute.",
         "a larger micro-batch", "eight times the micro-batch must save a third, else it is not the cause",
-        facts=("batch", "accumulation"),
+        facts=("batch", "accumulation"), promised=True,
     ),
     Rule(
         "misaligned", Axis.ALGORITHM, 0.03, _gain("alignment"),
@@ -298,6 +298,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "Gradients are filled with zeros and added to, instead of dropped and written.",
         "optimizer.zero_grad(set_to_none=True), which is the default",
         "a pass over all gradients, and another to add to them", placed="zeroed_gradients", fault=False, notice=True,
+    ),
+    Rule(
+        "graphs_again", Axis.ALGORITHM, 0.05, _share_of("graphs_again", Phase.BACKWARD),
+        "Several backward passes go through the same graph: one of the summed losses would save {share} of the step.",
+        "(loss_a + loss_b).backward(), once per forward pass",
+        "passes beyond one per forward pass, the shortest ones, where the graph is kept", placed="graphs_again",
     ),
     Rule(
         "graphs_retained", Axis.ALGORITHM, NOTICED, _found("retained_graphs"),

@@ -303,8 +303,8 @@ class TrialRunner:
         )
         return with_settings(
             config,
-            {"train.steps": steps, "train.profile_steps": 0, "evaluation.every": 0, "evaluation.batches": 1,
-             "checkpoint.every": 0},
+            {"train.steps": steps, "schedule.warmup_steps": min(config.warmup_steps, steps), "train.profile_steps": 0,
+             "evaluation.every": 0, "evaluation.batches": 1, "checkpoint.every": 0},
         )  # fmt: skip
 
 

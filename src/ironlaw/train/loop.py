@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
@@ -50,6 +52,7 @@ from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 
+REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
@@ -87,6 +90,7 @@ class Trainer:
         self._probe = Probe(profile.fp32_products)
         self._spike_known = False
         self._digested: Any = None
+        self._replanned: dict[str, Any] = {}
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -190,9 +194,22 @@ class Trainer:
                     if self.step > self._warm_until:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
+                    if not self._replanned and len(observed.steps) == REPLAN_AFTER:
+                        self._plan_again()
                 self._probe_sometimes()
                 observed.joules, observed.joules_basis = energy.joules(), energy.basis
             self.data_facts = self.loader.facts() | prefetcher.facts()
+
+    def _plan_again(self) -> None:
+        """Once, by what the first steps say of the rest: beside the plan from before the run, not in its place."""
+        before, total = (self.plan.totals[name].value for name in ("step_seconds", "total_seconds"))
+        step = float(np.median([times.wall_seconds for times in self.observed.steps]))
+        total += (step - before) * self.config.train.steps
+        self._replanned = {"after_steps": self.step, "step_seconds": step, "total_seconds": total}
+        self.say(
+            f"Plan       after {self.step} steps: {units.seconds(step)} per step, {units.seconds(total)} in all "
+            f"(before the run: {units.seconds(before)})"
+        )
 
     def _stopping(self) -> bool:
         if self.mesh.size > 1:
@@ -393,6 +410,7 @@ class Trainer:
             train_loss=self.train_loss, validation_loss=self.validation_loss, compile=self.compiled,
             data=self.data_facts, steps_done=self.step, interrupted=self.interruption.name,
             sessions=self.journal.sessions.facts(), rollbacks=len(self.recovery.turns),
+            planned_again=self._replanned or None,
         )  # fmt: skip
         self.observer.complete(ledger)
         return ledger
