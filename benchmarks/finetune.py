@@ -125,8 +125,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# Adapters beside full fine-tuning", "",
         f"`python benchmarks/finetune.py --record`: {MODEL['layers']} x {MODEL['hidden']} after {BASE_STEPS:,} steps",
         f"of {SEQUENCES * SEQUENCE} tokens on the standard library without {' and '.join(PACKAGES)}, then {STEPS:,}",
-        "steps on these; the test is every fifth file. Learning rates are chosen by a validation part; one seed. A method",
-        "that is not here has not been run yet.", "",
+        "steps on these; the test is every fifth file. Learning rates are chosen by a validation part; one seed.",
+        "A method that is not here has not been run yet.", "",
         "| method | trained parameters | learning rate | test before | after, nats per token | above full |",
         "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
