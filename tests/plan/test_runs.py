@@ -93,6 +93,10 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("EFA 3200", 400, "efa"),
         ("GPUDirect-TCPXO", 200, "tcpx"),
         ("3,200 Gbps InfiniBand", 400, "infiniband"),
+        # A count behind the rate or in the next clause, thousands before a unit.
+        ("Mellanox HDR 200Gb/s x 4", 100, "infiniband"),
+        ("HPE Slingshot 200 Gbit/s per NIC, 4 NICs per node", 100, "slingshot"),
+        ("EFA 3,200Gbps ENA 200Gbps", 400, "efa"),
     ],
 )
 def test_networks_as_people_describe_them(text, gigabytes, fabric):
