@@ -81,7 +81,13 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
                 seen.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
         except (KeyError, TypeError, ValueError):  # torn, or of an earlier version
             continue
-    return {kind: float(np.median([s[kind] for s in seen])) if seen else 1.0 for kind in KINDS}
+    return {kind: _median([s[kind] for s in seen]) if seen else 1.0 for kind in KINDS}
+
+
+def _median(values: list[float]) -> float:
+    """As `np.median` but without `numpy.ma`, which takes a twentieth of the time of a plan to import."""
+    values = sorted(values)
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
 def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[str, float]:
