@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from micro_batch import in_order, unfolded
 from torch import Tensor
 
 from ironlaw.config import RunConfig
@@ -24,7 +25,7 @@ from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.transfer_stream import Arrival
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
-from ironlaw.workload.program import in_order, layers_of_shape, unfolded
+from ironlaw.workload.program import layers_of_shape
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

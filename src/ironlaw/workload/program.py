@@ -270,22 +270,3 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
 def training_operations(shape: Shape) -> list[Operation]:
     """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
     return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
-
-
-def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
-    """Every call of a micro-batch in the order of execution, layer by layer."""
-    for layer in layers:
-        yield from layer.forward
-    remembered = sum(layer.cast_weight_bytes for layer in layers)
-    if remembered:
-        yield Operation(
-            "autocast", Kind.OTHER, Phase.FORWARD, "block", "", repeat=0, frees_saved_bytes=remembered
-        )  # fmt: skip
-    for layer in reversed(layers):
-        yield from layer.recomputed
-        yield from layer.backward
-
-
-def unfolded(shape: Shape) -> Iterator[Operation]:
-    """The same of the whole model."""
-    return in_order(layers_of_shape(shape))
