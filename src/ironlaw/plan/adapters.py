@@ -16,7 +16,7 @@ from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line, Phase
-from ironlaw.machine.efficiency import collective_seconds
+from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.plan.cluster.system import fabric_of
 from ironlaw.plan.machines import fold
 from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on
