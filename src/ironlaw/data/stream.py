@@ -222,7 +222,6 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     if not corpus.files:
         raise corpora.no_text(source.path, corpus)
     tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
-    tokenizers.check_fits(tokenizer, vocab)
     validation, bounds, text_bytes = _held_out(corpus, splitter, tokenizer, source.path)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
     key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]
