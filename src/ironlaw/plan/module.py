@@ -136,7 +136,7 @@ def _planned(
     if replicas > 1:
         program = replicated(program, traced, replicas, zero)
         reason = "replicas of the inputs given, ZeRO 0 where that fits, else 3"
-        facts["assumed"].append(["layout", f"dp={replicas} zero={zero}", reason, "a config of Ironlaw's own decoder"])
+        facts["assumed"].append(["layout", f"dp={replicas} zero={zero}", reason, ""])
     return ledger_on(target, program, traced.parameters, facts)
 
 
@@ -175,17 +175,18 @@ def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line
         return []
     assert target.cluster is not None
     sent, fabric = dict[str, tuple[int, int, float]](), fabric_of(target.cluster.accelerator, target.cluster.node)
-    for _, kind, calls, size in program.collectives[0]:
+    for dimension, kind, calls, size in program.collectives[0]:
         count = calls or 1
         took = count * float(collective_seconds(kind, size / count, target.replicas, fabric=fabric)) if size else 0.0
-        known = sent.get(kind, (0, 0, 0.0))
-        sent[kind] = known[0] + count, known[1] + size, known[2] + took
+        name = f"{dimension} {kind}"
+        known = sent.get(name, (0, 0, 0.0))
+        sent[name] = known[0] + count, known[1] + size, known[2] + took
     total = sum(took for _, _, took in sent.values())
     passes = sum(line.seconds or 0.0 for line in lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
     exposed = max(0.0, total - passes) / total if total else 0.0
     return [
-        Line(Phase.COMMUNICATION, Kind.COLLECTIVE, f"shard {kind}", count, None, float(size), exposed * took)
-        for kind, (count, size, took) in sent.items()
+        Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, count, None, float(size), exposed * took)
+        for name, (count, size, took) in sent.items()
     ]
 
 
