@@ -19,11 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md"] + [
-    path
-    for name in ("index.md", "tutorial.md", "howto/*.md", "explanation/*.md")
-    for path in sorted((ROOT / "docs").glob(name))
-]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", DOCS / "index.md", *sorted(set(DOCS.rglob("*.md")) - {DOCS / "index.md"})]
 
 
 def blocks(language: str) -> Iterator[tuple[Path, str]]:

@@ -263,20 +263,18 @@ def train(
     A machine that nobody measured is measured first. Progress goes to stderr, unless `quiet`. Ctrl-C saves and returns.
     """
     from ironlaw.cli.console import messages
-    from ironlaw.cli.measure import measure_and_keep
-    from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.cli.measure import this_machine
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name
     from ironlaw.train.session import run_training
 
     chosen = _config(config, settings)
     folder = Path(out) if out is not None else default_name(chosen.model.name)
-    if not profile_path().is_file():
-        measure_and_keep()
+    profile = this_machine()
     live = LiveRun(recorder() if quiet else messages(), folder, None)
     with live:
         outcome = run_training(
-            chosen, folder, load_profile(), resume=resume,
+            chosen, folder, profile, resume=resume,
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
     return TrainResult(folder, outcome.step, outcome.interrupted, outcome.ledger)
@@ -286,27 +284,9 @@ def explain(
     run: str | Path | TrainResult | Watch, other: str | Path | TrainResult | Watch | None = None
 ) -> ExplainResult:
     """A run beside its plan, a profiler's trace, a load that `bench --out` kept; or why `other` is faster or slower."""
-    path = _path(run)
-    if other is not None:
-        from ironlaw.explain.compare import compare
-        from ironlaw.explain.runs import explain_path
-        from ironlaw.report.comparison_view import comparison_view
+    from ironlaw.cli.explain import explained
 
-        document = compare(explain_path(path), explain_path(_path(other))).to_json()
-        return ExplainResult(document, comparison_view(document))
-    from ironlaw.explain.serving import explain_serving, is_serving_run
-
-    if is_serving_run(path):
-        from ironlaw.report.serving_view import server_view
-
-        document = explain_serving(path).to_json()
-        return ExplainResult(document, server_view(document))
-    from ironlaw.explain.runs import explain_path
-    from ironlaw.report.run_view import run_view
-
-    found = explain_path(path)
-    document = found.to_json()
-    return ExplainResult(document, run_view(document, found.metrics, found.config_text))
+    return ExplainResult(*explained(_path(run), None if other is None else _path(other)))
 
 
 def serve(path: str | Path | TrainResult, *, port: int = 0, settings: Settings | None = None) -> RunningServer:

@@ -350,8 +350,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (or a run directory's `config.toml`) and apply `section.key=value` overrides."""
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
-    if not path.is_file() and path.parent == Path("examples"):  # the wheel brings them, whatever the folder it is in
-        path = EXAMPLES / path.name
+    brought = EXAMPLES / path.name  # by the wheel, whatever the folder it is in
+    if not path.is_file() and path.parent == Path("examples") and brought.is_file():
+        path = brought
     if not path.is_file():
         raise UserError(f"no config file at {path}: write one like examples/gpt-tiny.toml, or check the path")
     return build_config(read_toml(path), str(path), overrides)

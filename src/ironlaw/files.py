@@ -7,6 +7,7 @@ permission, a full disk) stays an OSError, which the command line turns into one
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -52,6 +53,12 @@ def open_file(path: Path) -> IO[bytes]:
         os.close(descriptor)
         raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, not a file")
     return os.fdopen(descriptor, "rb")
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def read_bytes(path: Path, what: str = "text") -> bytes:

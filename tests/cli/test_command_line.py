@@ -41,6 +41,12 @@ def test_under_json_an_error_is_the_document_on_stdout_and_a_line_of_json_on_std
     assert (code, out) == (2, "") and err.startswith("ironlaw: no config file")
 
 
+def test_without_a_verb_there_is_help_and_nothing_else(ironlaw_here: Here) -> None:
+    for words in ((), ("data",)):
+        code, out, err = ironlaw_here(*words)
+        assert code == 2 and "Usage: ironlaw" in out and err == ""
+
+
 def test_a_fault_of_our_own_is_one_line_and_keeps_the_rest_for_a_report(
     ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch, user_cache: Path
 ) -> None:
@@ -217,11 +223,15 @@ def test_a_terminal_that_goes_away_loses_nothing(
     )  # fmt: skip
     os.close(terminal)
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 20) and time.monotonic() < until:
-        if process.poll() is not None:
-            break
-        time.sleep(0.05)
-    os.close(leader)
+
+    def trained(steps: int) -> None:
+        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > steps) and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.05)
+
+    trained(20)
+    os.close(leader)  # every word to it fails from here on, before the signal too
+    trained(metrics.read_bytes().count(b"\n") + 20)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=200) == 129
     steps = metrics.read_bytes().count(b"\n")

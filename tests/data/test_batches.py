@@ -139,14 +139,14 @@ def test_prefetcher_gives_the_batches_in_order_and_resumes() -> None:
 
 def test_prefetcher_measures_the_wait() -> None:
     def slow(batch: Batch[np.ndarray]) -> int:
-        time.sleep(0.05)
+        time.sleep(0.2)  # long beside what a busy machine may keep the reader from its wait
         return len(batch.inputs)
 
     began = time.perf_counter()
     with Prefetcher(Batches(TOKENS, 8, 4, seed=0), stop=3, apply=slow) as prefetcher:
         assert list(prefetcher) == [4, 4, 4]
-        assert 0.1 < prefetcher.wait_seconds < time.perf_counter() - began
-        assert prefetcher.batches_per_second is not None and 0 < prefetcher.batches_per_second < 20
+        assert 0.2 < prefetcher.wait_seconds < time.perf_counter() - began
+        assert prefetcher.batches_per_second is not None and 0 < prefetcher.batches_per_second < 5
 
 
 def test_prefetcher_hands_over_exceptions_after_the_good_batches() -> None:

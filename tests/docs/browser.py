@@ -16,9 +16,9 @@ COMPLAINTS = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryA
 
 
 class Browser:
-    """One tab. Without a network: whatever a page asks of another host fails, and is a complaint."""
+    """One tab. Offline, whatever a page asks of any host fails, and is a complaint."""
 
-    def __init__(self, profile: Path):
+    def __init__(self, profile: Path, offline: bool = True):
         assert CHROMIUM is not None
         commands, self._out = os.pipe()
         self._in, events = os.pipe()
@@ -42,8 +42,8 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
         self.ask("Emulation.setFocusEmulationEnabled", enabled=True)
-        offline = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-        self.ask("Network.emulateNetworkConditions", **offline)
+        network = {"offline": offline, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self.ask("Network.emulateNetworkConditions", **network)
 
     def __enter__(self) -> Self:
         return self
@@ -80,8 +80,8 @@ class Browser:
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def open(self, page: Path) -> None:
-        self.ask("Page.navigate", url=page.as_uri())
+    def open(self, page: Path | str) -> None:
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while self._message().get("method") != "Page.loadEventFired":
             pass
 
@@ -90,6 +90,10 @@ class Browser:
         answer = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait(self, script: str) -> None:
+        """Until the expression is true, as the page's own timer sees it."""
+        self.run(f"new Promise(done => {{ const look = () => {script} ? done() : setTimeout(look, 20); look(); }})")
 
     def picture(self, file: Path) -> None:
         import base64

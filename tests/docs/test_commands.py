@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from ..conftest import environment
 from .conftest import environment_with
+from .test_names import config_keys
 
 ROOT = Path(__file__).parents[2]
 Here = Callable[..., tuple[int, str, str]]
@@ -50,7 +52,8 @@ def test_what_is_quoted_was_recorded(command: str, places: Any) -> None:
         )
 
 
-# Commands without quoted output: in `sh` blocks, and in backticks of the README and the home page.
+# Commands without quoted output: in `sh` blocks, and in backticks of the README and the home page; for maintainers,
+# indented, with `[OPTIONS]` and names of the reader's.
 
 
 def commands(pages: Sequence[Path] = tuple(PAGES)) -> list[str]:
@@ -60,7 +63,12 @@ def commands(pages: Sequence[Path] = tuple(PAGES)) -> list[str]:
     return sorted({command.split("   #")[0].strip() for command in found})
 
 
-@pytest.mark.parametrize("command", commands())
+def sketched() -> set[str]:
+    found = (re.findall(r"^    (?:ironlaw|torchrun) .+", page.read_text("utf-8"), re.M) for page in PAGES[1:])
+    return {re.sub(r" +#.*|[\[\]]", "", command).strip() for command in itertools.chain(*found)}
+
+
+@pytest.mark.parametrize("command", sorted({*commands(), *sketched()}))
 def test_every_command_has_options_that_there_are(command: str) -> None:
     """Its verb and every option's name."""
     words = shlex.split(command)
@@ -72,6 +80,7 @@ def test_every_command_has_options_that_there_are(command: str) -> None:
 
     assert words[1] in VERBS
     source = inspect.getsource(importlib.import_module(f"ironlaw.cli.{words[1]}"))
+    assert set(re.findall(r"--set ([\w.]+)=", command)) <= {*config_keys(), "model.from"}
     for word in words[2:]:
         if word.startswith("--"):
             name = word[2:].split("=")[0].replace("-", "_")
@@ -182,7 +191,7 @@ def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path
     (reader / "examples" / "gpt-tiny.toml").unlink()
 
     def begin(*words: str) -> subprocess.Popen[str]:
-        print("ironlaw", *words, flush=True)  # -s: how far it is
+        print(f"{time.strftime('%T')} ironlaw", *words, flush=True)  # -s: how far it is
         begun = [here / "ironlaw", *words]
         process = subprocess.Popen(
             begun, cwd=reader, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -191,7 +200,7 @@ def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path
         return process
 
     def run(*words: str) -> tuple[int, str]:
-        shorter = "train.steps=60", "schedule.warmup_steps=5"
+        shorter = "train.steps=24", "schedule.warmup_steps=2", "evaluation.batches=1"
         more = [w for s in shorter for w in ("--set", s)] if "examples/gpt-tiny.toml" in words[1:2] else []
         process = begin(*words, *(more if words[0] == "train" else []))
         messages = "".join(process.communicate(timeout=600))

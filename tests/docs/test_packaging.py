@@ -100,4 +100,4 @@ def test_examples_come_with_the_package(ironlaw_here: Callable[..., tuple[int, s
     code, text, _ = ironlaw_here("plan", "examples/gpt-tiny.toml", "--json")
     assert code == 0 and json.loads(text)["parameters"]["value"] > 4e6
     code, _, messages = ironlaw_here("plan", "examples/no-such.toml")
-    assert code == 2 and "no config file" in messages
+    assert code == 2 and "no config file at examples/no-such.toml" in messages

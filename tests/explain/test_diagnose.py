@@ -57,6 +57,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "phases": {"forward": 0.1, "backward": 0.2},
     },
     "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
+    "graphs_again": {"facts": {"graphs_again": {"part": 0.5, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
     "rows_untouched": {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
@@ -95,6 +96,12 @@ def test_a_planted_fault_is_named_first(plan: Ledger, rule: str) -> None:
     assert not diagnosis.healthy and not diagnosis.abstained
     assert diagnosis.sentence == diagnosis.findings[0].sentence and diagnosis.sentence.endswith(".")
     assert diagnosis.evidence and diagnosis.advice
+
+
+def test_what_was_measured_is_named_before_what_a_plan_promises(plan: Ledger) -> None:
+    idle = {"facts": {"idle_gradients": {"part": 0.9, "place": "a.py:5"}}, "phases": {"backward": 0.2}}
+    found = verdict(plan, **idle, gains={"precision": 0.6})
+    assert [f.rule for f in found.findings if f.fault][:2] == ["gradients_idle", "precision"]
 
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -86,6 +86,11 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     }),
     "a table of many words": ("rows_untouched", {"before": "model[0] = nn.Embedding(100_000, 96)  # HERE"}),
     "a graph of the graph": ("graphs_retained", {"backward": "loss.backward(create_graph=True)  # HERE"}),
+    "two passes": ("graphs_again", {
+        "clear": "pass",
+        "backward": "optimizer.zero_grad()\n        (0.5 * loss).backward(retain_graph=True)  # HERE\n"
+                    "        (0.5 * loss).backward()",
+    }),
     "retained": ("graphs_retained", {"backward": "loss.backward(retain_graph=True)  # HERE"}),
 }  # fmt: skip
 QUICK = ("kept graphs",)  # bytes; most others are told by measured times

@@ -11,7 +11,8 @@ from synthetic import make_config, make_profile
 
 from ironlaw.cli.failure import described
 from ironlaw.config import RunConfig
-from ironlaw.explain.tune import Measured, judge, loss_difference, tune
+from ironlaw.explain.remedies import with_settings
+from ironlaw.explain.tune import Measured, TrialRunner, judge, loss_difference, tune
 
 
 class Simulated:
@@ -42,7 +43,7 @@ def test_what_pays_is_kept_and_what_does_not_is_dropped() -> None:
     result = run(machine)
     assert result.config.train.precision == "bf16" and result.config.micro_batch > 1
     assert result.gain == pytest.approx(1 - bf16_is_fast(result.config) / 1.2, abs=0.02)
-    assert result.stopped == "nothing else is planned to pay" and result.runs == machine.runs
+    assert result.stopped == "nothing else is planned or known to pay" and result.runs == machine.runs
     slow = run(Simulated(lambda config: 1.0))  # whatever the plan says, nothing changes here
     assert slow.config.train.precision == "fp32" and slow.gain == 0 and all(not t.kept for t in slow.trials)
 
@@ -83,6 +84,12 @@ def test_the_budget_ends_it() -> None:
     now = iter(range(0, 100000, 60))
     result = run(Simulated(bf16_is_fast), budget_seconds=200, clock=lambda: float(next(now)))
     assert result.stopped == "the budget is used up" and result.runs == 1
+
+
+def test_a_trial_is_shorter_than_the_warmup() -> None:
+    config = with_settings(make_config(steps=850), {"schedule.warmup_steps": 400})
+    short = TrialRunner(Path("unused"), make_profile())._short(config)
+    assert short.train.steps == short.warmup_steps < 400
 
 
 def test_ctrl_c_in_a_trial_leaves_what_was_found_before_it() -> None:

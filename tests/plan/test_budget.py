@@ -2,7 +2,8 @@
 
 import pytest
 
-from ironlaw.catalog import grid, parse_cluster
+from ironlaw.catalog.money import grid
+from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.plan.budget import (

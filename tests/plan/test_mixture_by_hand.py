@@ -12,7 +12,8 @@ from block_products import block_products, matmul_seconds_of
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.ledger import Phase
-from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
+from ironlaw.machine.efficiency.matmul import matmul_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster

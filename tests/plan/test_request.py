@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ironlaw.catalog import accelerator_names
+from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig

@@ -93,6 +93,10 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("EFA 3200", 400, "efa"),
         ("GPUDirect-TCPXO", 200, "tcpx"),
         ("3,200 Gbps InfiniBand", 400, "infiniband"),
+        # A count behind the rate or in the next clause, thousands before a unit.
+        ("Mellanox HDR 200Gb/s x 4", 100, "infiniband"),
+        ("HPE Slingshot 200 Gbit/s per NIC, 4 NICs per node", 100, "slingshot"),
+        ("EFA 3,200Gbps ENA 200Gbps", 400, "efa"),
     ],
 )
 def test_networks_as_people_describe_them(text, gigabytes, fabric):
@@ -352,6 +356,33 @@ def test_overlap_of_tensor_parallel_communication_that_nobody_states_widens_the_
     ratios = [r["predicted_step_seconds"] / r["step_interval"][0]
               for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]  # fmt: skip
     assert ratios[1] > 1.005 * ratios[0]
+
+
+def test_what_fits_decides_what_a_row_leaves_open(tmp_path):
+    """Before: scores of a V100 in no memory, one sequence at a time under ZeRO-3 (OPT-175B 3.1 times too slow), no
+    interleaving in unknown software (Llama 3 405B at 16,384 H100s 1.9 times too slow)."""
+    opt = {"framework": "metaseq", "layers": "96", "hidden": "12288", "heads": "96", "kv_heads": "96", "ffn": "49152",
+           "gated_ffn": "0", "vocab": "50272", "seq": "2048", "accelerator": "a100-sxm-80gb", "accelerators": "992",
+           "tp": "8", "global_batch": "992", "micro_batch": ""}  # fmt: skip
+    llama = {"layers": "126", "hidden": "16384", "heads": "128", "ffn": "53248", "seq": "8192", "tp": "8", "pp": "16",
+             "accelerator": "h100-sxm-80gb", "accelerators": "16384", "global_batch": "2048", "recompute": "",
+             "zero": "2"}  # fmt: skip
+    old = {"framework": "Megatron-LM", "accelerator": "v100-sxm-32gb", "precision": "fp16"}
+    record = validate(write(tmp_path / "runs.csv", [ROW | opt, ROW | llama, ROW | old, ROW | old | {"tp": "4"}]))
+    jobs = [run.job for run in record.runs]
+    assert jobs[0].layout.micro_batch == 8 and jobs[1].layout.virtual_stages == 4
+    assert record.prediction.step_seconds[1] < 1.3 * 6.46  # 400 TFLOP/s, arXiv 2407.21783, table 4
+    assert not jobs[2].flash and {run.engine.name for run in record.runs[2:]} == {"megatron-2021"}
+    assert any("FlashAttention has no kernels" in said for said in record.runs[2].assumed)
+
+
+def test_rows_off_the_cache_lines_are_slower_on_an_a100(tmp_path):
+    """BLOOM's tuning, tensor degree 8: 120 TFLOP/s at 13,824, 94 at 14,400 of them, planned alike before."""
+    words = {"framework": "Megatron-DeepSpeed", "accelerator": "a100-sxm-80gb", "tp": "8", "precision": "fp16"}
+    sizes = [{"hidden": str(h), "heads": str(h // 128), "ffn": str(4 * h)} for h in (13824, 14400, 14336)]
+    rows = [ROW | words | size | {"seq": "2048", "gated_ffn": "0", "kv_heads": ""} for size in sizes]
+    whole, odd, next_ = validate(write(tmp_path / "runs.csv", rows)).prediction.step_seconds
+    assert whole < next_ < 1.1 * whole and 1.15 * next_ < odd < 1.35 * next_
 
 
 def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import struct
 import sys
@@ -24,6 +23,8 @@ from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
 from ironlaw.serve.server import text_of
+
+from ..docs.browser import CHROMIUM, Browser
 
 openai: Any = pytest.importorskip("openai")
 httpx: Any = pytest.importorskip("httpx")
@@ -254,35 +255,29 @@ def test_a_server_with_keys_wants_one(directory: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_page_shows_figures_and_an_answer_as_it_comes(directory: Path) -> None:
-    """In a headless browser; skipped where there is none."""
-    driver: Any = pytest.importorskip("playwright.sync_api")
-    browser_file = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
-    if browser_file is None:
-        pytest.skip("no Chromium")
-    with running(directory, blocks=400) as (url, engine), driver.sync_playwright() as playwright:
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_shows_figures_and_an_answer_as_it_comes(directory: Path, tmp_path: Path) -> None:
+    with running(directory, blocks=400) as (url, engine), Browser(tmp_path / "profile", offline=False) as page:
         quick = engine.step
         engine.step = lambda: (time.sleep(0.02), quick())[1]  # type: ignore[method-assign]  # an answer of 4 s
-        browser = playwright.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
-        page, wrong = browser.new_page(), []
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(url)
-        page.wait_for_function("document.getElementById('model').textContent === 'tiny'")
-        page.fill("#prompt", "def f(x)")
-        page.fill("#tokens", "200")
-        page.click("#send")
-        page.wait_for_function("document.getElementById('answer').textContent.length > 20")
-        page.wait_for_function("document.getElementById('running').textContent.startsWith('1 /')")
-        page.click("#cancel")
+
+        def ask(**fields: str) -> None:
+            for name, value in fields.items():
+                page.run(f"document.getElementById('{name}').value = '{value}'")
+            page.run("document.getElementById('send').click()")
+
+        page.open(url)
+        page.wait("document.getElementById('model').textContent === 'tiny'")
+        ask(prompt="def f(x)", tokens="200")
+        page.wait("document.getElementById('answer').textContent.length > 20")
+        page.wait("document.getElementById('running').textContent.startsWith('1 /')")
+        page.run("document.getElementById('cancel').click()")
         wait_until(lambda: not engine.running and engine.blocks.used == 0)
-        page.fill("#tokens", "5")
-        page.fill("#temperature", "0")
-        page.click("#send")
-        page.wait_for_function("!document.getElementById('send').disabled")
-        assert page.text_content("#answer") and page.get_attribute("#line", "points")
-        page.fill("#tokens", "9000")
-        page.click("#send")
-        page.wait_for_function("document.getElementById('answer').textContent.includes('max_tokens')")
-        browser.close()
-    assert [text for text in wrong if "400" not in text] == []  # the browser notes the refusal itself
+        ask(tokens="5", temperature="0")
+        page.wait("!document.getElementById('send').disabled")
+        assert page.run("document.getElementById('answer').textContent")
+        assert page.run("document.getElementById('line').getAttribute('points')")
+        ask(tokens="9000")
+        page.wait("document.getElementById('answer').textContent.includes('max_tokens')")
+    # The browser notes the refusal and the cancelled request itself.
+    assert [said for said in page.complaints if "400" not in said and "canceled" not in said] == []

@@ -168,7 +168,7 @@ def test_a_server_times_its_own_passes_and_stays_as_it_was(model: Transformer) -
     assert made.trace.count == 0 and made.blocks.usage == 0
 
 
-def test_a_request_whose_own_rules_fail_ends_alone(model: Transformer) -> None:
+def test_requests_whose_own_tokens_fail_end_alone(model: Transformer) -> None:
     server = engine(model)
 
     class Broken:
@@ -179,10 +179,14 @@ def test_a_request_whose_own_rules_fail_ends_alone(model: Transformer) -> None:
 
     alone = server.generate([[1, 2, 3]], greedy(5))[0].answer
     well, ill = Request([1, 2, 3], greedy(5)), Request([4, 5], greedy(5), state=Broken())
-    for request in (well, ill):
+    odd = Request([7], Sampling(max_tokens=5, top_k=10**400))
+    unread = Request([8], greedy(5), reads=lambda chosen: bool(1 / 0))
+    for request in (well, ill, odd, unread):
         server.submit(request)
     while server.running or server.waiting:
         server.step()
     assert (well.answer, well.finish) == (alone, "length")
     assert ill.finish == "error" and ill.failure == "no token could be chosen: RuntimeError: no such grammar"
+    assert odd.finish == unread.finish == "error" and "Overflow" in str(odd.failure)
+    assert unread.failure == "a token could not be read: ZeroDivisionError: division by zero"
     assert server.blocks.used == 0 and server.failure is None

@@ -22,8 +22,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.finetune import add_adapters
-from ironlaw.train.loop import Outcome
 from ironlaw.train.objective import CrossEntropy, Distillation, Preference
+from ironlaw.train.result import Outcome
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.objective import FROZEN, ObjectiveConfig
 

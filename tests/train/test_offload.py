@@ -19,8 +19,8 @@ from ironlaw.plan.cluster.system import Host
 from ironlaw.plan.offload import blocks_of, on_device, saved_by
 from ironlaw.plan.recipe import check_supported
 from ironlaw.plan.step import plan_run
-from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
+from ironlaw.train.result import Outcome
 from ironlaw.train.transfer_stream import Arrival
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import output, print_json, progress
+from ironlaw.cli.console import answer, messages, progress
 from ironlaw.errors import UserError
 
 
@@ -34,6 +34,7 @@ def bench(
 ) -> None:
     import asyncio
 
+    from ironlaw.report.serving_view import load_view
     from ironlaw.serve import load
 
     if sum(choice is not None for choice in (rate, concurrency, trace)) != 1:
@@ -68,37 +69,8 @@ def bench(
             server["steps"], server["facts"] | {"load": asked}, found, map(line_of, server.get("lines", ()))
         )
         write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])
-    if json:
-        print_json({"load": asked} | found)
-    else:
-        _show(found, out)
+    answer(json, {"load": asked} | found, load_view)
+    if out is not None:
+        messages().print(f"ironlaw explain {out} says where the time went")
     if found["errors"] or not found["completed"]:
         raise typer.Exit(1)
-
-
-def _show(found: dict[str, Any], out: Path | None) -> None:
-    from rich.table import Table
-
-    console = output()
-    console.print(
-        f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"
-        + (f", {found['refused']} refused" if found["refused"] else "")
-        + (f", {found['errors']} failed" if found["errors"] else "")
-    )
-    for message, count in list(found["error_messages"].items())[:3]:
-        console.print(f"  {count} x {message}", markup=False)
-    console.print(
-        f"{found['output_tokens_per_second']:.1f} output tokens/s, {found['requests_per_second']:.2f} requests/s, "
-        f"goodput {100 * found['goodput_share']:.0f}%"
-    )
-    table = Table(box=None, pad_edge=False)
-    for column in ("milliseconds", "p50", "p90", "p99", "mean"):
-        table.add_column(column, justify="left" if column == "milliseconds" else "right")
-    names = {"ttft_seconds": "to the first token", "tpot_seconds": "per token after it",
-             "inter_token_seconds": "between pieces", "e2e_seconds": "whole answer"}  # fmt: skip
-    for key, label in names.items():
-        if found[key] is not None:
-            table.add_row(label, *(f"{1000 * found[key][name]:.1f}" for name in ("p50", "p90", "p99", "mean")))
-    console.print(table)
-    if out is not None:
-        console.print(f"ironlaw explain {out} says where the time went", markup=False)

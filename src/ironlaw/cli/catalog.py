@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import print_json, show
+from ironlaw.cli.console import answer
 
 
 def catalog(
@@ -17,14 +17,6 @@ def catalog(
     from ironlaw.report.catalog_view import entry_view, names_view
 
     if name is None:
-        names = entry_names()
-        if json:
-            print_json(names)
-        else:
-            show(names_view(names))
-        return
-    found = entry(name)
-    if json:
-        print_json(found)
+        answer(json, entry_names(), names_view)
     else:
-        show(entry_view(found))
+        answer(json, entry(name), entry_view)

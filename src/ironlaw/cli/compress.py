@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, print_json, show
+from ironlaw.cli.console import answer, messages
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def compress(
         source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers,  # type: ignore[arg-type]
         within=room, data=data, say=messages().print,
     )  # fmt: skip
-    if json:
-        print_json({"schema": 1, "out": str(out), **asdict(result)})
-    else:
-        show(compression_view(str(source), str(out), asdict(result)))
+    answer(
+        json, {"schema": 1, "out": str(out), **asdict(result)},
+        lambda found: compression_view(str(source), str(out), found),
+    )  # fmt: skip
 
 
 def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: str | None, json: bool) -> None:
@@ -80,14 +80,10 @@ def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: st
 
     found = sweep_formats(source, engine_decoder, seconds_of(budget), data=data, say=messages().print)
     view = sweep_view(found)
+    answer(json, found, lambda _: view)
     if out is not None:
         write(out, view, f"Formats of {found['source']}", FOOTER)
-    if json:
-        print_json(found)
-    else:
-        show(view)
-        if out is not None:
-            messages().print(f"drawn in {out}", markup=False)
+        messages().print(f"drawn in {out}")
 
 
 def engine_decoder(model: Transformer, held: Mapping[str, Held]) -> Decoder:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
+from ironlaw.cli.failure import silence
 from ironlaw.errors import printable
 from ironlaw.report.document import Document
 
@@ -34,23 +35,46 @@ class _PrintableOnly(RenderHook):
         return [_Printable(drawn) for drawn in renderables]
 
 
-def _console(stderr: bool) -> Console:
+class _Unfailing:
+    """A stream whose reader may go away: a closed terminal, a log on a full disk. What cannot be written is dropped,
+    since a run is worth more than its remarks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
+
+
+def _console(stream: Any) -> Console:
     """No markup: square brackets are text, and styles are given as such."""
-    stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PLAIN_WIDTH
-    console = Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_PrintableOnly())
     return console
 
 
 def output() -> Console:
     """Results, on stdout."""
-    return _console(stderr=False)
+    return _console(sys.stdout)
 
 
 def messages() -> Console:
     """Progress and remarks, on stderr."""
-    return _console(stderr=True)
+    return _console(_Unfailing(sys.stderr))
 
 
 def recorder() -> Console:
@@ -74,6 +98,14 @@ def show(*views: Document) -> None:
 
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> None:
+    """A verb's JSON document, or what `view` makes of it."""
+    if as_json:
+        print_json(document)
+    else:
+        show(view(document))
 
 
 @contextmanager

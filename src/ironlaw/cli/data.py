@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw import units
-from ironlaw.cli.console import messages, output, print_json, show
+from ironlaw.cli.console import answer, messages, output, print_json, show
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 
@@ -39,10 +39,7 @@ def prepare(config: Config, set_: Set = None, json: Json = False) -> None:
     settings = load_config(config, set_ or [])
     dataset = _prepared(settings)
     stats = describe(dataset, settings.sequence) | {"reused": dataset.reused}
-    if json:
-        print_json(stats)
-    else:
-        show(prepared_view(stats, dataset.reused, str(config)))
+    answer(json, stats, lambda stats: prepared_view(stats, dataset.reused, str(config)))
 
 
 @data.command()
@@ -52,11 +49,7 @@ def stats(config: Config, set_: Set = None, json: Json = False) -> None:
     from ironlaw.report.data_view import stats_view
 
     settings = load_config(config, set_ or [])
-    document = describe(_prepared(settings), settings.sequence)
-    if json:
-        print_json(document)
-    else:
-        show(stats_view(document))
+    answer(json, describe(_prepared(settings), settings.sequence), stats_view)
 
 
 @data.command()
@@ -78,10 +71,7 @@ def inspect(
     batch = loader.training(settings.train.global_batch, settings.train.seed).batch(step)
     tokenizer = dataset.tokenizer() if dataset.tokenizer_path is not None else None
     document = rows_of(batch.rows(slice(0, rows)), tokenizer, dataset.end_of_text)
-    if json:
-        print_json({"schema_version": 1, "step": step, "rows": document})
-    else:
-        show(rows_view(document))
+    answer(json, {"schema_version": 1, "step": step, "rows": document}, lambda _: rows_view(document))
 
 
 @data.command()

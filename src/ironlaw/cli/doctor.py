@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import print_json, show
+from ironlaw.cli.console import answer
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
@@ -14,9 +14,6 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON doc
     from ironlaw.report.catalog_view import checkup_view
 
     document = examine()
-    if json:
-        print_json(document)
-    else:
-        show(checkup_view(document))
+    answer(json, document, checkup_view)
     if not document["healthy"]:
         raise typer.Exit(1)

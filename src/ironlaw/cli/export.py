@@ -47,7 +47,7 @@ def export(
 
     trained = load_run(run)
     for message in trained.passed_over:
-        messages().print(message, markup=False)
+        messages().print(message)
     model, tokenizer = trained.model, trained.tokenizer
     config = model.config
     kind = family_of(config).kind  # before anything is written
@@ -86,5 +86,5 @@ def export(
     else:
         output().print(
             f"{folder}: {kind}, {config.parameters:,} parameters in {dtype}, of step {trained.step}; {verified}",
-            markup=False, soft_wrap=True,
+            soft_wrap=True,
         )  # fmt: skip

@@ -38,7 +38,8 @@ def described(error: BaseException) -> tuple[int, str]:
     if isinstance(error, _CLICK):
         context = getattr(error, "ctx", None)
         see = f"; see {context.command_path} --help" if isinstance(error, _USAGE) and context is not None else ""
-        return WRONG_INPUT, f"{error.format_message().strip().rstrip('.')}{see}"  # type: ignore[attr-defined]
+        wrong = error.format_message().strip().rstrip(".")  # type: ignore[attr-defined]
+        return WRONG_INPUT, f"{wrong}{see}" if wrong else ""
     if isinstance(error, KeyboardInterrupt | Interrupted | typer.Abort):
         by = signal.Signals[error.args[0]] if error.args else signal.SIGINT
         return 128 + by, "interrupted"
@@ -81,6 +82,8 @@ def _fault(error: BaseException) -> str:
 def fail(error: BaseException, as_json: bool) -> int:
     """Say what is wrong, once; the exit code. With --json the one document on stdout is the error's."""
     code, message = described(error)
+    if not message:  # no verb: its help is printed already
+        return code
     message = " ".join(printable(message).split())
     if code != INTERRUPTED and _is_another_rank():
         _leave_it_to_the_first()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import print_json, show
+from ironlaw.cli.console import answer
 
 
 def formats(
@@ -17,9 +17,6 @@ def formats(
     from ironlaw.report.catalog_view import format_view, formats_view
 
     entries = format_entries(name)
-    if json:
-        print_json({"schema": 1, "formats": entries})
-    elif name:
-        show(format_view(entries[0]))
-    else:
-        show(formats_view(entries))
+    answer(
+        json, {"schema": 1, "formats": entries}, lambda _: format_view(entries[0]) if name else formats_view(entries)
+    )

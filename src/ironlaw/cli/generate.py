@@ -30,7 +30,7 @@ def generate(
     config = ServeConfig(batch=1)
     served = load_served(run, config, needs_text=True)
     for message in (*served.passed_over, *([served.note] if served.note else [])):
-        messages().print(message, markup=False)
+        messages().print(message)
     text = text_of(served)
     if text is None:
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")

@@ -34,8 +34,18 @@ def measure(
     messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")
 
 
+def this_machine() -> Profile:
+    """Its profile; a machine that nobody measured is measured first."""
+    from ironlaw.machine.profile import load_profile, profile_path
+
+    if not profile_path().is_file():
+        messages().print("This machine has not been measured yet: measuring first (`ironlaw measure`).")
+        measure_and_keep()
+    return load_profile()
+
+
 def measure_and_keep(threads: int | None = None) -> Profile:
-    """Measure with a progress bar, and keep the profile. `train` does it too."""
+    """Measure with a progress bar, and keep the profile."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
     from ironlaw.files import cache_problem
     from ironlaw.machine.links import save_costs
@@ -70,13 +80,13 @@ def kept(profile: Profile, earlier: Profile | None) -> Profile:
     if share is not None and calm is not None and calm.machine == profile.machine:
         messages().print(
             f"Other programs used {share:.0%} of the cores meanwhile: the earlier measurement of "
-            f"{calm.created[:16].replace('T', ' ')} is kept. Measure again when they are done.", markup=False
+            f"{calm.created[:16].replace('T', ' ')} is kept. Measure again when they are done."
         )  # fmt: skip
         return calm
     save_profile(profile)
     if share is not None:
         messages().print(
             f"Other programs used {share:.0%} of the cores meanwhile: plans from this measurement have wide intervals. "
-            "Measure again when they are done.", markup=False,
+            "Measure again when they are done.",
         )  # fmt: skip
     return profile

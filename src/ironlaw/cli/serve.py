@@ -39,7 +39,7 @@ def serve(
 
     served = load_served(path, config)
     if served.note:
-        messages().print(served.note, markup=False)
+        messages().print(served.note)
     made = Engine(served, config)
     warm_up(made, text_of(served))
     about = {
@@ -56,7 +56,6 @@ def serve(
         messages().print(
             f"{served.name} at {url}: {served.weights} weights, {about['kv_tokens']:,} tokens of {served.kv} keys and "
             f"values, {config.batch} requests at once; Ctrl-C ends it",
-            markup=False,
         )
 
     run(made, ready)

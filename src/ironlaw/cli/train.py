@@ -16,9 +16,8 @@ from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
-    from ironlaw.machine.profile import Profile
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.loop import Outcome
+    from ironlaw.train.result import Outcome
 
 
 def train(
@@ -46,8 +45,7 @@ def train(
     if resume and out is None:
         raise UserError("--resume needs --out DIR: which run should go on?")
 
-    from ironlaw.cli.measure import measure_and_keep
-    from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.cli.measure import this_machine
     from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name, find_run
@@ -57,10 +55,7 @@ def train(
     folder = out or default_name(settings.model.name)
     find_run(folder, settings, resume)  # before a minute is spent on anything else
 
-    if not profile_path().is_file():
-        say.print("This machine has not been measured yet: measuring first (`ironlaw measure`).")
-        measure_and_keep()
-    profile = load_profile()
+    profile = this_machine()
     threads = usable_threads()
     if threads < profile.threads:
         say.print(
@@ -106,9 +101,8 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
-    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.cli.measure import this_machine
     from ironlaw.machine import host
-    from ironlaw.machine.profile import load_profile, profile_path
     from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
@@ -117,19 +111,14 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
     say = messages()
 
-    def profile_here() -> Profile:
-        if not profile_path().is_file():
-            measure_and_keep()
-        return load_profile()
-
     def choose(config: RunConfig, ranks: int) -> RunConfig:
-        choice = choose_layout(config, profile_here(), ranks)
+        choice = choose_layout(config, this_machine(), ranks)
         say.print(f"Layout     {choice.reason}")
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
         folder = here.ranks.first_does(lambda: out or default_name(settings.model.name))
-        profile = here.ranks.first_does(profile_here)
+        profile = here.ranks.first_does(this_machine)
         live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:

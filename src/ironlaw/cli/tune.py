@@ -55,7 +55,7 @@ def tune(
     say = messages()
     result = find(
         settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact, keep=keep,
-        say=lambda message: say.print(message, highlight=False),
+        say=say.print,
     )  # fmt: skip
     keep(result)
     if json:
@@ -79,7 +79,7 @@ def _tune_serving(
     from ironlaw.serve.trials import Load, prompts_of, resolved
 
     say, start = messages(), serve_config(set_)
-    prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=lambda message: say.print(message))
+    prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=say.print)
     load = Load(path, start, prompts, answer, at_once, seconds=min(4.0, seconds / 20))
     base = resolved(path, start)
     formats = () if "weights" in start.model_fields_set or not is_text else ("bf16", "int8", "int4")
@@ -96,14 +96,14 @@ def _tune_serving(
         return Measured(found.seconds_per_token, found.step_seconds, (found.loss,) if is_text else (), name)
 
     result = tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep,
-                          say=lambda message: say.print(message, highlight=False))  # fmt: skip
+                          say=say.print)  # fmt: skip
     keep(result)
     if json:
         print_json(result.to_json())
     else:
         show(tuned_view(result.to_json(), str(out / "tuned.toml")))
         flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
-        output().print(f"ironlaw serve {path} {flags}", highlight=False, soft_wrap=True)
+        output().print(f"ironlaw serve {path} {flags}", soft_wrap=True)
     if result.stopped == INTERRUPTED:
         raise KeyboardInterrupt(result.signal)
 

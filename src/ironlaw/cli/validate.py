@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, print_json, show
+from ironlaw.cli.console import answer, messages
 
 
 def validate(
@@ -38,10 +38,7 @@ def validate(
             write(html, view, PAGE, FOOTER)
         except OSError as error:
             raise UserError(f"cannot write {html}: {error.strerror}") from None
-    if json:
-        print_json(document)
-    else:
-        show(view)
+    answer(json, document, lambda _: view)
     if html is not None:
         messages().print(f"The same with plots: {html}")
 
@@ -49,11 +46,6 @@ def validate(
 def _validate_serving(runs: Path, rows: list[dict[str, str]], json: bool) -> None:
     from ironlaw.plan.measured.inference import read_serving
     from ironlaw.plan.measured.serving_record import serving_record
+    from ironlaw.report.serving_view import serving_record_view
 
-    document = {"runs": str(runs)} | serving_record(*read_serving(rows))
-    if json:
-        print_json(document)
-    else:
-        from ironlaw.report.serving_view import serving_record_view
-
-        show(serving_record_view(document))
+    answer(json, {"runs": str(runs)} | serving_record(*read_serving(rows)), serving_record_view)

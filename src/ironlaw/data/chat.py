@@ -30,6 +30,16 @@ CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 Messages = Sequence[dict[str, Any]]
 
 
+LONG = 20_000  # characters, which take a tokenizer milliseconds
+
+
+def ids_of(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
+    if len(text) < LONG:
+        return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+    # Batches alone leave the interpreter to other threads, and without offsets take half the time.
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+
+
 class Text:
     """A tokenizer for prompts and answers, and the model's chat template if it has one."""
 
@@ -61,7 +71,7 @@ class Text:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Of a prompt; special tokens may be spelt, as in all servers of this API."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+        return ids_of(self.tokenizer, text, add_special)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -103,8 +113,8 @@ class Text:
         for name, mark in (("chosen", 0), ("rejected", REJECTED)):
             answer = pair[name]
             if isinstance(prompt, str) and isinstance(answer, str):
-                asked = self._plain.encode(prompt, add_special_tokens=False).ids
-                ids = np.array([*asked, *self._plain.encode(answer, add_special_tokens=False).ids, self._end])
+                asked = ids_of(self._plain, prompt)
+                ids = np.array([*asked, *ids_of(self._plain, answer), self._end])
                 learned = np.arange(len(ids)) >= len(asked)
             else:
                 assert isinstance(prompt, list) and isinstance(answer, list)
@@ -153,7 +163,7 @@ class Text:
             if part.startswith("\ue000"):
                 take()
                 number = int(part[1:-1])
-                inner = self._plain.encode(messages[number]["content"], add_special_tokens=False).ids
+                inner = ids_of(self._plain, messages[number]["content"])
                 ids += inner
                 learned += [inside] * len(inner)
                 chunk, spans, quoted = "", [], [i for i in quoted if i != number]

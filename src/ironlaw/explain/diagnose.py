@@ -15,7 +15,8 @@ from ironlaw.machine.interference import MOST_OTHERS
 FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
 SLOW = "machine_slow"
 BURSTS = "irregular_steps"  # where other programs use the cores, they come in bursts
-EXPLAINS = 0.5  # of a symptom's share: a cause that costs as much stands before it
+EXPLAINS = 0.5  # of a symptom's or a promise's share: a cause that was measured to cost as much stands before it
+LARGE = 0.10  # of the step: a measured cause of this size is named before any promise
 MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
 
@@ -38,7 +39,7 @@ class Finding:
 
     @property
     def weight(self) -> float:
-        return self.share * (EXPLAINS if self.cause.symptom else 1.0)
+        return self.share * (EXPLAINS if self.cause.symptom or self.cause.promised else 1.0)
 
     def to_json(self) -> dict[str, Any]:
         cause = self.cause
@@ -106,11 +107,18 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
 
 def _order(findings: list[Finding], elsewhere: set[str]) -> list[Finding]:
     """As they are named. A slow machine slows everything, what the code does included, and a faster one leaves that as
-    large a share of the step: what is `elsewhere`'s doing comes after the first cause that is the code's."""
-    causes = [f.weight for f in findings if f.fault and not f.cause.symptom and f.rule not in elsewhere]
+    large a share of the step: what is `elsewhere`'s doing comes after the first cause that is the code's. What only a
+    plan promises comes after what was measured to cost a tenth."""
+    measured = [f for f in findings if f.fault and not (f.cause.symptom or f.cause.promised or f.rule in elsewhere)]
+    most = max((f.weight for f in measured), default=0.0)
+    promised = max((f.weight for f in findings if f.fault and f.cause.promised), default=0.0)
 
     def weight(finding: Finding) -> float:
-        return min([finding.weight, *([0.99 * max(causes)] if causes and finding.rule in elsewhere else [])])
+        if finding.cause.promised and most >= LARGE:
+            return min(finding.weight, 0.99 * most)
+        if finding.rule in elsewhere and (most or promised):
+            return min(finding.weight, 0.98 * (most if most >= LARGE else max(most, promised)))
+        return finding.weight
 
     return sorted(findings, key=lambda f: (not f.fault, not f.cause.notice, -weight(f)))
 

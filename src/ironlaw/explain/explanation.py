@@ -14,11 +14,12 @@ from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
 from ironlaw.explain.ranks import ranks_document
-from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
+from ironlaw.explain.remedies import REMEDIES, find_remedies, situation
+from ironlaw.explain.remedy import Remedy
 from ironlaw.explain.roofline import roofline
 from ironlaw.explain.waterfall import waterfall
 from ironlaw.files import read_json_lines, read_text
-from ironlaw.ledger import Ledger
+from ironlaw.ledger import Ledger, relative_error
 from ironlaw.machine.profile import Profile, load_profile
 
 SCHEMA_VERSION = 1
@@ -91,6 +92,13 @@ class Explanation:
             notes.append(
                 f"The run was interrupted after step {self.run.facts.get('steps_done')} of {self.config.train.steps}: "
                 f"finish it with `ironlaw train {self.run_dir / 'config.toml'} --out {self.run_dir} --resume`."
+            )
+        again, step = self.run.facts.get("planned_again"), self.gap.step.measured
+        if again and step:
+            off = units.signed_percent(relative_error(step, again["step_seconds"]))
+            notes.append(
+                f"The plan beside this run is from before it; planned again after {again['after_steps']} steps, the "
+                f"step was {units.seconds(again['step_seconds'])} ({off})."
             )
         changed = {p: f for p, f in self.gap.scale.items() if abs(f - 1) > 0.01}
         if changed:
@@ -168,10 +176,7 @@ class Explanation:
             "remedies": [remedy.to_json() for remedy in self.remedies],
             "remedies_note": self.remedies_note,
             "notes": self.notes,
-            "facts": {
-                "plan": self.plan.facts,
-                "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN},
-            },
+            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN}},
         }
 
 

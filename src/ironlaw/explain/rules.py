@@ -1,7 +1,8 @@
 """The rules of diagnosis: each names one cause, what it looks at, from where on it speaks, and why there.
 
 A rule's measure is a share of time that its cause costs, so that findings compare: the largest one binds.
-Adding a rule is adding an entry here, or to `rules_of_code.py` where it is about how a loop is written.
+Adding a rule is adding an entry here, or to `rules_of_code.py` where it is about how a
+loop is written, or to `rules_of_devices.py` where it is about what it runs on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.rule import Axis, Rule
 from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
+from ironlaw.explain.rules_of_devices import DEVICE_RULES
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
@@ -275,7 +277,7 @@ RULES: tuple[Rule, ...] = (
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
         "The precision costs time: another one is planned to shorten the run by {percent}.",
         "set train.precision as the remedy says", "below 10% a gain is inside the planner's own error",
-        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"],
+        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"], promised=True,
     ),
     Rule(
         "off_plan", Axis.MACHINE, 0.10, _off_plan, _off_plan_sentence,
@@ -295,4 +297,5 @@ RULES: tuple[Rule, ...] = (
         "the largest of the ceilings when no fault is found", _memory_figures, fault=False,
     ),
     *CODE_RULES,
+    *DEVICE_RULES,
 )  # fmt: skip

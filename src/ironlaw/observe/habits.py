@@ -27,6 +27,7 @@ from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_ca
 
 TURNS = 7
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
+UNNAMED = 3  # times as much: growth that nothing of the user's holds may be a heap or a loader that still settles
 LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
 MOST_BATCHES = 32  # looked into for padding
 SETTLED = 3  # steps after which nothing has to be compiled any more
@@ -89,6 +90,9 @@ class Habits:
     forward_lines: Counter[str] = field(default_factory=Counter)
     unread_lines: Counter[str] = field(default_factory=Counter)
     added_to: Counter[str] = field(default_factory=Counter)  # backward passes that found gradients of the step before
+    passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
+    backward_seconds: float = 0.0
+    again_seconds: float = 0.0  # of backward passes through a graph that another one of the step had been through
     loaders: Counter[str] = field(default_factory=Counter)  # iterators made of DataLoaders
     lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # rule -> where it begins
     compiled: list[int] = field(default_factory=list)  # steps in which the compiler ran
@@ -127,7 +131,12 @@ class Habits:
             if tensor.requires_grad:
                 tensor.register_hook(comes)
 
+    def backward_begins(self) -> None:
+        self.gradients.backward_begins()
+        self._backward_began = time.perf_counter()
+
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.passes.append(time.perf_counter() - self._backward_began)
         if keeps_graph(args, kwargs):
             self.retained[user_line() or "?"] += 1
         self.gradients.backward_ended()
@@ -158,6 +167,9 @@ class Habits:
         self.look()
         self.learns_in_eval = not (forwards if not self.learns_in_eval else self.module.training)
         self.eval_steps += self.learns_in_eval
+        self.backward_seconds += sum(self.passes)
+        self.again_seconds += sum(sorted(self.passes)[: max(0, len(self.passes) - max(1, forwards))])
+        self.passes = []
         self.resident.append(host.resident_bytes())
         if len(self.resident) == LOOKED_AT:
             self.gradients.begin()
@@ -179,6 +191,7 @@ class Habits:
             "memory_growth": self._growth(),
             "zeroed_gradients": most_calls(self.zeroed, steps),
             "retained_graphs": most_calls(self.retained, steps),
+            "graphs_again": self._again(steps),
             "added_gradients": most_calls(self.added_to, steps),
             **self.gradients.facts(self._files),
             "padding": self._padding(),
@@ -196,6 +209,13 @@ class Habits:
             return None
         part, columns = (statistics.mean(parts) for parts in zip(*self.paddings, strict=True))
         return {"part": part, "columns": columns, "place": padding_line(self._files)}
+
+    def _again(self, steps: int) -> dict[str, Any] | None:
+        """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
+        kept = most_calls(self.retained, steps)
+        if kept is None or not self.again_seconds:
+            return None
+        return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}
 
     def _left_in_eval(self) -> dict[str, Any] | None:
         """Where most steps learned without what training mode switches on, and the model has any of it."""
@@ -248,8 +268,9 @@ class Habits:
         middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
         rises = [after - before for before, after in itertools.pairwise(middles)]
         grown = middles[-1] - middles[0]
-        even = grown >= max(LEAST_BYTES, LEAST_GROWTH * middles[0]) and min(rises) >= EVEN * grown / 3
         name, graphs = holder_of(len(self.resident)) or (None, False)
+        least = max(LEAST_BYTES, LEAST_GROWTH * middles[0]) * (1 if name else UNNAMED)
+        even = grown >= least and min(rises) >= EVEN * grown / 3
         even &= name is not None or not self.profiled  # a profiler's record grows too
         if not (even or graphs):  # graphs of all steps are a leak, however small each is
             return None

@@ -152,7 +152,7 @@ def _named_values() -> Iterator[tuple[str, Any]]:
 
 
 def _is_full(container: Any, least: int) -> bool:
-    if len(container) < least:
+    if len(container) < least or (type(container) is dict and "__builtins__" in container):  # a module's names
         return False
     values = list(container.values() if type(container) is dict else container)[-3:]
     return all(_bytes(value) for value in values)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -121,7 +122,8 @@ class Watch:
         self._stop_at = 0
 
     def _repr_html_(self) -> str:
-        return f"Observed run <code>{self.out}</code>, {len(self.metrics)} steps: <code>ironlaw.explain(watch)</code>"
+        where = f"<code>{escape(str(self.out))}</code>"
+        return f"Observed run {where}, {len(self.metrics)} steps: <code>ironlaw.explain(watch)</code>"
 
     # -- the loop's side -------------------------------------------------------------------------------------
 
@@ -240,8 +242,9 @@ class Watch:
     data_workers: int | None = None
 
     def _backward_begins(self) -> None:
-        self._habits.gradients.backward_begins()
-        if self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
+        first = not self._habits.passes
+        self._habits.backward_begins()
+        if not first or self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
             return
         if not self._gradients():
             self.gradients_found = "forward"

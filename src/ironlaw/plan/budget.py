@@ -15,7 +15,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.catalog import Cluster, Figure, Quote, grid, node, price, pue, source
+from ironlaw.catalog.figures import Figure, source
+from ironlaw.catalog.money import Quote, grid, price, pue
+from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
 

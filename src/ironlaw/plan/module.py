@@ -17,7 +17,7 @@ from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Kind, Ledger, Line, Phase
 from ironlaw.machine import interference
-from ironlaw.machine.efficiency import collective_seconds
+from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.named import engine_of_framework

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -29,11 +30,6 @@ LETTERS = {
 LINE_WIDTH = 72
 
 
-def height(width: int) -> int:
-    """Of a chart over steps: taller for its width on a phone."""
-    return 260 if width > 500 else 240
-
-
 def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None:
     """Training and validation loss over steps, as `metrics.jsonl` has them."""
     steps = [m for m in steps if m.get("loss") is not None]
@@ -55,12 +51,7 @@ def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None
         described += f", unigram model {unigram:.2f}"
         caption += " The unigram model knows only how often each token occurs."
 
-    def draw(width: int) -> Markup:
-        return svg.line_chart(
-            "Loss over the run", described, series, levels, width=width, height=height(width),
-            y_text=lambda y: f"{y:.4g}",
-        )  # fmt: skip
-
+    draw = partial(svg.line_chart, "Loss over the run", described, series, levels, y_text="{:.4g}".format)
     return Chart(draw, caption, legend)
 
 
@@ -88,12 +79,10 @@ def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
     if len(timed) < len(steps):
         caption += " Steps that were profiled are left out: the profiler slows them."
 
-    def draw(width: int) -> Markup:
-        return svg.line_chart(
-            "Step time over the run", described, series, levels, width=width, height=height(width), from_zero=True,
-            top=top, y_text=units.seconds,
-        )  # fmt: skip
-
+    draw = partial(
+        svg.line_chart, "Step time over the run", described, series, levels, from_zero=True, top=top,
+        y_text=units.seconds,
+    )  # fmt: skip
     return Chart(draw, caption, legend)
 
 

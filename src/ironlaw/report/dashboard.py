@@ -13,7 +13,6 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ironlaw import units
@@ -45,9 +44,7 @@ class Dashboard:
         threading.Thread(target=self._server.serve_forever, name="ironlaw-dashboard", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 

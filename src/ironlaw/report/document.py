@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from markupsafe import Markup
@@ -47,24 +48,7 @@ Piece = Cell | Bar | str
 Row = Sequence[Piece]
 
 
-def strong(text: str) -> Cell:
-    return Cell(text, "strong")
-
-
-def dim(text: str) -> Cell:
-    return Cell(text, "dim")
-
-
-def good(text: str) -> Cell:
-    return Cell(text, "good")
-
-
-def bad(text: str) -> Cell:
-    return Cell(text, "bad")
-
-
-def caution(text: str) -> Cell:
-    return Cell(text, "caution")
+strong, dim, good, bad = (partial(Cell, role=role) for role in ("strong", "dim", "good", "bad"))
 
 
 def quantity(value: float | None, show: Print, absent: str = NOT_MEASURED, role: str = "", below: str = "") -> Cell:

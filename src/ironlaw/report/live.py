@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -19,42 +18,6 @@ from ironlaw.report.dashboard import Dashboard
 PLAIN_EVERY_SECONDS = 5.0
 PACE_SAID = 0.03  # a change of the machine's speed that is worth a line
 SMOOTHING = 0.9  # of the step time shown: single steps jitter
-
-
-class StepOutcome(Protocol):
-    """What the trainer tells after each step."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def validation_loss(self) -> float | None: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def data_seconds(self) -> float: ...
-    @property
-    def attention(self) -> str | None: ...
-    @property
-    def resident_bytes(self) -> int: ...
-    @property
-    def recorded(self) -> bool: ...
-
-
-class Data(Protocol):
-    """What preparation tells of the text."""
-
-    @property
-    def statistics(self) -> Any: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def unigram_loss(self) -> float | None: ...
-    @property
-    def reused(self) -> bool: ...
 
 
 class DataProgress:
@@ -107,7 +70,8 @@ class DataProgress:
 
 
 class LiveRun:
-    """Everything `train` prints while it works, on stderr."""
+    """Everything `train` prints while it works, on stderr. `data` is a `Dataset`, `report` the trainer's `StepReport`:
+    classes of rooms above this one."""
 
     def __init__(self, console: Console, folder: Path, page: Dashboard | None = None) -> None:
         self.console, self.folder, self._page = console, folder, page
@@ -124,14 +88,12 @@ class LiveRun:
             self.say(f"Dashboard  {self._page.address}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._data.close()
         if self._live is not None:
             self._live.stop()
         if self._page is not None:
-            self._page.__exit__(kind, error, trace)
+            self._page.__exit__(*error)
 
     def say(self, message: str) -> None:
         self.console.print(message)
@@ -139,7 +101,7 @@ class LiveRun:
     def data_progress(self, done: int, total: int) -> None:
         self._data(done, total)
 
-    def planned(self, plan: Ledger, data: Data) -> None:
+    def planned(self, plan: Ledger, data: Any) -> None:
         """The head of the run: what was prepared, and what is expected."""
         self._data.close()
         statistics, totals = data.statistics, plan.totals
@@ -171,7 +133,7 @@ class LiveRun:
         if self._page is not None:
             self._page.planned(plan)
 
-    def step(self, report: StepOutcome) -> None:
+    def step(self, report: Any) -> None:
         if report.attention is not None and not self._attention_said:
             self._attention_said = True
             self.say(f"Attention  {report.attention}")
@@ -192,7 +154,7 @@ class LiveRun:
             self._last_line = time.monotonic()
             self.console.print(line)
 
-    def _line(self, report: StepOutcome) -> Text:
+    def _line(self, report: Any) -> Text:
         assert self._plan is not None
         parts = [f"{report.step:>7,}/{report.steps:,}", f"loss {report.loss:.3f}"]
         seconds = self._step_seconds

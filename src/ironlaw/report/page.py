@@ -30,6 +30,7 @@ def render(document: Document, name: str, footer: str, refresh: int | None = Non
     )  # fmt: skip
     environment.filters |= {
         "ticks": _ticks,
+        "code": _code,
         "kinds": _kinds,
         "column": _column,
         "drawn": _drawn,
@@ -60,7 +61,12 @@ def _kinds(document: Document) -> Iterator[tuple[str, Any]]:
 def _ticks(text: str) -> Markup:
     """Text with `code` in backticks, as notes and advice have it."""
     parts = [escape(part) for part in text.split("`")]
-    return Markup("").join(Markup("<code>%s</code>") % part if i % 2 else part for i, part in enumerate(parts))
+    return Markup("").join(_code(part) if i % 2 else part for i, part in enumerate(parts))
+
+
+def _code(text: str) -> Markup:
+    """Its words stay whole: a browser would break `--set` behind a hyphen."""
+    return Markup("<code>%s</code>") % Markup(" ").join(Markup("<span>%s</span>") % word for word in text.split())
 
 
 def _column(heading: str) -> Markup:

@@ -49,16 +49,9 @@ def _singles(made: Document, profile: Any, slowdown: Mapping[str, float]) -> Non
         ("Small operation", profile.small_operation_seconds, units.seconds, "dispatch from Python"),
         ("Storage read", profile.storage_bytes_per_second, _bytes_rate, "not in the page cache"),
         ("Tokenizer", profile.tokenizer_tokens_per_second, lambda v: units.rate(v, "token"), "all threads"),
-        *(
-            (
-                f"Interference, {kind}",
-                ratio,
-                "{:.2f} x".format,
-                "typical time over the best; neighbours, other programs",
-            )
-            for kind, ratio in slowdown.items()
-        ),
-    )
+        *((f"Interference, {kind}", ratio, "{:.2f} x".format, "typical time over the best; neighbours, other programs")
+          for kind, ratio in slowdown.items()),
+    )  # fmt: skip
     made.table(
         ["", "measured", "<what it is"],
         [[name, quantity(value, show, role="strong"), dim(meaning)] for name, value, show, meaning in rows],

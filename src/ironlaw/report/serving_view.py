@@ -41,6 +41,10 @@ _RECORDED = {
     "prefill_tokens_per_second": "Prompt tokens per second", "output_tokens_per_second": "Output tokens per second",
     "kv_tokens": "Tokens the cache holds",
 }  # fmt: skip
+_TIMES = {
+    "ttft_seconds": "to the first token", "tpot_seconds": "per token after it",
+    "inter_token_seconds": "between pieces", "e2e_seconds": "whole answer",
+}  # fmt: skip
 MOST_LISTED = 8
 
 
@@ -159,6 +163,27 @@ def server_view(found: dict[str, Any]) -> Document:
         made.text(f"{finding['name']}: {finding['says']}", indent=2)
         if finding["remedy"]:
             made.text(f"{finding['remedy']}{gain}", indent=4, role="dim")
+    return made
+
+
+def load_view(found: dict[str, Any]) -> Document:
+    """What a load of requests measured of a server."""
+    made = Document()
+    told = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
+    told += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]
+    made.text(", ".join(told))
+    for message, count in list(found["error_messages"].items())[:3]:
+        made.text(f"{count} x {message}", indent=2)
+    made.text(
+        f"{found['output_tokens_per_second']:.1f} output tokens/s, {found['requests_per_second']:.2f} requests/s, "
+        f"goodput {100 * found['goodput_share']:.0f}%"
+    )
+    percentiles = ("p50", "p90", "p99", "mean")
+    made.table(
+        ["milliseconds", *percentiles],
+        [[label, *(f"{1000 * found[key][name]:.1f}" for name in percentiles)]
+         for key, label in _TIMES.items() if found[key] is not None],
+    )  # fmt: skip
     return made
 
 

@@ -126,11 +126,12 @@ def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, descri
 
 
 def line_chart(
-    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), *, width: int = 760,
-    height: int = 260, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
+    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), width: int = 760, *,
+    height: int = 0, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
     x_name: str = "step",
 ) -> Markup:  # fmt: skip
-    """Lines over steps with axes, ticks and levels. Values above `top` are drawn at it."""
+    """Lines over steps with axes, ticks and levels. Values above `top` are drawn at it. 0: the usual height."""
+    height = height or (260 if width > 500 else 240)  # taller for its width on a phone
     thinned = [_thin(s) for s in series if len(s.xs)]
     ys = [y for s in thinned for y in s.ys] + [b for v in levels for b in (v.y, v.low, v.high) if b is not None]
     xs = [x for s in thinned for x in s.xs]

@@ -12,11 +12,12 @@ import hmac
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -27,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ironlaw.data.chat import Text
+from ironlaw.data.chat import LONG, Text
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form
 from ironlaw.serve.config import ServeConfig
@@ -39,6 +40,7 @@ from ironlaw.serve.request import Chosen, Piece, Request
 from ironlaw.serve.text import Reader
 
 _OPEN = ("/", "/health")  # without a key
+Result = TypeVar("Result")
 
 
 class Outbox:
@@ -100,7 +102,8 @@ class Server:
             raise HTTPException(404, f"no model {body.model[:100]!r} here: use {self.engine.served.name!r}")
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
-        job = self._job(body, prompts, form)
+        ruled = body.grammar() is not None  # large grammars take seconds to read
+        job = await _aside(ruled, partial(self._job, body, prompts, form))
         try:
             self.engine.submit(*job.requests)
         except Busy as error:
@@ -227,6 +230,11 @@ class Server:
         }  # fmt: skip
 
 
+async def _aside(is_long: bool, work: Callable[[], Result]) -> Result:
+    """What takes long happens in a thread: streams go on."""
+    return await asyncio.to_thread(work) if is_long else work()
+
+
 async def _disconnected(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
@@ -239,7 +247,7 @@ def _event(document: dict[str, Any]) -> str:
 def _error(message: str, status: int) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"message": " ".join(message.split()), "type": kind, "param": None, "code": status}
+    return {"message": " ".join(message.split())[:500], "type": kind, "param": None, "code": status}
 
 
 def _refusal(message: str, status: int, headers: Any = None) -> JSONResponse:
@@ -277,7 +285,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
             if not isinstance(prompt, str):
                 prompts.append(prompt)
             elif text is not None:
-                prompts.append(text.encode(prompt))
+                prompts.append(await _aside(len(prompt) >= LONG, partial(text.encode, prompt)))
             else:
                 raise UserError("this model has no tokenizer: send the prompt as token ids")
         return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
@@ -287,7 +295,9 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         body = Chat(**await _json(http))
         if text is None:
             raise UserError("this model has no tokenizer: use /v1/completions with token ids")
-        prompt = text.chat([m.plain() for m in body.messages], body.chat_template_kwargs)
+        messages = [m.plain() for m in body.messages]
+        is_long = sum(len(m["content"]) for m in messages) >= LONG
+        prompt = await _aside(is_long, partial(text.chat, messages, body.chat_template_kwargs))
         return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
 
     @app.get("/v1/models")

@@ -238,23 +238,31 @@ class Engine:
         return len(step)
 
     def _chosen(self, logits: torch.Tensor | None, ordered: list[Work]) -> list[Chosen]:
-        """A token for each of the rows (R, V). Where that fails, requests with rules of their own end, alone."""
-        rows = [Row(w.request, w.start + len(w.tokens) - w.wanted + n + 1) for w in ordered for n in range(w.wanted)]
+        """A token for each of the rows (R, V). Where that fails, requests are tried alone, and end alone."""
+        rows = [[Row(w.request, w.start + len(w.tokens) - n) for n in reversed(range(w.wanted))] for w in ordered]
         if logits is None:
             return []
-        try:
+
+        def draw(logits: torch.Tensor, rows: list[Row]) -> list[Chosen]:
             return sample(logits, rows, allowed(rows, self.model_config.vocab))
-        except Exception as error:
-            ruled = {r.request for r in rows if r.request.state is not None or r.request.sampling.changes_logits}
-            if not ruled:
-                raise
-            log.exception("%d requests with penalties, biases or forms end", len(ruled))
-            for request in ruled:
-                request.failure = f"no token could be chosen: {type(error).__name__}: {error}".splitlines()[0]
-                self._finish(request, "error", [])
-            ordered[:] = [w for w in ordered if w.request not in ruled]  # whose rows nothing has changed
-            kept = [n for n, row in enumerate(rows) if row.request not in ruled]
-            return sample(logits[kept], [rows[n] for n in kept]) if kept else []
+
+        try:
+            return draw(logits, [row for each in rows for row in each])
+        except Exception:
+            log.exception("a token could not be chosen")
+        chosen, stay = list[Chosen](), list[Work]()
+        for w, each, part in zip(ordered, rows, logits.split([w.wanted for w in ordered]), strict=True):
+            try:
+                chosen += draw(part, each) if each else []
+                stay.append(w)
+            except Exception as error:
+                self._fail(w.request, "no token could be chosen", error)
+        ordered[:] = stay
+        return chosen
+
+    def _fail(self, request: Request, what: str, error: Exception) -> None:
+        request.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+        self._finish(request, "error", [])
 
     def _take_in(self) -> None:
         while self._arrivals:
@@ -309,7 +317,11 @@ class Engine:
             self.drafted_tokens += len(drafted)
             self.accepted_tokens += stands
             request.drafted = []
-            record.produced += self._append(request, new[: stands + 1], now)
+            try:
+                record.produced += self._append(request, new[: stands + 1], now)
+            except Exception as error:  # its text or its form: nobody else's
+                log.exception("a token could not be read")
+                self._fail(request, "a token could not be read", error)
 
     def _append(self, request: Request, new: list[Chosen], now: float) -> int:
         sampling, taken = request.sampling, list[Chosen]()

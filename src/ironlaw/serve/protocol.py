@@ -50,7 +50,7 @@ class Body(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=64)
     stop: str | list[str] | None = None

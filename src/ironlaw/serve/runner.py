@@ -17,7 +17,8 @@ from ironlaw.kernels.native import Shapes, compiled
 from ironlaw.model.cached import INT4, Few, Group, LayerCache, Now, Pages
 from ironlaw.model.compiled import compiled_blocks
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.packed import PackedNorm
+from ironlaw.model.moe import ExpertLinear
+from ironlaw.model.packed import PackedLinear, PackedNorm
 from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import Served
 from ironlaw.serve.request import Request, Sampling
@@ -28,8 +29,8 @@ KV_TYPES["int4"] = INT4
 # Pages that a group may read for nothing, because its sequences are not equally long, before it is divided in two:
 # about what one more attention call costs in each layer.
 _SPARE_PAGES = 64
-# Of more tokens than this there are only multiples: oneDNN makes a kernel for every number of rows that it has not
-# multiplied yet, which takes about a millisecond and stays in memory (`model/grouped.py`).
+# Of more tokens than this there are only multiples where oneDNN multiplies: it makes a kernel for every number of rows
+# that it has not multiplied yet, which takes about a millisecond and stays in memory (`model/grouped.py`).
 _ROWS = 16
 # Up to so many new tokens of a sequence, compiled code attends to its pages as they are; beyond, products do.
 _FEW = 8
@@ -81,6 +82,8 @@ class Runner:
             sinks = getattr(block.attention, "sinks", None)
             self.caches.append(LayerCache(config, store, windowed, self.native, sinks))
         self.blocks = compiled_blocks(model, self.native, self.caches)
+        own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
+        self.rows = _ROWS if device.type == "cpu" and not own else 1
         nobody = Request([0], Sampling(), blocks=[0])
         self.spare = Work(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
@@ -96,7 +99,7 @@ class Runner:
         if self.graphs is not None and all(len(w.tokens) == w.wanted == 1 for w in work):
             return self._graphed(self.graphs, work)[: len(work)], list(work)
         count = sum(len(w.tokens) for w in work)
-        spare = -count % _ROWS if count > _ROWS and self.device.type == "cpu" else 0
+        spare = -count % self.rows if count > self.rows else 0
         few, many = self.arrange([*work, *[self.spare] * spare])
         ordered = few + [w for part in many for w in part]
         tokens = [token for w in ordered for token in w.tokens]

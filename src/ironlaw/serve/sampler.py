@@ -39,14 +39,14 @@ def uniform(seed: int, place: int) -> float:
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[Chosen]:
-    """One token for each row of `logits` (R, V), which may be changed. `masks` (R, V): the allowed tokens."""
+    """One token for each row of `logits` (R, V). `masks` (R, V): the allowed tokens."""
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
-    changed = masks is not None or any(s.changes_logits for s in asked)
-    if not changed and not wants_logprobs and all(s.is_greedy for s in asked):
+    changed = any(s.changes_logits for s in asked)
+    if not changed and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
         return [Chosen(token) for token in likeliest(logits).tolist()]
-    logits = logits.float()
-    original = logits.clone() if wants_logprobs and changed else logits
+    original = logits.float()
+    logits = original.clone() if changed else original
     for number, row in enumerate(rows):
         if row.request.sampling.changes_logits:
             _change(logits[number], row)

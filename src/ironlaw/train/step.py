@@ -110,7 +110,7 @@ class Step:
         self.writers: Any = self.mesh  # who write a checkpoint together
 
     def compile(self) -> bool:
-        """Where the config wishes it and it works here."""
+        """Where the config asks for it and it works here."""
         wanted = self.config.train.compile
         if wanted == "off" or (wanted == "auto" and self.device.type != "cuda"):
             return False
@@ -245,7 +245,7 @@ class Step:
         numbers: Sequence[float] = (),
     ) -> Agreed:  # fmt: skip
         """Clip by global norm, update, clear gradients. Every rank gets the same: `loss` over all ranks, the norm,
-        whether any of them wishes to `stop`, the sums of their `numbers`."""
+        whether any of them is to `stop`, the sums of their `numbers`."""
         self.clock, self.recording = clock or StepClock(), recording
         with self.phase(self._agreeing_phase), operation_scope(recording, "clip"):
             mean, norm, stop, added = self._agree(loss, stop, numbers)

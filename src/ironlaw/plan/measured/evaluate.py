@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,8 +68,9 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:
-    """The runs with what their rows leave open decided by what fits: first sharded weights, then recomputation."""
-    for flag, attempts in (("open_zero", _sharding), ("open_recompute", _recomputation)):
+    """The runs with what their rows leave open decided by what fits: sharded weights, micro-batch, recomputation."""
+    attempts_at = (("open_zero", _sharding), ("open_micro_batch", _micro_batch), ("open_recompute", _recomputation))
+    for flag, attempts in attempts_at:
         result = list(runs)
         for where, indices in systems_of(runs):
             unsaid = [i for i in indices if getattr(runs[i], flag)]
@@ -95,6 +97,17 @@ def in_layout(every: float | None = None, **changes: Any) -> Callable[[TrainingJ
 def _sharding(engine: Engine) -> Iterator[Attempt]:
     yield in_layout(), ()
     yield in_layout(zero=3), ("zero = 3, for with less sharding the run would not fit",)
+
+
+def _micro_batch(engine: Engine) -> Iterator[Attempt]:
+    """Without a pipeline few large micro-batches are never slower than many small ones; above eight little changes."""
+    for most in (8, 4, 2, 1):
+
+        def change(job: TrainingJob, most: int = most) -> TrainingJob:
+            return in_layout(micro_batch=math.gcd(most, int(job.global_batch) // job.layout.dp))(job)
+
+        why = "" if most == 8 else ", for with more the run would not fit"
+        yield change, (f"micro_batch = {most} at most{why}",)
 
 
 def _recomputation(engine: Engine) -> Iterator[Attempt]:

@@ -75,6 +75,7 @@ class Run:
     checks: str
     assumed: tuple[str, ...]
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
+    open_micro_batch: bool = False  # the row does not say; the largest that fits is assumed where nothing is a pipeline
     open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
     alternatives: tuple[Alternative, ...] = ()
     precisions: Mapping[str, float] = field(default_factory=dict)  # shares, where the row does not say: a mixture
@@ -159,12 +160,16 @@ class _Cells:
 
 def _run(identity: str, row: Row, engine: Engine | None, stated: Mapping[str, int]) -> Run:
     cells = _Cells(row, [])
-    attention = parsing.attention(row) or "flash"
-    engine = engine or _engine(row, attention, cells)
     count = cells.needed("accelerators")
     acc, note = accelerator_of(parsing.text(row, "accelerator"))
     acc, rack = in_rack(acc, parsing.text(row, "interconnect"))
     cells.assumed += [said for said in (note, rack) if said]
+    attention = parsing.attention(row)
+    if attention is None and not acc.has_flash:
+        attention = "standard"
+        cells.assumed.append(f"attention = standard (FlashAttention has no kernels for {acc.name})")
+    attention = attention or "flash"
+    engine = engine or _engine(row, attention, cells)
     model, flash = _model(cells), attention == "flash"
     job = _job(cells, engine, count, model, flash)
     if parsing.recompute(row) is None and engine.default_recompute != "none":
@@ -185,6 +190,7 @@ def _run(identity: str, row: Row, engine: Engine | None, stated: Mapping[str, in
         checks=parsing.text(row, "checks") or "memory+time",
         assumed=tuple(cells.assumed),
         open_recompute=parsing.recompute(row) is None and engine.default_recompute == "none",
+        open_micro_batch=parsing.whole(row, "micro_batch") is None and job.layout.pp == 1,
         open_zero=parsing.zero_stage(row) is None and engine.name == GENERIC,
         alternatives=_alternatives(cells, job, acc, engine),
         precisions=precisions,
@@ -223,7 +229,7 @@ def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
     pp = layout.pp
     if global_batch / (layout.dp * layout.micro_batch) % pp:
         return 1
-    most = max(layers // pp // 2, 1)
+    most = max((layers + 2) // pp // 2, 1)  # the first and the last may have one less
     return max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None)
 
 
@@ -304,7 +310,7 @@ def _batch(cells: _Cells, dp: int, pp: int) -> tuple[int, int]:
         raise UserError("micro_batch and global_batch are not given")
     if micro is None:
         assert batch is not None
-        micro = cells.assume("micro_batch", max(batch // dp, 1) if pp == 1 and batch / dp <= 4 else 1, "assumed")
+        micro = 1 if pp == 1 else cells.assume("micro_batch", 1, "assumed")
     return micro, cells.assume("global_batch", dp * micro, "one micro-batch") if batch is None else batch
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.catalog import accelerator, accelerator_names, node
-from ironlaw.catalog.nodes import Cluster
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
+from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.plan.cluster.estimate import plan_cluster

@@ -24,7 +24,7 @@ from ironlaw.train.mesh import Mesh
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import Rendezvous, join
 from ironlaw.workload.layout import SPLIT_BACKWARD, undivided
-from ironlaw.workload.sharding import expert_holders
+from ironlaw.workload.sharding import expert_dp
 
 Result = TypeVar("Result")
 TIMEOUT_SECONDS = 360.0
@@ -237,11 +237,11 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
     if layout.ep > 1 and layout.shard is not None:
         raise UserError("layout.shard with layout.ep is planned but not trained here: leave out shard, or use ep = 1")
-    holders = expert_holders(dp, layout.cp, layout.ep)
-    if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
+    sharing = expert_dp(dp, layout.cp, layout.ep)
+    if layout.ep > 1 and layout.zero > 0 and config.model.hidden % sharing:
         raise UserError(
-            f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {holders} "
-            f"ranks cannot share: use a multiple of {holders}"
+            f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {sharing} "
+            f"ranks cannot share: use a multiple of {sharing}"
         )
 
 
@@ -302,8 +302,8 @@ def start(
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
     experts = None
     if config.ep > 1:
-        holders = expert_holders(config.dp, config.cp, config.ep)
-        copies = (1, holders) if sharded else (holders, 1)
+        sharing = expert_dp(config.dp, config.cp, config.ep)
+        copies = (1, sharing) if sharded else (sharing, 1)
         of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
         experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)
     return Ranks(
