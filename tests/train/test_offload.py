@@ -76,7 +76,7 @@ class LateStream:
 def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     """A CPU that offloads everything, however small, to itself."""
     late = LateStream()
-    monkeypatch.setattr("ironlaw.train.step.stream_to_host", lambda device: late)
+    monkeypatch.setattr("ironlaw.train.step.TransferStream", lambda device: late)
     monkeypatch.setattr("ironlaw.train.offload.SMALLEST_BYTES", 1)
     monkeypatch.setattr("ironlaw.plan.offload.SMALLEST_BYTES", 1)
     monkeypatch.setattr("ironlaw.plan.step.host_of_machine", lambda profile: HOST)

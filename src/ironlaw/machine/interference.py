@@ -10,7 +10,6 @@ out: it says how slow the machine was then, which the run's explanation tells, a
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ironlaw.files import cache_folder, read_json_lines
+from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
@@ -40,11 +39,8 @@ def remember(profile: Profile, looks: Iterable[Mapping[str, float]]) -> None:
     seen = middle(undisturbed(looks))
     if seen is None:
         return
-    path = history_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": anchors(profile)}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(about | {"at": time.time()} | seen) + "\n")
+    append_json_line(history_path(), about | {"at": time.time()} | seen)
 
 
 def undisturbed(looks: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
