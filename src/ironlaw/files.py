@@ -108,6 +108,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def append_json_line(path: Path, entry: dict[str, Any]) -> None:
+    """One more object at the end of such a file, which may not be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     text = read_text(path, "TOML")

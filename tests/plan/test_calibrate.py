@@ -8,7 +8,7 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import TrainingJob
+from ironlaw.plan.cluster.jobs import TrainingJob
 from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate

@@ -163,7 +163,7 @@ def test_a_sliding_window_saves_attention():
     windowed, full = (
         plan_cluster(
             ClusterStep(model.model_copy(update={"sliding_window": w}), cluster, sequence=8192, global_batch=64), layout
-        )
+        ).ledger
         for w in (4096, 8192)
     )
 

@@ -207,9 +207,7 @@ def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
             "data.tokenizer, so that its end-of-text token can be put between them"
         )
     if largest >= vocab:
-        raise UserError(
-            f"{corpus.root} holds token {largest:,} but model.vocab = {vocab:,}: set it to {largest + 1:,} or more"
-        )
+        raise _too_many(corpus, largest + 1, vocab)
     return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -34,7 +33,7 @@ from ironlaw.data.shards import token_dtype
 from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import read_json_lines, sha256
+from ironlaw.files import append_json_line, read_json_lines, sha256
 
 BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
@@ -204,9 +203,7 @@ class StreamBatches:
             return
         bisect.insort(self._starts, start)
         with suppress(OSError):  # the notes only save time
-            self._notes.parent.mkdir(parents=True, exist_ok=True)
-            with self._notes.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(start)) + "\n")
+            append_json_line(self._notes, dataclasses.asdict(start))
 
 
 def _read_notes(file: Path) -> list[_Start]:
@@ -222,7 +219,6 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     if not corpus.files:
         raise corpora.no_text(source.path, corpus)
     tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
-    tokenizers.check_fits(tokenizer, vocab)
     validation, bounds, text_bytes = _held_out(corpus, splitter, tokenizer, source.path)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
     key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]

@@ -165,6 +165,34 @@ def _copies_figures(e: RunEvidence) -> list[str]:
     return [f"{place}: {percent(share, 0)} of the forward pass" for place, share in lines if place != "?"]
 
 
+_SMALL = (Kind.ELEMENTWISE, Kind.HOST)
+
+
+def busy_lines(e: RunEvidence, kind: str) -> list[tuple[str, float]]:
+    """The user's lines with most work of this kind in the recorded steps, each with its share of the step."""
+    return [(place, share) for place, share in (e.fact("line_work") or {}).get(kind, []) if place != "?"]
+
+
+def _line_work(e: RunEvidence) -> float | None:
+    """Of the step: the line of the model or its loss with most Python, calls and small operations, above what is
+    planned for those of all lines."""
+    sums: dict[str, float] = {}
+    for place, share in (one for kind in _SMALL for one in busy_lines(e, str(kind))):
+        sums[place] = sums.get(place, 0.0) + share
+    if not sums or not e.step or e.fact("device") != "cpu":
+        return None
+    planned = sum(x.seconds or 0.0 for x in e.plan.lines if x.kind in _SMALL)
+    return max(0.0, max(sums.values()) - planned / (e.machine_speed or 1.0) / e.step)
+
+
+def _line_figures(e: RunEvidence) -> list[str]:
+    return [f"{figure} ({kind})" for kind in _SMALL for figure in line_figures(e, str(kind))]
+
+
+def line_figures(e: RunEvidence, kind: str) -> list[str]:
+    return [f"{place}: {percent(share, 0)} of the step" for place, share in busy_lines(e, kind) if share >= 0.05]
+
+
 def _mode_free(e: RunEvidence) -> float | None:
     return 0.0 if e.gains.get("mode", 0.0) >= MODE_COSTS else _found("left_on")(e)
 
@@ -304,6 +332,13 @@ CODE_RULES: tuple[Rule, ...] = (
         "Several backward passes go through the same graph: one of the summed losses would save {share} of the step.",
         "(loss_a + loss_b).backward(), once per forward pass",
         "passes beyond one per forward pass, the shortest ones, where the graph is kept", placed="graphs_again",
+    ),
+    Rule(
+        "line_slow", Axis.ALGORITHM, 0.15, _line_work,
+        "One line of the model or of the loss holds the step up: {share} of it is its Python, or its small operations.",
+        "whole tensors instead of loops and checks; what does not change between steps, once before the loop",
+        "in models without such a line nothing was left above the plan, measured",
+        _line_figures, symptom=True,
     ),
     Rule(
         "graphs_retained", Axis.ALGORITHM, NOTICED, _found("retained_graphs"),

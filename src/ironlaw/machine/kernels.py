@@ -32,7 +32,9 @@ class Pool:
 
     def __init__(self, device: torch.device, elements: int = 24 * 2**20) -> None:
         self.device = device
-        self._values = {torch.float32: torch.randn(elements, device=device)}
+        # Its own type and random numbers: a user's loop, in which it may be made, has others and keeps them.
+        numbers = torch.Generator(device).manual_seed(0)
+        self._values = {torch.float32: torch.randn(elements, device=device, dtype=torch.float32, generator=numbers)}
         self._offset = 0
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

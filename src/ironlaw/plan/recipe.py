@@ -111,6 +111,8 @@ def not_trained_here(layout: Layout, model: ModelConfig) -> str | None:
     if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):
         return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
     if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute != "none"):
+        # Between the two backward passes ZeRO 3 may give weights back, and gradients of those that are gone are lost;
+        # PyTorch runs a recomputed block again for each group of its weights, ten times.
         return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):

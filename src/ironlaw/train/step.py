@@ -41,7 +41,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
-from ironlaw.train.transfer_stream import stream_to_host
+from ironlaw.train.transfer_stream import TransferStream
 from ironlaw.workload.objective import FROZEN
 
 
@@ -97,7 +97,7 @@ class Step:
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)
-        stream = stream_to_host(device) if config.train.offload != "none" else None
+        stream = TransferStream(device) if config.train.offload != "none" else None
         self.optimizer = build_optimizer(
             self.model, config.optimizer, stream=stream if config.train.offloads_optimizer else None
         )

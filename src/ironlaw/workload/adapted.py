@@ -38,6 +38,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
                 last = others
             continue
         rows = own.rows_of(op.name) if op.matmul is not None else ()
+        rows = rows if op.summed else tuple(count // shape.division.tp for count in rows)
         gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, not unasked)]
         last = ()
         if kind == "embedding":

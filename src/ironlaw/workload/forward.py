@@ -42,7 +42,7 @@ def embedding(shape: Shape) -> list[Operation]:
         call(
             "embedding", "embedding_backward", elements, 2 * full + table, kind=kind, parameters=table - again,
             temporary=again, frees_temporary=full + again,
-            frees_saved=0 if shape.composes_attention else shape.mask_bytes,
+            frees_saved=0 if shape.composes_attention else shape.mask_bytes, on_stream=True,
         )
     ]  # fmt: skip
     if model.tied:
@@ -51,7 +51,7 @@ def embedding(shape: Shape) -> list[Operation]:
     operations = [
         call(
             "embedding", "embedding_forward", elements, 2 * full + shape.tokens * INDEX, kind=kind, saved=kept,
-            temporary=full - kept, gradient=gradient,
+            temporary=full - kept, on_stream=True, gradient=gradient,
         )
     ]  # fmt: skip
     if mask := shape.mask_bytes:  # kept by every layer's attention; a composed one uses it up
@@ -63,11 +63,18 @@ def embedding(shape: Shape) -> list[Operation]:
         positions, own = model.context * model.hidden * FP32, full * (1 + shape.documents)
         numbers = shape.tokens * INDEX if shape.documents else 0  # which position each token has
         back = call(
-            "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, frees_saved=numbers
+            "positions",
+            "sum_rows",
+            elements,
+            full + positions,
+            kind=kind,
+            parameters=positions,
+            frees_saved=numbers,
+            on_stream=True,
         )
         operations.append(
             call("positions", "add", elements, 2 * full, kind=kind, temporary=own, frees_temporary=own, saved=numbers,
-                 gradient=[back])
+                 on_stream=True, gradient=[back])
         )  # fmt: skip
     if model.embedding_scale != 1.0:
         operations.append(scaled(shape, "embedding_scale"))
@@ -123,7 +130,7 @@ def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = N
     operations += linear(
         shape, "attention_out", model.mixed_size, model.hidden, keep=keep, bias=model.has_out_bias,
         frees=tokens * model.mixed_size * w if shape.pads_values else 0,
-        consumes=branch_gradient(shape) if consumes is None else consumes,
+        consumes=branch_gradient(shape) if consumes is None else consumes, summed=True,
     )  # fmt: skip
     if shape.composes_attention:  # the module's variables die when it returns
         qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
@@ -180,11 +187,19 @@ def projections(shape: Shape) -> list[Operation]:
 
 
 def feed_forward(
-    shape: Shape, width: Size, name: str, *, keep: bool = False, consumes: Size | None = None, owns_input: bool = True
+    shape: Shape,
+    width: Size,
+    name: str,
+    *,
+    keep: bool = False,
+    consumes: Size | None = None,
+    owns_input: bool = True,
+    summed: bool = True,
 ) -> list[Operation]:
     """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision.
 
     `keep`: a norm after it saves its result; `consumes` as in `attention_branch`; `owns_input`: nobody else frees that.
+    `summed`: tensor parallel ranks add up its results here, not together with others.
     """
     model, w, bias = shape.model, shape.matmul_bytes, shape.model.has_ffn_bias
     inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
@@ -221,7 +236,7 @@ def feed_forward(
     return operations + linear(
         shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias,
         frees=0 if relu and not model.gated_ffn else inner * w,
-        consumes=branch_gradient(shape) if consumes is None else consumes,
+        consumes=branch_gradient(shape) if consumes is None else consumes, summed=summed,
     )  # fmt: skip
 
 

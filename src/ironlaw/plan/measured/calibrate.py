@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
+from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.jobs import candidates_of_jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble

@@ -26,7 +26,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
-from ironlaw.workload.collectives import Sent, Table, renamed, table_of
+from ironlaw.workload.collectives import Sent, Table, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.pipeline import V_SHAPED
@@ -172,7 +172,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
     held = persistent + recorded.peak_bytes()
     program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
     aliases = aliases_of(config.model, layout, batch_of(config), program.recipe)
-    planned = renamed(table_of(program.collectives[position]), aliases)
+    planned = table_of(program.collectives[position], aliases)
     peak = peak_memory(program, position)
     return RehearsedStage(position, rank, found.table, planned, held, peak.total)
 
