@@ -29,8 +29,9 @@ from operations_fit import baseline, by_accelerator, device, fit, subsample, tra
 from operations_report import Record, error_lines, summarise, summary_lines, write_networks, write_tomls
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.machine.efficiency import attention_seconds, matmul_seconds
+from ironlaw.machine.efficiency.attention import attention_seconds
 from ironlaw.machine.efficiency.hardware import AttentionConstants, MatmulConstants, StreamingConstants
+from ironlaw.machine.efficiency.matmul import matmul_seconds
 
 SUMMARY = Path(__file__).parent / "results" / "operations.md"  # shown by accuracy_report.py
 

@@ -11,7 +11,7 @@ from operations_data import KIND_INDEX, NETWORK_RATE, NETWORKS, REFERENCES, Arra
 from operations_fit import baseline, fit, subsample
 from operations_report import Record, summarise
 
-from ironlaw.machine.efficiency import collective_seconds
+from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.hardware import CollectiveConstants, Fabric, NetworkConstants
 
 

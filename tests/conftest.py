@@ -24,6 +24,8 @@ from ironlaw.plan.step import step_operations
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `micro_batch`, which several folders here share
+
 SOURCE = Path(ironlaw.__file__).parents[1]
 REPOSITORY = Path(__file__).parents[1]
 

@@ -7,6 +7,7 @@ permission, a full disk) stays an OSError, which the command line turns into one
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -54,6 +55,12 @@ def open_file(path: Path) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
 def read_bytes(path: Path, what: str = "text") -> bytes:
     """All of a file that should be `what`, which is for the message where it is too large for that."""
     with open_file(path) as file:
@@ -99,6 +106,13 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     except (OSError, UserError):
         return []
     return found
+
+
+def append_json_line(path: Path, entry: dict[str, Any]) -> None:
+    """One more object at the end of such a file, which may not be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

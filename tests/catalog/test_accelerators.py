@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from ironlaw.catalog import accelerator, accelerator_names, node, peak, source
-from ironlaw.catalog.accelerators import DTYPES, from_table
-from ironlaw.catalog.figures import read_toml
+from ironlaw.catalog.accelerators import DTYPES, accelerator, accelerator_names, from_table, peak
+from ironlaw.catalog.figures import read_toml, source
+from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
 
 # The `accelerator` column of the measured runs that plans are validated on.
@@ -191,7 +191,7 @@ def test_asking_for_one_opens_one_file_and_nothing_heavy() -> None:
     code = (
         "import sys; opened = []\n"
         "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
-        "from ironlaw.catalog import accelerator, accelerator_names\n"
+        "from ironlaw.catalog.accelerators import accelerator, accelerator_names\n"
         "accelerator_names(); accelerator('h200')\n"
         "heavy = {'torch', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "print(sum(name.endswith('.toml') for name in opened), len(heavy))"

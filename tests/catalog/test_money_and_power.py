@@ -6,19 +6,10 @@ from pathlib import Path
 import pytest
 
 import ironlaw.catalog
-from ironlaw.catalog import (
-    accelerator,
-    accelerator_names,
-    cpu_power,
-    grid,
-    grid_names,
-    price,
-    priced_names,
-    pue,
-    pue_names,
-    source,
-    source_keys,
-)
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
+from ironlaw.catalog.cpus import cpu_power
+from ironlaw.catalog.figures import source, sources
+from ironlaw.catalog.money import grid, grid_names, price, prices, pue, pues
 from ironlaw.errors import UserError
 
 
@@ -47,8 +38,8 @@ def test_unknown_grid_is_one_line_with_near_names() -> None:
 
 
 def test_every_price_is_sourced_dated_and_of_a_known_accelerator() -> None:
-    assert set(priced_names()) <= set(accelerator_names())
-    for name in priced_names():
+    assert set(prices()) <= set(accelerator_names())
+    for name in prices():
         it = price(name)
         assert it is not None and (it.rent or it.purchase)
         for quote in (*it.rent, *([it.purchase] if it.purchase else [])):
@@ -71,7 +62,7 @@ def test_an_unknown_price_is_none() -> None:
 
 
 def test_pue() -> None:
-    for name in pue_names():
+    for name in pues():
         assert 1.0 <= pue(name).value < 2 and source(pue(name).source).title
     with pytest.raises(UserError, match="unknown PUE"):
         pue("moon")
@@ -114,7 +105,7 @@ def test_a_cpu_nobody_prints_a_power_for_is_none(model: str) -> None:
 def test_sources_have_addresses_and_are_all_used() -> None:
     folder = Path(ironlaw.catalog.__file__).parent
     data = "".join(path.read_text() for path in folder.rglob("*.toml") if path.name != "sources.toml")
-    for key in source_keys():
+    for key in sources():
         assert key == "ironlaw-convention" or source(key).url.startswith("https://"), key
         assert key in data, f"{key} is not used"
     with pytest.raises(UserError, match="unknown source"):

@@ -2,7 +2,9 @@
 
 import pytest
 
-from ironlaw.catalog import accelerator_names, node, node_names, parse_cluster, source
+from ironlaw.catalog.accelerators import accelerator_names
+from ironlaw.catalog.figures import source
+from ironlaw.catalog.nodes import node, node_names, parse_cluster
 from ironlaw.errors import UserError
 
 FABRICS = {"", "infiniband", "roce", "efa", "ethernet", "slingshot", "ici"}

@@ -141,7 +141,8 @@ def test_processes_make_the_same_batches(kind: str, places_on_disk: dict[str, Pa
 def test_a_loader_process_that_dies_is_one_line(places_on_disk: dict[str, Path]) -> None:
     batches: Any = source_of("concat", places_on_disk, loader_processes=1)
     batches.batch(0)
-    batches._workers[0]._process.kill()
+    (process,) = batches._pool._pool._processes.values()
+    process.kill()
     with pytest.raises(UserError, match="loader_processes ended by itself") as caught:
         for step in range(1, 100):
             batches.batch(step)

@@ -200,7 +200,7 @@ def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path
         return process
 
     def run(*words: str) -> tuple[int, str]:
-        shorter = "train.steps=60", "schedule.warmup_steps=5"
+        shorter = "train.steps=24", "schedule.warmup_steps=2", "evaluation.batches=1"
         more = [w for s in shorter for w in ("--set", s)] if "examples/gpt-tiny.toml" in words[1:2] else []
         process = begin(*words, *(more if words[0] == "train" else []))
         messages = "".join(process.communicate(timeout=600))

@@ -58,6 +58,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     },
     "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
     "graphs_again": {"facts": {"graphs_again": {"part": 0.5, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
+    "line_slow": {"facts": {"line_work": {"host": [["a.py:5", 0.9]]}, "device": "cpu"}},
     "rows_untouched": {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},

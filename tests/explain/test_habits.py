@@ -48,6 +48,11 @@ CAST = """class Cast(nn.Sequential):
         for _ in range(60): x = x.to(torch.float16).to(torch.float32)  # HERE
         return super().forward(x)
 model = nn.Sequential(model[0], Cast(*model[1:4]), model[4])"""
+MASKED = """class Masked(nn.Sequential):
+    def forward(self, x):
+        mask = torch.tensor([[float(i >= j) for j in range(300)] for i in range(300)])  # HERE
+        return super().forward(x)
+model = nn.Sequential(model[0], Masked(*model[1:4]), model[4])"""
 AGAIN = """class Again(nn.Sequential):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)  # HERE
@@ -63,6 +68,7 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "float64": ("float64", {"before": "model.double()  # HERE"}),
     "kept graphs": ("memory_grows", {"after": "kept.append(loss)  # HERE"}),
     "a sum of losses": ("memory_grows", {"after": "total += loss  # HERE"}),
+    "a mean of losses": ("memory_grows", {"after": "total = 0.9 * total + 0.1 * loss  # HERE"}),
     "kept logits": ("memory_grows", {"after": "kept.append(logits.detach())  # HERE"}),
     "collecting": ("host_bound", {"after": "gc.collect()  # HERE"}),
     "copies of the state": ("host_bound", {"after": "[copy.deepcopy(model.state_dict()) for _ in range(60)]  # HERE"}),
@@ -72,6 +78,7 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "uncleared": ("gradients_uncleared", {"clear": "pass", "backward": "loss.backward()  # HERE"}),
     "a new loader": ("input_bound", {"tokens": REBUILT}),
     "conversions": ("copies", {"before": CAST}),
+    "a mask by Python": ("line_slow", {"before": MASKED}),
     "recomputation": ("recompute_needless", {"before": AGAIN}),
     "evaluation": ("evaluation_frequent", {"after": EVALUATION}),
     "checkpoints": ("checkpoint_frequent", {"after": "torch.save(optimizer.state_dict(), out + '.pt')  # HERE"}),

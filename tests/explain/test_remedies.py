@@ -8,7 +8,8 @@ import pytest
 from synthetic import make_config, make_profile, make_run
 
 from ironlaw.config import RunConfig
-from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy, find_remedies, situation, with_settings
+from ironlaw.explain.remedies import find_remedies, situation, with_settings
+from ironlaw.explain.remedy import LEAST_GAIN, Effect, Remedy
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.workload.finetune import FinetuneConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ironlaw.explain.remedies import Effect
+from ironlaw.explain.remedy import Effect
 from ironlaw.explain.tune import Measured, Tuned
 from ironlaw.explain.tune_serving import candidates, tune_serving
 

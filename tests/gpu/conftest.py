@@ -13,7 +13,7 @@ import torch
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.train.loop import Outcome
+from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
 
 DEVICE = "cuda"

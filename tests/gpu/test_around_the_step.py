@@ -16,7 +16,7 @@ from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
-from ironlaw.train.loop import Outcome
+from ironlaw.train.result import Outcome
 
 pytestmark = pytest.mark.gpu
 Config, Train, Losses = Callable[..., RunConfig], Callable[..., Outcome], Callable[[Path], list[float]]

@@ -12,8 +12,8 @@ import torch
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
-from ironlaw.train.loop import Outcome
 from ironlaw.train.precision import in_hardware
+from ironlaw.train.result import Outcome
 
 pytestmark = pytest.mark.gpu
 Config, Train, Losses = Callable[..., RunConfig], Callable[..., Outcome], Callable[[Path], list[float]]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ironlaw.cli.measure import kept
 from ironlaw.config import RunConfig
@@ -60,3 +61,13 @@ def test_plans_from_a_disturbed_measurement_have_wide_intervals_and_say_why(
     )
     assert calm.low is not None and wide.low is not None
     assert wide.low < calm.low / 3 and "50% of the cores" in wide.basis and "cores" not in calm.basis
+
+
+def test_a_probe_in_a_loop_of_another_default_type_leaves_its_random_numbers(machine_profile: Profile) -> None:
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert min(Probe(machine_profile.fp32_products).seconds(1).values()) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -282,6 +282,7 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 2]],
     },
     "arcee": {},
+    "llama": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
 }
 for _share in (0.25, 0.5, 0.75, 1.0):
     for _tied in (False, True):

@@ -17,7 +17,7 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, read_config, to_fields
-from ironlaw.model.huggingface.weights import check_weights, load_weights, write_model
+from ironlaw.model.huggingface.weights import check_weights, load_weights, stored_type, write_model
 from ironlaw.model.transformer import Transformer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: nothing here needs the network
@@ -165,6 +165,13 @@ def test_what_no_architecture_computes_is_refused(change: dict[str, Any], messag
     with pytest.raises(UserError, match=message) as error:
         family_of(ModelConfig(**(MODELS["gpt2"] | change)))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {"a": 3, "b": "../x.safetensors"}}])
+def test_an_index_that_names_no_files_of_its_directory_is_refused(index: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(UserError, match="weight_map: fetch it again"):
+        stored_type(tmp_path)
 
 
 def test_files_of_the_bare_gpt2_with_its_masks_and_a_shorter_context(tmp_path: Path) -> None:

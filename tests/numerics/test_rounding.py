@@ -10,7 +10,7 @@ from ironlaw.catalog.formats import number_format, number_formats
 from ironlaw.errors import UserError
 from ironlaw.numerics import quantize
 from ironlaw.numerics.packing import pack, unpack
-from ironlaw.numerics.rounding import code_values
+from ironlaw.numerics.rounding import code_values, round_to
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -68,7 +68,10 @@ def test_range_and_spacing_are_those_of_the_codes(name: str) -> None:
 
 def test_infinities_saturate_up_to_8_bits_and_stay_above() -> None:
     infinite = torch.tensor([float("inf"), -float("inf")])
-    assert quantize(infinite, "fp8_e5m2").dequantize().tolist() == [57344.0, -57344.0]
+    for name in NARROW:
+        largest = number_format(name).largest
+        assert quantize(infinite, name).dequantize().tolist() == [largest, -largest], name
+    assert round_to(torch.tensor([2.0**127 * 1.2, torch.inf]), number_format("e8m0")).tolist() == [2.0**127] * 2
     assert torch.equal(quantize(infinite, "bf16").dequantize(), infinite)
     assert torch.equal(quantize(infinite, "fp16").dequantize(), infinite)
 

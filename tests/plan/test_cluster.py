@@ -18,7 +18,7 @@ LLAMA = ModelConfig.named("llama3-8b")
 
 def plan(layout="dp=8 zero=1", cluster="8xh100-sxm-80gb", **options):
     arguments = {"sequence": 8192, "global_batch": 64} | options
-    return plan_cluster(ClusterStep(LLAMA, parse_cluster(cluster), **arguments), parse_layout(layout))
+    return plan_cluster(ClusterStep(LLAMA, parse_cluster(cluster), **arguments), parse_layout(layout)).ledger
 
 
 def test_lines_add_up_to_the_totals():
@@ -96,7 +96,9 @@ def test_planning_does_not_import_torch():
 def test_listed_products_are_the_flops_of_all_blocks(name, layout):
     """3 x their FLOPs, over layers, micro-batches and ranks; experts of the busiest rank have more rows."""
     model, chosen = ModelConfig.named(name), parse_layout(layout)
-    ledger = plan_cluster(ClusterStep(model, parse_cluster("64xh100-sxm-80gb"), sequence=4096, global_batch=64), chosen)
+    ledger = plan_cluster(
+        ClusterStep(model, parse_cluster("64xh100-sxm-80gb"), sequence=4096, global_batch=64), chosen
+    ).ledger
     products = {p["name"]: p for p in ledger.facts["products"]}
     assert {"qkv", "attention_out"} <= set(products)
     uneven = {"expert_up": 1.1, "expert_down": 1.1} if chosen.ep > 1 else {}

@@ -117,7 +117,7 @@ def test_the_engine_decides_where_nobody_does_and_the_plan_says_which():
         return plan_cluster(
             ClusterStep(model, parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8, engine=name),
             parse_layout(layout),
-        ).facts
+        ).ledger.facts
 
     assert "cp_kind=ring" in planned("nemo")["layout"]
     assert "all-gather" in planned("torchtitan")["context_parallel"]

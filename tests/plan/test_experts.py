@@ -282,7 +282,7 @@ def test_the_ledger_adds_up_with_its_exchange():
     layout = parse_layout("dp=64 zero=1 ep=8")
     ledger = plan_cluster(
         ClusterStep(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), sequence=SEQUENCE, global_batch=BATCH), layout
-    )
+    ).ledger
     assert sum(line.seconds or 0 for line in ledger.lines) == pytest.approx(ledger.totals["step_seconds"].value)
     assert next(ledger.select(operation="ep all_to_all")).seconds > 0
     assert ledger.flops() == ledger.totals["flops_per_step"].value

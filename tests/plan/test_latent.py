@@ -9,8 +9,7 @@ from block_products import block_products
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
-from ironlaw.machine.efficiency import attention_seconds
-from ironlaw.machine.efficiency.attention import attention_flops
+from ironlaw.machine.efficiency.attention import attention_flops, attention_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import to_fields
 from ironlaw.plan.cluster.candidates import candidates_of

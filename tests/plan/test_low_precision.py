@@ -112,7 +112,7 @@ def test_the_plan_says_what_it_holds():
             engine="megatron-core",
         ),
         parse_layout("dp=8 zero=1"),
-    )
+    ).ledger
     assert "2 B beside their 16-bit ones" in ledger.facts["low_precision"]
     weights = next(line for line in ledger.memory if line.component == "weights")
     assert weights.note == ledger.facts["low_precision"]

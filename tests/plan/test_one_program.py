@@ -63,7 +63,7 @@ def test_a_cluster_plan_of_our_trainer_has_the_keys_of_its_run(name):
         cluster = parse_cluster(f"{layout.accelerators}xh100-sxm-80gb")
         ledger = plan_cluster(
             ClusterStep(model, cluster, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw"), layout
-        )
+        ).ledger
         planned = {
             (str(line.phase), str(line.kind), line.operation)
             for line in ledger.lines

@@ -9,7 +9,7 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import candidates_of_jobs
+from ironlaw.plan.cluster.jobs import candidates_of_jobs
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.evaluate import of_runs
 from ironlaw.plan.measured.network import described_node, resized
@@ -93,6 +93,10 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("EFA 3200", 400, "efa"),
         ("GPUDirect-TCPXO", 200, "tcpx"),
         ("3,200 Gbps InfiniBand", 400, "infiniband"),
+        # A count behind the rate or in the next clause, thousands before a unit.
+        ("Mellanox HDR 200Gb/s x 4", 100, "infiniband"),
+        ("HPE Slingshot 200 Gbit/s per NIC, 4 NICs per node", 100, "slingshot"),
+        ("EFA 3,200Gbps ENA 200Gbps", 400, "efa"),
     ],
 )
 def test_networks_as_people_describe_them(text, gigabytes, fabric):

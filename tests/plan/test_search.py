@@ -34,12 +34,12 @@ def brute_force(cluster, offload=False):
             if lacking(engine("megatron-core"), layout):
                 continue
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
-            ledger = plan_cluster(
+            plan = plan_cluster(
                 ClusterStep(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), layout
             )
             count += 1
-            if ledger.facts["fits"]:
-                fitting.append((ledger.totals["step_seconds"].value, str(layout)))
+            if plan.fits:
+                fitting.append((plan.step_seconds, str(layout)))
     return sorted(fitting), count
 
 

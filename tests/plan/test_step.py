@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from micro_batch import highest, in_order
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.memory import peak_memory
-from ironlaw.plan.memory_walk import highest
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options
 from ironlaw.plan.requests import ranks as answers
@@ -19,7 +19,7 @@ from ironlaw.plan.step import plan_run, plan_step
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
-from ironlaw.workload.program import in_order, layers_of_shape, step, training_operations
+from ironlaw.workload.program import layers_of_shape, step, training_operations
 
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))
 COSTS = RankCosts("this", "today", 2, dict.fromkeys(KINDS, CURVE), {"compute": 1.9, "memory": 1.5}, 1e-4, 1e-4, 1e-4)

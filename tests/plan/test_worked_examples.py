@@ -1,13 +1,22 @@
 """Numbers that textbooks print, from Ironlaw's own formulas. The arithmetic is in each docstring."""
 
+from dataclasses import replace
+
 import pytest
 
-from ironlaw.machine.efficiency import collective_seconds, ideal_fabric, traffic_bytes
+from ironlaw.catalog.accelerators import accelerator
+from ironlaw.catalog.accelerators import peak as dense_peak
+from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.machine.efficiency.collectives import collective_seconds, ideal_fabric, traffic_bytes
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.layout import Layout
+from ironlaw.plan.engines.named import engine
+from ironlaw.workload.layout import Layout, parse_layout
 
 GPT2 = ModelConfig.named("gpt2")
 XL = ModelConfig.named("gpt2-xl")
@@ -90,3 +99,31 @@ def test_llama2_70b_on_1024_h100():
     seconds = flops / (0.5 * 989e12)
     assert seconds / 31_557_600 == pytest.approx(53.8, rel=2e-3)
     assert seconds / 1024 / 86400 == pytest.approx(19.2, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "stored", "overhead", "gigabytes"), [(70e9, "fp16", 0.2, 168.0), (120e9, "mxfp4", 0.0, 63.8)]
+)
+def test_weights_to_load(parameters, stored, overhead, gigabytes):
+    """P x bits / 8 x (1 + overhead): 70B in fp16 and 20%, 120B at 4.25 bits. 82M in fp32: 328 MB."""
+    held = parameters * number_format(stored).bytes_per_element() * (1 + overhead)
+    assert held / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    assert 82e6 * number_format("fp32").bytes_per_element() == 328e6
+
+
+def test_mfu_of_a_step():
+    """6 N D: 7B, 1,024 tokens in 1.2 s on an A100 is 11.5% of its dense 312 TFLOP/s."""
+    peak_flops = dense_peak(accelerator("a100-sxm-80gb"), "bf16").value
+    assert 6 * 7e9 * 1024 / 1.2 / peak_flops == pytest.approx(0.115, abs=0.0005)
+
+
+def test_bubble_of_a_pipeline():
+    """(p - 1) / m of the compute, (p - 1) / (m + p - 1) of the step; virtual stages divide it."""
+    for pp, virtual, micro_batches in ((4, 1, 8), (8, 1, 32), (8, 3, 32)):
+        layout = parse_layout(f"pp={pp} micro_batch=1" + (f" virtual_stages={virtual}" if virtual > 1 else ""))
+        model = ModelConfig.named("gpt3-175b").model_copy(update={"layers": 24 * virtual, "vocab": 2048})
+        where = system_of(parse_cluster(f"{pp}xh200"), replace(engine("generic"), host_layer_seconds=0.0), "bf16")
+        candidates = candidates_of(model, [layout], sequence=2048, global_batch=micro_batches)
+        times = plan_candidates(candidates, where).times
+        ideal = times.forward + times.backward + times.bubble
+        assert times.bubble / ideal == pytest.approx((pp - 1) / (virtual * micro_batches + pp - 1), rel=0.05)

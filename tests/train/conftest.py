@@ -10,7 +10,7 @@ import pytest
 
 from ironlaw.config import RunConfig
 from ironlaw.machine.profile import Profile
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.session import run_training
 
 

@@ -14,8 +14,8 @@ from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.attention import attention_kernel
-from ironlaw.train.loop import Outcome
 from ironlaw.train.precision import autocast
+from ironlaw.train.result import Outcome
 
 CPU = torch.device("cpu")
 OPERATION = {

@@ -28,9 +28,10 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.restore import load
+from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.session import run_training
 from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig

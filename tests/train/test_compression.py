@@ -15,6 +15,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.cli.compress import engine_decoder
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
@@ -240,9 +241,13 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
     run: Path, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     small = tmp_path / "small"
-    compress_run(run, read_target("int4"), small, engine_decoder)
-    with pytest.raises(UserError, match=r"train\.start_from"):
-        train(tiny_config(TINY_LLAMA, train={"steps": 20}), small, resume=True)
+    made = compress_run(run, read_target("int4"), small, engine_decoder)
+    ledger = Ledger.load(small / "ledger.json")
+    assert ledger.totals["loss_after"].value == made.loss_after
+    assert ledger.memory_bytes() == {"weights": made.bytes_after}
+    for steps in (12, 20):
+        with pytest.raises(UserError, match=r"train\.start_from"):
+            train(tiny_config(TINY_LLAMA, train={"steps": steps}), small, resume=True)
     assert not (small / "plan.json").exists() and not (small / "metrics.jsonl").exists()
     train(tiny_config(TINY_LLAMA, train={"steps": 2, "start_from": str(small)}), tmp_path / "next")
     with pytest.raises(UserError, match="compressed weights"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ironlaw.config import RunConfig
-from ironlaw.train.loop import Outcome
+from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

@@ -22,7 +22,8 @@ from ironlaw.train import jsonl
 from ironlaw.train.faults import is_out_of_memory
 from ironlaw.train.jsonl import JsonLines, read_lines
 from ironlaw.train.lock import locked
-from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.loop import Trainer
+from ironlaw.train.result import Outcome, StepReport
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

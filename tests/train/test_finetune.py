@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
@@ -21,9 +22,9 @@ from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.train.finetune import add_adapters, merge
-from ironlaw.train.loop import Outcome
 from ironlaw.train.peft import write_adapter
 from ironlaw.train.restore import load_first_weights, load_run
+from ironlaw.train.result import Outcome
 from ironlaw.workload.finetune import FinetuneConfig, adapter_parameters
 
 Config = Callable[..., RunConfig]
@@ -138,6 +139,16 @@ def test_only_adapters_are_trained_and_kept(finetuning: Config, train: Train, tm
     assert {name: tuple(tensor.shape) for name, tensor in held.items()} == trained
     state = torch.load(newest / "training.pt", weights_only=True)
     assert len(state["optimizer"]["state"]) == len(state["average"]["tensors"]) == len(trained)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
+def test_plan_and_run_name_the_same_work(finetuning: Config, train: Train, tmp_path: Path, method: str) -> None:
+    train(finetuning({"method": method}, train={"profile_steps": 2}), tmp_path / "run")
+    plan, run = (
+        {line.key for line in Ledger.load(tmp_path / "run" / name).lines if line.phase in ("forward", "backward")}
+        for name in ("plan.json", "ledger.json")
+    )
+    assert plan == run and ("forward", "matmul", "qkv_adapter") in run
 
 
 def test_export_merges(finetuning: Config, train: Train, ironlaw_here: Callable[..., Any], tmp_path: Path) -> None:

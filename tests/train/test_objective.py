@@ -22,8 +22,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.finetune import add_adapters
-from ironlaw.train.loop import Outcome
 from ironlaw.train.objective import CrossEntropy, Distillation, Preference
+from ironlaw.train.result import Outcome
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.objective import FROZEN, ObjectiveConfig
 
@@ -106,7 +106,7 @@ def test_the_reference_of_adapters_is_the_base(tmp_path: Path) -> None:
         add_adapters(policy, base.config, FinetuneConfig(method=method, rank=4), str(tmp_path))
         with torch.no_grad():
             for layer in adapted_layers(policy).values():
-                for adapter in layer.each():
+                for adapter in layer.adapters.each():
                     adapter.b.normal_()
         policy.eval()
         expected = Preference(0.1, base.eval())(policy, batch())

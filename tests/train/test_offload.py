@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from micro_batch import in_order, unfolded
 from torch import Tensor
 
 from ironlaw.config import RunConfig
@@ -19,12 +20,12 @@ from ironlaw.plan.cluster.system import Host
 from ironlaw.plan.offload import blocks_of, on_device, saved_by
 from ironlaw.plan.recipe import check_supported
 from ironlaw.plan.step import plan_run
-from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
+from ironlaw.train.result import Outcome
 from ironlaw.train.transfer_stream import Arrival
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
-from ironlaw.workload.program import in_order, layers_of_shape, unfolded
+from ironlaw.workload.program import layers_of_shape
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -75,7 +76,7 @@ class LateStream:
 def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     """A CPU that offloads everything, however small, to itself."""
     late = LateStream()
-    monkeypatch.setattr("ironlaw.train.step.stream_to_host", lambda device: late)
+    monkeypatch.setattr("ironlaw.train.step.TransferStream", lambda device: late)
     monkeypatch.setattr("ironlaw.train.offload.SMALLEST_BYTES", 1)
     monkeypatch.setattr("ironlaw.plan.offload.SMALLEST_BYTES", 1)
     monkeypatch.setattr("ironlaw.plan.step.host_of_machine", lambda profile: HOST)

@@ -16,9 +16,10 @@ import torch
 from ironlaw.config import RecoveryConfig, RunConfig, ScalerConfig
 from ironlaw.errors import UserError
 from ironlaw.train import rollback
-from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Agreed
 from ironlaw.train.recovery import MeasuredStep, Recovery, Skips, Spike, find_spike
+from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]

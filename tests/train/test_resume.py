@@ -17,7 +17,7 @@ import pytest
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 from ironlaw.report.live import LiveRun
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.result import Outcome, StepReport
 
 Config = Callable[..., RunConfig]
 Here = Callable[..., tuple[int, str, str]]

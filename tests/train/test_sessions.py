@@ -13,7 +13,7 @@ from ironlaw.config import RunConfig
 from ironlaw.machine import host
 from ironlaw.train.history import read_sessions
 from ironlaw.train.journal import Journal
-from ironlaw.train.loop import Outcome
+from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

@@ -24,10 +24,10 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.step import plan_run
 from ironlaw.train.average import WeightAverage
-from ironlaw.train.loop import Outcome
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.precision import LossScale, autocast
+from ironlaw.train.result import Outcome
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.step import Step
 from ironlaw.train.strategy import Strategy

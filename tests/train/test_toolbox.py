@@ -12,7 +12,7 @@ import pytest
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
-from ironlaw.train.loop import Outcome
+from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

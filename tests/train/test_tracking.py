@@ -13,7 +13,7 @@ import pytest
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.train import tracking
-from ironlaw.train.loop import Outcome
+from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from micro_batch import highest, in_order
 from torch.utils.flop_counter import FlopCounterMode
 from workload_cases import highest_allocated
 
@@ -15,13 +16,12 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
-from ironlaw.plan.memory_walk import highest
 from ironlaw.train.finetune import add_adapters
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.finetune import Adapters, FinetuneConfig, targets_of
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.program import Program, in_order, step
+from ironlaw.workload.program import Program, step
 from ironlaw.workload.recipe import Recipe, StepBatch
 
 NOWHERE = Path("none")  # no Hugging Face directory: names of the family that would be written

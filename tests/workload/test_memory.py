@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from micro_batch import highest, unfolded
 from torch.autograd.graph import saved_tensors_hooks
 from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer, use_native_attention
-from ironlaw.plan.memory_walk import highest
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.operations import saved_bytes
-from ironlaw.workload.program import training_operations, unfolded
+from ironlaw.workload.program import training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from micro_batch import highest, unfolded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
@@ -19,12 +20,11 @@ from ironlaw.model.linear import onednn_available, use_onednn
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.decisions import choices, solve
-from ironlaw.plan.memory_walk import highest
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy, Precision, Shape, attention_score_pairs
 from ironlaw.workload.kinds import layer_groups
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import training_operations, unfolded
+from ironlaw.workload.program import training_operations
 from ironlaw.workload.recompute import RecomputeConfig, keepable, policies
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}

@@ -8,6 +8,7 @@ import random
 import psutil
 import pytest
 import torch
+from micro_batch import highest, unfolded
 from torch.utils.checkpoint import checkpoint
 from workload_cases import FAMILIES as SWITCHED
 from workload_cases import LATENT
@@ -15,11 +16,10 @@ from workload_cases import LATENT
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.memory_walk import highest
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
-from ironlaw.workload.program import training_operations, unfolded
+from ironlaw.workload.program import training_operations
 from ironlaw.workload.trace import ModuleTrace, trace
 
 GPT = {}

@@ -18,6 +18,8 @@ from ironlaw.plan.request import Options, plan_request
 from ironlaw.plan.totals import fits
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
 from ironlaw.workload.operations import line_name
+from ironlaw.workload.program import replicated, step_of_trace
+from ironlaw.workload.trace import ModuleTrace
 
 CODE = """
 import torch
@@ -208,7 +210,6 @@ def test_wrong_modules(package: str, spec: str, says: str) -> None:
     ("inputs", "on", "says"),
     [
         ([], "h200", "add --input"),
-        (TOKENS, "8xh200", "on one accelerator"),
         (TOKENS, "h2000", "did you mean"),
         (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
         (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check the names, shapes"),
@@ -245,3 +246,28 @@ def test_what_was_assumed_of_inputs_is_said(package: str) -> None:
     answer = plan_request(f"{package}:build", on="h200", options=Options(inputs=tuple(TOKENS)))
     assert [one["name"] for one in answer.more["assumed"]] == ["values of tokens", "values of targets"]
     assert answer.more["assumed"][0]["how_to_set"] == "--input tokens=2x64:int64:VALUES"
+
+
+def test_on_several_accelerators(package: str) -> None:
+    """A replica each: seconds and bytes of one, FLOPs of all."""
+    one, _ = plan_traced(f"{package}:build", TOKENS, "h200")
+    eight, _ = plan_traced(f"{package}:build", TOKENS, "8xh200")
+    check(eight)
+    assert eight.totals["flops_per_step"].value == 8 * one.totals["flops_per_step"].value
+    (added,) = eight.select(kind=Kind.COLLECTIVE)
+    assert (added.operation, added.bytes_moved) == ("replicate all_reduce", 4 * one.totals["parameters"].value)
+    buckets = eight.memory_bytes()["communication"]
+    assert buckets == added.bytes_moved and eight.totals["peak_bytes"].value > one.totals["peak_bytes"].value
+
+
+def test_zero_3_divides_what_lasts_and_gathers_two_units(package: str) -> None:
+    trace = ModuleTrace([], "two layers", 300, 300, 4, 1200, 1200, 8, 16, (), (800, 400))
+    whole = step_of_trace(trace)
+    part = replicated(whole, trace, 4, zero=3)
+    held = {tensor.component: tensor.bytes for tensor in part.tensors[0]}
+    assert held == {"weights": 308, "optimizer": 600, "batch": 16, "gradients": 0, "gathered": 1600, "reducing": 800}
+    assert [(c.kind, c.calls, c.bytes) for c in part.collectives[0]] == [
+        ("all_gather", 4, 2400),
+        ("reduce_scatter", 2, 1200),
+    ]
+    assert [op.elements for op in part.stages[0].update][:2] == [75, 75]

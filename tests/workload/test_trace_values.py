@@ -288,3 +288,14 @@ def test_the_line_that_reads_is_named() -> None:
 
     with pytest.raises(UserError, match=r"test_trace_values\.py:\d+.*from shapes or plain Python numbers, or.*--real"):
         trace(Reads, [Input("x", (8, 4))], real=False)
+
+
+def test_strides_are_no_sizes() -> None:
+    """Of nine dimensions they multiply to 2^72 elements, the tensor has 2^18 (Longformer, LED)."""
+
+    class Strided(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made = x.new_empty_strided((4,) * 9, [4**n for n in range(8, -1, -1)])
+            return super().forward(x) + made.numel()
+
+    assert trace(lambda: Strided(4, 4), [Input("x", (8, 4))], real=True).parameters == 20

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from ironlaw.catalog import devices
-from ironlaw.catalog.figures import Figure, figures, read_toml, stems, unknown
+from ironlaw.catalog.figures import Figure, figure, figures, read_entry, read_toml, stems, unknown
 from ironlaw.errors import UserError
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
@@ -88,24 +88,8 @@ class Accelerator:
 
     def figures(self) -> dict[str, Figure]:
         """Every known figure by its dotted key, peaks included: for listings and for tests."""
-        found = {key: value for key in FIGURE_KEYS if isinstance(value := getattr(self, key), Figure)}
-        for dtype, value in self.peak_flops_per_second.items():
-            found[f"peak_flops_per_second.{dtype}"] = value
-        return found
-
-
-FIGURE_KEYS = (
-    "memory_bytes",
-    "memory_bytes_per_second",
-    "l2_bytes",
-    "compute_units",
-    "clock_hz",
-    "tdp_watts",
-    "link_bytes_per_second",
-    "pcie_bytes_per_second",
-    "host_link_bytes_per_second",
-)
-_TEXT_KEYS = ("product", "vendor", "generation", "default_node", "constants", "memory_kind", "link_name", "note")
+        peaks = {f"peak_flops_per_second.{dtype}": value for dtype, value in self.peak_flops_per_second.items()}
+        return figures(self) | peaks
 
 
 def accelerator_names() -> tuple[str, ...]:
@@ -186,16 +170,8 @@ def _load(name: str) -> Accelerator:
 
 
 def from_table(name: str, data: dict[str, Any]) -> Accelerator:
-    """An accelerator from the content of its file. Unknown keys are a mistake in the data."""
-    extra = set(data) - set(FIGURE_KEYS) - set(_TEXT_KEYS) - {"unified_memory", "peak_flops_per_second"}
-    assert not extra, f"{name}: unknown keys {sorted(extra)}"
+    """An accelerator from the content of its file."""
     peaks = data.get("peak_flops_per_second", {})
     assert set(peaks) <= set(DTYPES), f"{name}: unknown dtypes {sorted(set(peaks) - set(DTYPES))}"
-    fields: dict[str, Any] = {key: data[key] for key in _TEXT_KEYS if key in data}
-    fields.update(figures(data, FIGURE_KEYS))
-    return Accelerator(
-        name=name,
-        unified_memory=bool(data.get("unified_memory", False)),
-        peak_flops_per_second=figures(peaks, DTYPES),
-        **fields,
-    )
+    known = {dtype: figure(peaks[dtype]) for dtype in DTYPES if dtype in peaks}
+    return read_entry(Accelerator, name, data | {"peak_flops_per_second": known})

@@ -33,35 +33,20 @@ class PowerRange:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    pattern: re.Pattern[str]
-    power: PowerRange
-
-
 def cpu_power(model_name: str) -> PowerRange | None:
     """The range for a CPU model name as the operating system prints it; `None` when it is not listed."""
     text = re.sub(r"\((?:r|tm|c)\)|[®™]", " ", model_name, flags=re.IGNORECASE)
     text = re.sub(r"\s+", " ", text).strip()
-    for family in _families():
-        if family.pattern.search(text):
-            return family.power
-    return None
+    return next((power for pattern, power in _families() if pattern.search(text)), None)
 
 
 @cache
-def _families() -> tuple[_Family, ...]:
+def _families() -> tuple[tuple[re.Pattern[str], PowerRange], ...]:
+    listed = [dict(entry) for entry in read_toml("cpus.toml")["family"]]
     return tuple(
-        _Family(
-            re.compile(entry["match"], re.IGNORECASE),
-            PowerRange(
-                low=float(entry["low_watts_per_core"]),
-                high=float(entry["high_watts_per_core"]),
-                family=entry["family"],
-                models=entry["models"],
-                source=entry["source"],
-                note=entry.get("note", ""),
-            ),
+        (
+            re.compile(entry.pop("match"), re.IGNORECASE),
+            PowerRange(low=entry.pop("low_watts_per_core"), high=entry.pop("high_watts_per_core"), **entry),
         )
-        for entry in read_toml("cpus.toml")["family"]
+        for entry in listed
     )

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ironlaw.errors import UserError, did_you_mean
 
+T = TypeVar("T")
 DATA = Path(__file__).parent
 
 
@@ -65,9 +66,18 @@ def figure(entry: Mapping[str, Any], key: str = "value") -> Figure:
     return Figure(float(entry[key]), entry["source"], entry.get("note", ""))
 
 
-def figures(data: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Figure]:
-    """The figures of a data file under these keys; what the file does not give stays absent."""
-    return {key: figure(data[key]) for key in keys if key in data}
+def figures(entry: Any) -> dict[str, Figure]:
+    """Every known figure of an entry by its field: for listings and for tests."""
+    found = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    return {key: value for key, value in found.items() if isinstance(value, Figure)}
+
+
+def read_entry(kind: type[T], name: str, data: Mapping[str, Any]) -> T:
+    """A dataclass of the catalog from its table: figures where a field is one. Unknown keys are a mistake."""
+    types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    assert data.keys() <= types.keys(), f"{name}: unknown keys {sorted(data.keys() - types.keys())}"
+    values: dict[str, Any] = {key: figure(v) if types[key].startswith("Figure") else v for key, v in data.items()}
+    return kind(**{"name": name} | values)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
@@ -81,21 +91,14 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
 
 
 @cache
-def _sources() -> dict[str, Source]:
-    return {
-        key: Source(key, entry["title"], entry["url"], entry.get("note", ""))
-        for key, entry in read_toml("sources.toml").items()
-    }
+def sources() -> dict[str, Source]:
+    """All of `sources.toml`."""
+    return {key: Source(key=key, **entry) for key, entry in read_toml("sources.toml").items()}
 
 
 def source(key: str) -> Source:
     """Title and address behind a figure's `source` key."""
     try:
-        return _sources()[key]
+        return sources()[key]
     except KeyError:
-        raise unknown("source", key, _sources()) from None
-
-
-def source_keys() -> tuple[str, ...]:
-    """All keys of `sources.toml`, sorted."""
-    return tuple(sorted(_sources()))
+        raise unknown("source", key, sources()) from None

@@ -184,15 +184,8 @@ def format_entries(name: str | None = None) -> list[dict[str, Any]]:
     formats = [number_format(name)] if name else list(number_formats().values())
     return [
         {
-            "name": known.name,
-            "title": known.title,
-            "bits": known.bits,
-            "bits_per_element": known.bits_per_element,
-            "largest": known.element.largest,
-            "smallest": known.element.smallest,
-            "spacing": known.element.spacing,
-            "block": known.block,
-            "scale": known.scale,
+            **{key: getattr(known, key) for key in ("name", "title", "bits", "bits_per_element", "block", "scale")},
+            **{key: getattr(known.element, key) for key in ("largest", "smallest", "spacing")},
             "multiplied_by": [found.name for found in catalogued if known.multiplied_by(found)],
             "source": source(known.source).title,
             "url": source(known.source).url,

@@ -78,32 +78,23 @@ def grid(name: str) -> Grid:
 def price(accelerator: Accelerator | str) -> Price | None:
     """What is known of an accelerator's price; `None` when nothing is."""
     name = accelerator.name if isinstance(accelerator, Accelerator) else resolve(accelerator)
-    entry = _prices().get(name)
+    entry = prices().get(name)
     if entry is None:
         return None
     bought = entry.get("purchase")
     return Price(name, tuple(map(_quote, entry.get("rent", ()))), _quote(bought) if bought else None)
 
 
-def pue_names() -> tuple[str, ...]:
-    """Kinds of data centre with a known power usage effectiveness."""
-    return tuple(sorted(_pue()))
-
-
 def pue(name: str = "average") -> Figure:
     """Power usage effectiveness: watts drawn from the grid per watt of computing equipment."""
-    if name not in _pue():
-        raise unknown("PUE", name, _pue())
-    return _pue()[name]
-
-
-def priced_names() -> tuple[str, ...]:
-    """Accelerators with at least one known price, sorted."""
-    return tuple(sorted(_prices()))
+    if name not in pues():
+        raise unknown("PUE", name, pues())
+    return pues()[name]
 
 
 @cache
-def _prices() -> dict[str, Any]:
+def prices() -> dict[str, Any]:
+    """Accelerator to what is known of its price."""
     return read_toml("prices.toml")
 
 
@@ -130,5 +121,6 @@ def _codes() -> dict[str, str]:
 
 
 @cache
-def _pue() -> dict[str, Figure]:
+def pues() -> dict[str, Figure]:
+    """Kind of data centre to its power usage effectiveness."""
     return {name: figure(entry) for name, entry in _energy()["pue"].items()}

@@ -12,10 +12,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator
-from ironlaw.catalog.figures import Figure, figures, read_toml, stems, unknown
+from ironlaw.catalog.figures import Figure, figures, read_entry, read_toml, stems, unknown
 from ironlaw.errors import UserError
 
 MAX_ACCELERATORS = 10_000_000
@@ -65,14 +64,7 @@ class Node:
         return self.nics.value * self.nic_bytes_per_second.value
 
     def figures(self) -> dict[str, Figure]:
-        """Every known figure by its key: for listings and for tests."""
-        return {key: value for key in FIGURE_KEYS if isinstance(value := getattr(self, key), Figure)}
-
-
-FIGURE_KEYS = (
-    "nics", "nic_bytes_per_second", "host_watts", "system_watts", "host_memory_bytes", "host_memory_rate"
-)  # fmt: skip
-_PLAIN_KEYS = ("product", "accelerators", "scale_up_accelerators", "fabric", "source", "note")
+        return figures(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +132,4 @@ def _count(digits: str | None, text: str) -> int:
 
 @cache
 def _load(name: str) -> Node:
-    data = read_toml("nodes", f"{name}.toml")
-    extra = set(data) - set(FIGURE_KEYS) - set(_PLAIN_KEYS)
-    assert not extra, f"{name}: unknown keys {sorted(extra)}"
-    fields: dict[str, Any] = {key: data[key] for key in _PLAIN_KEYS if key in data}
-    fields.update(figures(data, FIGURE_KEYS))
-    return Node(name=name, **fields)
+    return read_entry(Node, name, read_toml("nodes", f"{name}.toml"))

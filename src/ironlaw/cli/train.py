@@ -17,7 +17,7 @@ from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.loop import Outcome
+    from ironlaw.train.result import Outcome
 
 
 def train(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json, show
+from ironlaw.cli.console import answer, messages, output
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.files import write_json, write_text
@@ -52,22 +52,17 @@ def tune(
         write_text(out / "tuned.toml", result.config.to_toml())
         write_json(out / "evidence.json", result.to_json())
 
-    say = messages()
     result = find(
-        settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact, keep=keep,
-        say=say.print,
-    )  # fmt: skip
+        settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact, keep=keep, say=messages().print
+    )
     keep(result)
-    if json:
-        print_json(result.to_json())
-    else:
-        show(tuned_view(result.to_json(), str(out / "tuned.toml")))
+    answer(json, result.to_json(), lambda found: tuned_view(found, str(out / "tuned.toml")))
     if result.stopped == INTERRUPTED:
         raise KeyboardInterrupt(result.signal)
 
 
 def _tune_serving(
-    path: Path, at_once: int, input: int, answer: int, data: str | None, seconds: float, set_: list[str], exact: bool,
+    path: Path, at_once: int, input: int, tokens: int, data: str | None, seconds: float, set_: list[str], exact: bool,
     out: Path, json: bool,
 ) -> None:  # fmt: skip
     import tomli_w
@@ -80,10 +75,10 @@ def _tune_serving(
 
     say, start = messages(), serve_config(set_)
     prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=say.print)
-    load = Load(path, start, prompts, answer, at_once, seconds=min(4.0, seconds / 20))
+    load = Load(path, start, prompts, tokens, at_once, seconds=min(4.0, seconds / 20))
     base = resolved(path, start)
     formats = () if "weights" in start.model_fields_set or not is_text else ("bf16", "int8", "int4")
-    tried = candidates(base["cores"], at_once, input + answer, formats, exact, is_text)
+    tried = candidates(base["cores"], at_once, input + tokens, formats, exact, is_text)
     tried = [one for one in tried if not one.settings.keys() & start.model_fields_set]  # what is given stays
 
     def keep(result: Tuned) -> None:
@@ -95,13 +90,10 @@ def _tune_serving(
         found = load(settings)
         return Measured(found.seconds_per_token, found.step_seconds, (found.loss,) if is_text else (), name)
 
-    result = tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep,
-                          say=say.print)  # fmt: skip
+    result = tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep, say=say.print)
     keep(result)
-    if json:
-        print_json(result.to_json())
-    else:
-        show(tuned_view(result.to_json(), str(out / "tuned.toml")))
+    answer(json, result.to_json(), lambda found: tuned_view(found, str(out / "tuned.toml")))
+    if not json:
         flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
         output().print(f"ironlaw serve {path} {flags}", soft_wrap=True)
     if result.stopped == INTERRUPTED:

@@ -227,27 +227,26 @@ def evaluation_batches(
             "target: raise data.validation_fraction, lower model.context, or give more text in data.path"
         )
     windows = TokenWindows(tokens, sequence, 0, 0, bounds)
-    for chosen in spread(fitting, sequences_per_batch, limit):
-        batch = empty(len(chosen), sequence, bounds is not None)
-        windows.fill(chosen * sequence, batch)
-        yield batch
+    yield from _spread(windows, np.arange(fitting) * sequence, sequences_per_batch, limit, bounds is not None)
 
 
 def evaluation_rows(
     rows: PackedRows, sequences_per_batch: int, limit: int | None, documents: bool
 ) -> Iterator[Batch[np.ndarray]]:
     """The same of packed rows."""
-    for chosen in spread(rows.per_epoch, sequences_per_batch, limit):
-        batch = empty(len(chosen), rows.sequence, documents)
-        rows.fill(chosen, batch)
-        yield batch
+    return _spread(rows, np.arange(rows.per_epoch), sequences_per_batch, limit, documents)
 
 
-def spread(available: int, sequences_per_batch: int, limit: int | None) -> Iterator[np.ndarray]:
-    wanted = available if limit is None else min(available, limit * sequences_per_batch)
-    chosen = np.arange(wanted) * available // wanted
+def _spread(
+    samples: Samples, keys: np.ndarray, sequences_per_batch: int, limit: int | None, documents: bool
+) -> Iterator[Batch[np.ndarray]]:
+    wanted = len(keys) if limit is None else min(len(keys), limit * sequences_per_batch)
+    chosen = keys[np.arange(wanted) * len(keys) // wanted]
     for first in range(0, wanted, sequences_per_batch):
-        yield chosen[first : first + sequences_per_batch]
+        some = chosen[first : first + sequences_per_batch]
+        batch = empty(len(some), samples.sequence, documents)
+        samples.fill(some, batch)
+        yield batch
 
 
 def documents_of(bounds: np.ndarray, start: int, length: int) -> np.ndarray:

@@ -32,10 +32,6 @@ class Statistics:
     shards: int = 1
 
     @property
-    def slowest_stage(self) -> str | None:
-        return max(self.seconds, key=lambda stage: self.seconds[stage]) if self.seconds else None
-
-    @property
     def bytes_per_second(self) -> float | None:
         """Bytes of text per second through the whole preparation, had nothing overlapped."""
         total = sum(self.seconds.values())
@@ -78,10 +74,10 @@ class Dataset:
     end_of_text: int  # the id that closes each document
     end_of_text_token: str | None  # its name in the tokenizer; None for mock data and tokens made elsewhere
     tokenizer_path: Path | None  # None for mock data and tokens made elsewhere
-    folder: Path | None  # None for mock data, mixtures and streams
     statistics: Statistics
-    unigram_loss: float | None  # nats per validation token of the trivial baseline
-    reused: bool  # True when nothing had to be done
+    folder: Path | None = None  # None for mock data, mixtures and streams
+    unigram_loss: float | None = None  # nats per validation token of the trivial baseline
+    reused: bool = False  # True when nothing had to be done
     name: str = ""  # the source's path
     sources: tuple[Dataset, ...] = ()  # of a mixture, whose `train` and `validation` are theirs behind one another
     weights: tuple[float, ...] = ()  # of the sources, as given

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,27 +33,15 @@ class BatchSource(Protocol):
     def batch(self, step: int) -> Batch[np.ndarray]: ...
 
 
-@dataclass(frozen=True)
-class LoaderRecipe:
-    """What another process needs to make the same batches: no tokens, only where they are."""
-
-    config: DataConfig
-    vocab: int
-    folders: tuple[Path, ...]  # none: mock data
-    weights: tuple[float, ...]
-    sequence: int
-
-    def loader(self) -> Loader:
-        if not self.folders:
-            return Loader(prepare(self.config, self.vocab), self.config, self.sequence)
-        parts = [open_dataset(folder, checksums=False) for folder in self.folders]
-        dataset = together(parts, self.weights) if self.weights else parts[0]
-        return Loader(dataset, self.config, self.sequence)
-
-
-def _reopen(recipe: LoaderRecipe, global_batch: int, seed: int, rank: int, world: int) -> BatchSource:
-    """In another process."""
-    return recipe.loader().training(global_batch, seed, rank, world)
+def _reopen(
+    config: DataConfig, vocab: int, folders: list[Path], weights: tuple[float, ...], sequence: int,
+    *batches_of: Any,
+) -> BatchSource:  # fmt: skip
+    """In another process, which gets no tokens, only where they are; without `folders` the data are mock data."""
+    if not folders:
+        return Loader(prepare(config, vocab), config, sequence).training(*batches_of)
+    parts = [open_dataset(folder, checksums=False) for folder in folders]
+    return Loader(together(parts, weights) if weights else parts[0], config, sequence).training(*batches_of)
 
 
 class Loader:
@@ -75,9 +62,13 @@ class Loader:
         self._samples = self._all_samples(global_batch, seed)
         if self.config.loader_processes:
             batches.check_world(global_batch, rank, world)
-            opener = partial(_reopen, self._recipe(), global_batch, seed, rank, world)
+            folders = [part.folder for part in dataset.sources or (dataset,) if part.folder is not None]
+            config = self.config.model_copy(update={"loader_processes": 0})
+            opener = partial(
+                _reopen, config, dataset.vocab, folders, dataset.weights, self.sequence, global_batch, seed, rank, world
+            )  # fmt: skip
             share, processes = global_batch // world, self.config.loader_processes
-            return ProcessBatches(opener, share, self.sequence, masked, processes, self.config.prefetch)
+            return ProcessBatches(opener, share, self.sequence, processes, self.config.prefetch)
         return Batches(self._samples, self.sequence, global_batch, seed, rank, world, masked)
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
@@ -93,12 +84,6 @@ class Loader:
             return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
         masked = bounds if config.masks_documents else None
         return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
-
-    def _recipe(self) -> LoaderRecipe:
-        parts = self.dataset.sources or (self.dataset,)
-        folders = tuple(part.folder for part in parts if part.folder is not None)
-        config = self.config.model_copy(update={"loader_processes": 0})
-        return LoaderRecipe(config, self.dataset.vocab, folders, self.dataset.weights, self.sequence)
 
     def facts(self) -> dict[str, Any]:
         """How the text became rows, for the ledger: fractions of positions and documents."""

@@ -20,7 +20,7 @@ from ironlaw.data.batches import Samples
 from ironlaw.data.config import DataConfig, SourceConfig
 from ironlaw.data.dataset import Dataset, Statistics
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.shards import Progress, TokenArray, join
+from ironlaw.data.shards import Progress, TokenArray, join, join_bounds
 from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.source import prepare_source
 from ironlaw.data.splits import SPLITS
@@ -125,13 +125,12 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
     return Dataset(
         train=train,
         validation=validation,
-        train_documents=_join_bounds([part.train_documents for part in parts]),
-        validation_documents=_join_bounds([part.validation_documents for part in parts]),
+        train_documents=join_bounds([part.train_documents for part in parts]),
+        validation_documents=join_bounds([part.validation_documents for part in parts]),
         vocab=vocab,
         end_of_text=parts[0].end_of_text,
         end_of_text_token=parts[0].end_of_text_token,
         tokenizer_path=parts[0].tokenizer_path,
-        folder=None,
         statistics=_together([part.statistics for part in parts]),
         train_marks=marks[0],
         validation_marks=marks[1],
@@ -150,11 +149,6 @@ def _join_marks(parts: Sequence[Dataset], split: str) -> TokenArray | None:
         return None
     every = [np.broadcast_to(np.uint8(0), len(getattr(part, split))) for part in parts]
     return join([all_of if one is None else one for one, all_of in zip(found, every, strict=True)])
-
-
-def _join_bounds(bounds: list[np.ndarray]) -> np.ndarray:
-    before = np.cumsum([0] + [int(b[-1]) for b in bounds])
-    return np.concatenate([[0], *(np.asarray(b[1:]) + start for b, start in zip(bounds, before, strict=False))])
 
 
 def _together(all_of: list[Statistics]) -> Statistics:

@@ -31,14 +31,12 @@ def mock(config: DataConfig, vocab: int) -> Dataset:
         end_of_text=0,
         end_of_text_token=None,
         tokenizer_path=None,
-        folder=None,
         statistics=Statistics(
             documents={"train": len(bounds[0]) - 1, "validation": len(bounds[1]) - 1},
             tokens={"train": len(train), "validation": len(validation)},
             bytes={"train": 0, "validation": 0},
         ),
         unigram_loss=math.log(vocab),
-        reused=False,
         name="mock",
     )
 

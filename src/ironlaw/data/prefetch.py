@@ -35,7 +35,6 @@ class Prefetcher(Generic[Prepared]):
     ):
         self.step = start
         self.wait_seconds = 0.0  # the consumer waited for a batch, since the start
-        self.last_wait_seconds = 0.0  # the same for the last batch
         self._batches = batches
         self._stop = stop
         self._depth = depth
@@ -112,8 +111,7 @@ class Prefetcher(Generic[Prepared]):
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
-            self.last_wait_seconds = time.perf_counter() - start
-            self.wait_seconds += self.last_wait_seconds
+            self.wait_seconds += time.perf_counter() - start
             if self._ready and not self._closed:
                 batch = self._ready.popleft()
                 self.step += 1
@@ -138,9 +136,6 @@ class Prefetcher(Generic[Prepared]):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()

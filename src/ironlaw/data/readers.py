@@ -11,6 +11,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -136,22 +137,15 @@ def _preference(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
 
 def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Iterator[Record]:
     position = start
-    try:
-        with path.open("rb") as raw, _decompressed(raw, path) as lines:
-            _skip(lines, start, seek=lines is raw)
-            while line := lines.readline(LINE_LIMIT_BYTES):
-                position += len(line)
-                if len(line) == LINE_LIMIT_BYTES and not line.endswith(b"\n"):
-                    position += _rest_of_line(lines)
-                    yield Record(None, position, raw.tell(), f"lines over {LINE_LIMIT_BYTES >> 20} MiB")
-                elif line.strip():
-                    yield _from_line(line, path, field, position, raw.tell(), position == len(line), take)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _damaged(path, error) from None
-    except Exception as error:
-        if type(error).__module__.split(".")[0] != "zstandard":
-            raise
-        raise _damaged(path, error) from None
+    with _intact(path), path.open("rb") as raw, _decompressed(raw, path) as lines:
+        _skip(lines, start, seek=lines is raw)
+        while line := lines.readline(LINE_LIMIT_BYTES):
+            position += len(line)
+            if len(line) == LINE_LIMIT_BYTES and not line.endswith(b"\n"):
+                position += _rest_of_line(lines)
+                yield Record(None, position, raw.tell(), f"lines over {LINE_LIMIT_BYTES >> 20} MiB")
+            elif line.strip():
+                yield _from_line(line, path, field, position, raw.tell(), position == len(line), take)
 
 
 def _from_line(line: bytes, path: Path, field: str, position: int, done: int, first: bool, take: Take) -> Record:
@@ -179,40 +173,8 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if suffix == ".zst":
-        return cast(IO[bytes], io.BufferedReader(_Zstandard(raw, _extra("zstandard", path)), 2**20))
+        return io.BufferedReader(_extra("pyarrow", path).CompressedInputStream(raw, "zstd"), 2**20)
     return raw
-
-
-class _Zstandard(io.RawIOBase):
-    """Frames behind one another as one stream. The library's own reader takes half a frame for a whole one."""
-
-    def __init__(self, raw: IO[bytes], library: Any):
-        self._raw, self._library = raw, library
-        self._frame: Any = None
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._raw.read(2**17)
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            parts = []
-            while data:
-                self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-                parts.append(self._frame.decompress(data))
-                data = b""
-                if self._frame.eof:
-                    data, self._frame = self._frame.unused_data, None
-            self._ready = memoryview(b"".join(parts))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
 
 
 def _skip(lines: IO[bytes], start: int, seek: bool) -> None:
@@ -242,8 +204,17 @@ def _rest_of_line(lines: IO[bytes]) -> int:
     return passed
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is damaged ({' '.join(str(error).split())}): fetch it again or take it out of data.path")
+@contextmanager
+def _intact(path: Path) -> Iterator[None]:
+    """What gzip and pyarrow raise of a damaged file, as one line."""
+    try:
+        yield
+    except Exception as error:
+        too_short = isinstance(error, OSError) and error.errno is None
+        if too_short or isinstance(error, EOFError | zlib.error) or type(error).__module__.split(".")[0] == "pyarrow":
+            reason = " ".join(str(error).split())
+            raise UserError(f"{path} is damaged ({reason}): fetch it again or take it out of data.path") from None
+        raise
 
 
 # -- Parquet and Arrow -----------------------------------------------------------------------------------------------
@@ -252,7 +223,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 def _read_parquet(path: Path, field: str, start: int) -> Iterator[Record]:
     parquet = _extra("pyarrow.parquet", path)
     size = path.stat().st_size
-    with _arrow_errors(path), parquet.ParquetFile(path) as file:
+    with _intact(path), parquet.ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow)
         rows = max(1, file.metadata.num_rows)
         row = 0
@@ -269,7 +240,7 @@ def _read_parquet(path: Path, field: str, start: int) -> Iterator[Record]:
 def _read_arrow(path: Path, field: str, start: int) -> Iterator[Record]:
     pyarrow = _extra("pyarrow", path)
     size = path.stat().st_size
-    with _arrow_errors(path), pyarrow.memory_map(str(path)) as file:
+    with _intact(path), pyarrow.memory_map(str(path)) as file:
         reader = _arrow_batches(pyarrow, file)
         row, read_bytes = 0, 0
         for batch in reader:
@@ -315,28 +286,14 @@ def _check_column(path: Path, field: str, schema: Any) -> None:
         )
 
 
-class _arrow_errors:
-    """pyarrow's own exceptions as one line."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        own = type(error).__module__.split(".")[0] == "pyarrow"
-        if own or (isinstance(error, OSError) and error.errno is None):  # as it calls a file that ends too soon
-            raise _damaged(self._path, cast(Exception, error)) from None
-
-
 def _rows(kind: str, path: Path) -> int:
     if kind == "megatron":
         return megatron.open_indexed(path).documents
     if kind == "parquet":
-        with _arrow_errors(path):
+        with _intact(path):
             return int(_extra("pyarrow.parquet", path).read_metadata(path).num_rows)
     pyarrow = _extra("pyarrow", path)
-    with _arrow_errors(path), pyarrow.memory_map(str(path)) as file:
+    with _intact(path), pyarrow.memory_map(str(path)) as file:
         return sum(len(batch) for batch in _arrow_batches(pyarrow, file))
 
 

@@ -36,10 +36,6 @@ def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]
             return
 
 
-def _name(file: File, start: int, stop: int | None) -> bytes:
-    return f"{file.name}{start or ''}".encode("utf-8", "surrogateescape")
-
-
 def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
     """(file, where to begin in it, where the next place begins)"""
     records = sum(file.kind != "text" for file in corpus.files)
@@ -53,11 +49,8 @@ def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
 
 
 def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, stop: int | None) -> Iterator[str]:
-    if file.kind == "text":
-        text = corpus.text(file)
-        found = [] if text is None else [text]
-        contents: Iterator[readers.Content | None] = iter(found)
-    else:
+    contents: Iterator[readers.Content | None] = iter([corpus.text(file)] if file.kind == "text" else ())
+    if file.kind != "text":
         contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
     for content in contents:
         if content is not None:

@@ -23,9 +23,8 @@ from ironlaw.data.corpus import START, Cursor
 from ironlaw.data.readers import IDS, MARKS, UNLEARNED
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import TextPiece
-from ironlaw.data.tokenizer import file_sha256
 from ironlaw.errors import UserError
-from ironlaw.files import read_json
+from ironlaw.files import read_json, sha256
 
 SCHEMA_VERSION = 2
 INDEX = "index.json"
@@ -87,7 +86,7 @@ class SplitWriter:
         if self._marks is not None:
             beside = self._folder / f"{self._name}_marks.bin"
             beside.write_bytes(np.concatenate([np.empty(0, np.uint8), *self._marks]).tobytes())
-            marks = {"marks_file": beside.name, "marks_sha256": file_sha256(beside)}
+            marks = {"marks_file": beside.name, "marks_sha256": sha256(beside)}
         return marks | {
             "file": f"{self._name}.bin",
             "documents_file": boundaries.name,
@@ -95,7 +94,7 @@ class SplitWriter:
             "tokens": self.tokens,
             "bytes": self.bytes,
             "sha256": self._digest.hexdigest(),
-            "documents_sha256": file_sha256(boundaries),
+            "documents_sha256": sha256(boundaries),
         }
 
     def close(self) -> None:
@@ -207,7 +206,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise _damaged(folder, "tokenizer.json is missing")
-        if file_sha256(file) != tokenizer_sha256:
+        if sha256(file) != tokenizer_sha256:
             raise _damaged(folder, "tokenizer.json does not have the checksum it was written with")
     if checksums is None:
         checksums = sum(expected.values()) <= CHECKSUM_LIMIT_BYTES
@@ -230,7 +229,7 @@ def damage(folder: Path, shard: dict[str, Any], width: int, checksums: bool) -> 
             size = file.stat().st_size
             if tokens and size != entry["tokens"] * width:
                 return f"{name} has {size:,} bytes instead of {entry['tokens'] * width:,}"
-            if (checksums or not tokens) and file_sha256(file) != digest:
+            if (checksums or not tokens) and sha256(file) != digest:
                 return f"{name} does not have the checksum it was written with"
     return None
 
@@ -275,10 +274,13 @@ def open_marks(folder: Path, index: dict[str, Any], split: Split) -> TokenArray 
 
 def open_documents(folder: Path, index: dict[str, Any], split: Split) -> np.ndarray:
     """(documents + 1,) int64: where each document begins in `open_tokens`, and the end."""
-    bounds = [np.load(folder / shard[split]["documents_file"], mmap_mode="r") for shard in index["shards"]]
+    return join_bounds([np.load(folder / shard[split]["documents_file"], mmap_mode="r") for shard in index["shards"]])
+
+
+def join_bounds(bounds: list[np.ndarray]) -> np.ndarray:
+    """Of tokens behind one another: those of each part, moved to where it begins."""
     if len(bounds) == 1:
-        whole: np.ndarray = bounds[0]
-        return whole
+        return bounds[0]
     before = np.cumsum([0] + [int(b[-1]) for b in bounds])
     return np.concatenate([[0], *(b[1:] + start for b, start in zip(bounds, before, strict=False))])
 

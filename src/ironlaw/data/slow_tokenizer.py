@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from ironlaw.errors import UserError
+from ironlaw.files import cache_folder
 
 FAST = "tokenizer.json"
 _SLOW = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
@@ -42,8 +43,7 @@ def _converted(folder: Path, files: list[Path], names: str) -> Path:
     digest = hashlib.sha256()
     for path in (*files, folder / "config.json"):  # whose model_type may decide the class
         digest.update(path.name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    kept = base / "ironlaw" / "tokenizers" / f"{digest.hexdigest()[:16]}.json"
+    kept = cache_folder() / "tokenizers" / f"{digest.hexdigest()[:16]}.json"
     if kept.is_file():
         return kept
     from transformers import AutoTokenizer, logging

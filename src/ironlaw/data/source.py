@@ -27,7 +27,7 @@ from ironlaw.data.splits import SPLITS
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.data.unigram import loss_of_counts
 from ironlaw.errors import UserError
-from ironlaw.files import read_json
+from ironlaw.files import read_json, sha256
 
 Say = Callable[[str], None]
 _SCAN_LINE_SECONDS = 5.0
@@ -83,7 +83,7 @@ def folder_name(
     if not corpus.stdlib:
         key |= {"kinds": sorted({file.kind for file in corpus.files}), "field": source.field}
     if given is not None:
-        key |= {"tokenizer": tokenizers.file_sha256(given.path), "end_of_text": given.end_of_text}
+        key |= {"tokenizer": sha256(given.path), "end_of_text": given.end_of_text}
     elif not corpus.tokenised:
         # A new release of the library may break ties differently.
         from tokenizers import __version__
@@ -177,7 +177,7 @@ def _tokenizer(
     else:
         shutil.copyfile(tokenizer.path, file)
     return tokenizer, {
-        "sha256": tokenizers.file_sha256(file),
+        "sha256": sha256(file),
         "vocab": tokenizer.vocab,
         "end_of_text": tokenizer.end_of_text,
         "end_of_text_token": tokenizer.end_of_text_token,
@@ -188,7 +188,7 @@ def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
     """The tokenizer that the finished shards of an interrupted call were made with."""
     with suppress(OSError, ValueError, KeyError, TypeError, UserError):
         described = read_json(folder / building.PROGRESS)["head"]["tokenizer"]
-        if tokenizers.file_sha256(folder / "tokenizer.json") == described["sha256"]:
+        if sha256(folder / "tokenizer.json") == described["sha256"]:
             return tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
     return None
 
@@ -207,9 +207,7 @@ def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
             "data.tokenizer, so that its end-of-text token can be put between them"
         )
     if largest >= vocab:
-        raise UserError(
-            f"{corpus.root} holds token {largest:,} but model.vocab = {vocab:,}: set it to {largest + 1:,} or more"
-        )
+        raise _too_many(corpus, largest + 1, vocab)
     return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
 
 

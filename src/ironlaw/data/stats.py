@@ -69,14 +69,8 @@ def _split(dataset: Dataset, split: Split) -> dict[str, Any]:
 
 def _counts(dataset: Dataset) -> dict[str, dict[str, int]]:
     statistics = dataset.statistics
-    return {
-        split: {
-            "documents": statistics.documents[split],
-            "tokens": statistics.tokens[split],
-            "bytes": statistics.bytes[split],
-        }
-        for split in SPLITS
-    }
+    figures = ("documents", "tokens", "bytes")
+    return {split: {what: getattr(statistics, what)[split] for what in figures} for split in SPLITS}
 
 
 def _disk_bytes(dataset: Dataset) -> int:

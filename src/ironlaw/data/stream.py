@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -34,6 +33,7 @@ from ironlaw.data.shards import token_dtype
 from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
+from ironlaw.files import append_json_line, read_json_lines, sha256
 
 BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
@@ -47,6 +47,26 @@ class _Start:
     epoch: int
     file: int
     position: int
+
+
+class _Joined:
+    """Documents behind one another, the end of text after each."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.bounds, self.length = [0], 0
+        self._parts: list[np.ndarray] = []
+        self._end = np.array([tokenizer.end_of_text], dtype=np.uintc)
+        self._dtype = token_dtype(tokenizer.vocab).newbyteorder("=")
+
+    def add(self, piece: TextPiece, ids: np.ndarray) -> None:
+        self._parts += [ids, self._end] if piece.last else [ids]
+        self.length += len(ids) + piece.last
+        if piece.last:
+            self.bounds.append(self.length)
+
+    def tokens(self) -> np.ndarray:
+        """(length,)"""
+        return np.concatenate([np.empty(0, np.uintc), *self._parts]).astype(self._dtype)
 
 
 class StreamBatches:
@@ -128,27 +148,18 @@ class StreamBatches:
         """Blocks from `start` on, epoch after epoch: where each begins, its tokens and its documents' bounds."""
         tokeniser = Tokeniser(self._stream.tokenizer, self._stream.workers, min(2**19, BLOCK_BYTES // 8), by_block=True)
         ends: deque[tuple[int, int, int]] = deque()  # (epoch, file, position) behind each block that was read
-        end_of_text = np.array([self._stream.tokenizer.end_of_text], dtype=np.uintc)
-        dtype = token_dtype(self._stream.tokenizer.vocab).newbyteorder("=")
-        parts: list[np.ndarray] = []
-        bounds, length, whole = [0], 0, 0
+        joined, whole = _Joined(self._stream.tokenizer), 0
         chunks = tokeniser.encode(self._pieces(start, ends))
         try:
             for chunk in chunks:
                 self.seconds["read"], self.seconds["tokenise"] = tokeniser.read_seconds, tokeniser.seconds
                 for piece, ids in chunk:
                     if piece.content is not None:
-                        parts.append(ids)
-                        length += len(ids)
-                        if piece.last:
-                            parts.append(end_of_text)
-                            length += 1
-                            bounds.append(length)
+                        joined.add(piece, ids)
                     if piece.next is not None:  # the block ends
-                        tokens = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
-                        samples = max(0, (length - 1) // self.sequence)
-                        self._seen += length
-                        self._dropped += length - samples * self.sequence
+                        samples = max(0, (joined.length - 1) // self.sequence)
+                        self._seen += joined.length
+                        self._dropped += joined.length - samples * self.sequence
                         following = _Start(start.samples + samples, *ends.popleft())
                         self._note(following)
                         whole += samples
@@ -158,8 +169,8 @@ class StreamBatches:
                                 "model.context, or give more text in data.path"
                             )
                         if samples:
-                            yield start, tokens, np.array(bounds)
-                        start, parts, bounds, length = following, [], [0], 0
+                            yield start, joined.tokens(), np.array(joined.bounds)
+                        start, joined = following, _Joined(self._stream.tokenizer)
         finally:
             chunks.close()
 
@@ -192,19 +203,11 @@ class StreamBatches:
             return
         bisect.insort(self._starts, start)
         with suppress(OSError):  # the notes only save time
-            self._notes.parent.mkdir(parents=True, exist_ok=True)
-            with self._notes.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.astuple(start)) + "\n")
+            append_json_line(self._notes, dataclasses.asdict(start))
 
 
 def _read_notes(file: Path) -> list[_Start]:
-    starts = {_Start(0, 0, *corpora.START)}
-    with suppress(OSError):
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(ValueError, TypeError):  # the last line of a process that was killed
-                if line.endswith("\n"):
-                    starts.add(_Start(*map(int, json.loads(line))))
-    return sorted(starts)
+    return sorted({_Start(0, 0, *corpora.START)} | {_Start(**note) for note in read_json_lines(file)})
 
 
 def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:
@@ -216,10 +219,9 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     if not corpus.files:
         raise corpora.no_text(source.path, corpus)
     tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
-    tokenizers.check_fits(tokenizer, vocab)
     validation, bounds, text_bytes = _held_out(corpus, splitter, tokenizer, source.path)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
-    key += [tokenizers.file_sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]
+    key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]
     folder = config.cache_folder / f"stream-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     nothing = np.empty(0, dtype=token_dtype(tokenizer.vocab))
     return Dataset(
@@ -231,15 +233,12 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
         end_of_text=tokenizer.end_of_text,
         end_of_text_token=tokenizer.end_of_text_token,
         tokenizer_path=tokenizer.path,
-        folder=None,
         statistics=Statistics(
             documents={"train": 0, "validation": len(bounds) - 1},
             tokens={"train": 0, "validation": len(validation)},
             bytes={"train": 0, "validation": text_bytes},
             skipped=corpus.skipped,
         ),
-        unigram_loss=None,
-        reused=False,
         name=source.path,
         stream=Stream(corpus, splitter, tokenizer, worker_count(config.workers, corpus.bytes), folder),
     )
@@ -259,13 +258,7 @@ def _held_out(
                 break
     if not chosen:
         raise splitting.nothing_held_out(path)
-    parts: list[np.ndarray] = []
-    bounds, length = [0], 0
+    joined = _Joined(tokenizer)
     for piece, ids in zip(chosen, tokenizer.encode_many([str(piece.content) for piece in chosen]), strict=True):
-        parts.append(ids)
-        length += len(ids)
-        if piece.last:
-            parts.append(np.array([tokenizer.end_of_text], dtype=np.uintc))
-            length += 1
-            bounds.append(length)
-    return np.concatenate(parts).astype(token_dtype(tokenizer.vocab)), np.array(bounds), held
+        joined.add(piece, ids)
+    return joined.tokens(), np.array(joined.bounds), held

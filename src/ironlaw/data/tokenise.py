@@ -8,14 +8,10 @@ The order of the results is the order of the documents, whatever the number of w
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,9 +19,9 @@ from ironlaw.cores import usable_cores
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data import worker
 from ironlaw.data.corpus import START, Corpus, Cursor, pieces
+from ironlaw.data.pool import ProcessPool, in_order
 from ironlaw.data.readers import Content
 from ironlaw.data.splits import Split, Splitter
-from ironlaw.errors import UserError
 
 # Below this, starting processes would take longer than they save.
 _WORTH_PROCESSES_BYTES = 2**25
@@ -46,6 +42,9 @@ class TextPiece:
     next: Cursor | None  # where reading goes on; None in the middle of a file's document
     done_bytes: int
     reason: str = ""
+
+
+Chunk = list[tuple[TextPiece, np.ndarray]]
 
 
 def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[TextPiece]:
@@ -94,80 +93,46 @@ class Tokeniser:
         self._here_bytes = chunk_bytes * max(2, usable_cores())
         self._workers = workers if tokenizer is not None else 0
 
-    def encode(self, source: Iterator[TextPiece]) -> Generator[list[tuple[TextPiece, np.ndarray]], None, None]:
+    def encode(self, source: Iterator[TextPiece]) -> Generator[Chunk, None, None]:
         """Lists of pieces with their ids; whatever was begun is finished or dropped when the caller stops."""
-        if self._workers == 0:
-            yield from self._by_threads(source)
-            return
-        assert self._tokenizer is not None
-        pool = ProcessPoolExecutor(
-            self._workers,
-            # Not forked: the library's threads and PyTorch's do not survive it.
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=worker.start,
-            initargs=(self._tokenizer.path, self._tokenizer.end_of_text_token),
-        )
-        try:
-            yield from self._in_order(pool, source)
-        except BrokenProcessPool:
-            raise UserError(
-                "a tokenising process ended by itself: if memory ran out lower data.workers; 0 needs no processes"
-            ) from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _by_threads(self, source: Iterator[TextPiece]) -> Iterator[list[tuple[TextPiece, np.ndarray]]]:
-        """The library lets go of the interpreter: two batches are under way while this thread reads and writes."""
         if self._tokenizer is None:
             for chunk in self._chunks(source, self._here_bytes):
-                yield list(zip(chunk, self._here(chunk, []), strict=True))
-            return
-        waiting: deque[tuple[list[TextPiece], Future[tuple[list[np.ndarray], float]]]] = deque()
-        chunks = self._chunks(source, self._here_bytes)
+                yield list(zip(chunk, _ids_of(chunk, []), strict=True))
+        elif self._workers:
+            yield from self._by_processes(source, self._tokenizer)
+        else:
+            yield from self._by_threads(source, self._tokenizer)
+
+    def _by_threads(self, source: Iterator[TextPiece], tokenizer: tokenizers.Tokenizer) -> Iterator[Chunk]:
+        """The library lets go of the interpreter: two batches are under way while this thread reads and writes."""
+
+        def timed(texts: list[str]) -> tuple[list[np.ndarray], float]:
+            start = time.perf_counter()
+            return tokenizer.encode_many(texts) if texts else [], time.perf_counter() - start
+
         pool = ThreadPoolExecutor(_BATCHES_AHEAD, "tokenise")
         try:
-            more = True
-            while more or waiting:
-                while more and len(waiting) <= _BATCHES_AHEAD:
-                    begun = next(chunks, None)
-                    if begun is None:
-                        more = False
-                    else:
-                        texts = [piece.content for piece in begun if isinstance(piece.content, str)]
-                        waiting.append((begun, pool.submit(self._timed, texts)))
-                if waiting:
-                    chunk, future = waiting.popleft()
-                    encoded, seconds = future.result()
-                    self.seconds += seconds / _BATCHES_AHEAD
-                    yield list(zip(chunk, self._here(chunk, encoded), strict=True))
+            chunks = self._chunks(source, self._here_bytes)
+            for chunk, (encoded, seconds) in in_order(chunks, lambda c: pool.submit(timed, _texts(c)), _BATCHES_AHEAD):
+                self.seconds += seconds / _BATCHES_AHEAD
+                yield list(zip(chunk, _ids_of(chunk, encoded), strict=True))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _timed(self, texts: list[str]) -> tuple[list[np.ndarray], float]:
-        assert self._tokenizer is not None
-        start = time.perf_counter()
-        return self._tokenizer.encode_many(texts) if texts else [], time.perf_counter() - start
-
-    def _in_order(
-        self, pool: ProcessPoolExecutor, source: Iterator[TextPiece]
-    ) -> Iterator[list[tuple[TextPiece, np.ndarray]]]:
-        waiting: deque[tuple[list[TextPiece], Future[Any]]] = deque()
-        chunks = self._chunks(source, self._chunk_bytes)
-        more = True
-        while more or waiting:
-            while more and len(waiting) < 2 * self._workers + 2:
-                chunk = next(chunks, None)
-                if chunk is None:
-                    more = False
-                else:
-                    texts = [piece.content for piece in chunk if isinstance(piece.content, str)]
-                    with worker.without_main():  # a submission may start a process
-                        waiting.append((chunk, pool.submit(worker.encode, texts)))
-            if waiting:
-                chunk, future = waiting.popleft()
-                ids, lengths, seconds = future.result()
-                self.seconds += seconds / self._workers
-                yield list(zip(chunk, _apart(chunk, ids, lengths), strict=True))
+    def _by_processes(self, source: Iterator[TextPiece], tokenizer: tokenizers.Tokenizer) -> Iterator[Chunk]:
+        pool = ProcessPool(
+            self._workers, "data.workers", worker.start, tokenizer.path, tokenizer.end_of_text_token
+        )  # fmt: skip
+        try:
+            chunks, ahead = self._chunks(source, self._chunk_bytes), 2 * self._workers + 1
+            with pool.working():
+                for chunk, made in in_order(chunks, lambda c: pool.submit(worker.encode, _texts(c)), ahead):
+                    ids, lengths, seconds = made
+                    self.seconds += seconds / self._workers
+                    parts = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
+                    yield list(zip(chunk, _ids_of(chunk, parts), strict=True))
+        finally:
+            pool.close()
 
     def _chunks(self, source: Iterator[TextPiece], size: int) -> Iterator[list[TextPiece]]:
         chunk: list[TextPiece] = []
@@ -186,20 +151,16 @@ class Tokeniser:
         if chunk:
             yield chunk
 
-    def _here(self, chunk: list[TextPiece], encoded: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """The ids of each piece: those of its text, or those it holds already."""
-        ids = iter(encoded)
-        for piece in chunk:
-            if isinstance(piece.content, np.ndarray):
-                yield piece.content
-            else:
-                yield next(ids) if piece.content is not None else np.empty(0, np.int64)
+
+def _texts(chunk: list[TextPiece]) -> list[str]:
+    return [piece.content for piece in chunk if isinstance(piece.content, str)]
 
 
-def _apart(chunk: list[TextPiece], ids: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
-    ends = iter(np.cumsum(lengths).tolist())
-    begin = 0
+def _ids_of(chunk: list[TextPiece], encoded: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """The ids of each piece: those of its text, or those it holds already."""
+    ids = iter(encoded)
     for piece in chunk:
-        end = next(ends) if piece.content is not None else begin
-        yield ids[begin:end]
-        begin = end
+        if isinstance(piece.content, np.ndarray):
+            yield piece.content
+        else:
+            yield next(ids) if piece.content is not None else np.empty(0, np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 import tempfile
@@ -16,7 +15,7 @@ import numpy as np
 
 from ironlaw.data.slow_tokenizer import tokenizer_file
 from ironlaw.errors import UserError
-from ironlaw.files import open_file, read_json
+from ironlaw.files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -154,11 +153,6 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
             f"the tokenizer {tokenizer.path} has {tokenizer.vocab:,} entries but model.vocab = {vocab:,}: "
             f"set model.vocab = {tokenizer.vocab} or more"
         )
-
-
-def file_sha256(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _allow_parallelism() -> None:

@@ -109,7 +109,8 @@ def _order(findings: list[Finding], elsewhere: set[str]) -> list[Finding]:
     """As they are named. A slow machine slows everything, what the code does included, and a faster one leaves that as
     large a share of the step: what is `elsewhere`'s doing comes after the first cause that is the code's. What only a
     plan promises comes after what was measured to cost a tenth."""
-    measured = [f for f in findings if f.fault and not (f.cause.symptom or f.cause.promised or f.rule in elsewhere)]
+    code = [f for f in findings if not f.cause.symptom or f.cause.axis is Axis.ALGORITHM]
+    measured = [f for f in code if f.fault and not f.cause.promised and f.rule not in elsewhere]
     most = max((f.weight for f in measured), default=0.0)
     promised = max((f.weight for f in findings if f.fault and f.cause.promised), default=0.0)
 

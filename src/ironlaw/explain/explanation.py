@@ -14,7 +14,8 @@ from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
 from ironlaw.explain.ranks import ranks_document
-from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
+from ironlaw.explain.remedies import REMEDIES, find_remedies, situation
+from ironlaw.explain.remedy import Remedy
 from ironlaw.explain.roofline import roofline
 from ironlaw.explain.waterfall import waterfall
 from ironlaw.files import read_json_lines, read_text
@@ -175,10 +176,7 @@ class Explanation:
             "remedies": [remedy.to_json() for remedy in self.remedies],
             "remedies_note": self.remedies_note,
             "notes": self.notes,
-            "facts": {
-                "plan": self.plan.facts,
-                "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN},
-            },
+            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN}},
         }
 
 

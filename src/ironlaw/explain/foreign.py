@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ironlaw.catalog import accelerator, peak
-from ironlaw.catalog.accelerators import catalogued
+from ironlaw.catalog.accelerators import accelerator, catalogued, peak
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import RunEvidence

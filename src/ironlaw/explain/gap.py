@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Line, Phase, relative_error, subtract
+from ironlaw.ledger import STEP_PHASES, Key, Kind, Ledger, Line, Phase, relative_error, subtract
 from ironlaw.workload.recompute import AGAIN
 
 RUN_AGAIN = (AGAIN, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
@@ -184,29 +184,20 @@ def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[
 
 def _operations(plan: Ledger, run: Ledger) -> list[OperationRow]:
     planned, measured = _by_key(plan.lines), _by_key(run.lines)
-    bounds = {_key(line): line.bound for line in (*run.lines, *plan.lines) if line.bound is not None}
+    bounds = {line.key: line.bound for line in (*run.lines, *plan.lines) if line.bound is not None}
     rows = [
         OperationRow(key[2], planned.get(key), measured.get(key), None, None, key[0], key[1], bounds.get(key))
         for key in dict.fromkeys((*planned, *measured))
     ]
-    return sorted(rows, key=_distance, reverse=True)
+    # By the seconds that plan and run disagree by; an operation only one side has counts whole.
+    return sorted(rows, key=lambda row: abs((row.measured or 0.0) - (row.planned or 0.0)), reverse=True)
 
 
-def _distance(row: OperationRow) -> float:
-    """Seconds that plan and run disagree by; an operation only one side has counts whole."""
-    return abs((row.measured or 0.0) - (row.planned or 0.0))
-
-
-def _key(line: Line) -> tuple[Phase, Kind, str]:
-    return line.phase, line.kind, line.operation
-
-
-def _by_key(lines: Iterable[Line], key: Callable[[Line], Any] = _key) -> dict[Any, float | None]:
+def _by_key(lines: Iterable[Line]) -> dict[Key, float | None]:
     """Seconds by key; present with None when the operation is known but was not timed."""
-    sums: dict[Any, float | None] = {}
+    sums: dict[Key, float | None] = {}
     for line in lines:
-        if line.phase not in STEP_PHASES:
-            continue
-        before = sums.get(key(line))
-        sums[key(line)] = before if line.seconds is None else (before or 0.0) + line.seconds
+        if line.phase in STEP_PHASES:
+            before = sums.get(line.key)
+            sums[line.key] = before if line.seconds is None else (before or 0.0) + line.seconds
     return sums

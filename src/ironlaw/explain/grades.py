@@ -8,7 +8,6 @@ the table of it.
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ironlaw.files import cache_folder, read_json_lines, write_text
+from ironlaw.files import append_json_line, cache_folder, read_json_lines, write_text
 
 NEAR = 0.30  # of the measured gain
 LEAST = 0.04  # of the step: a smaller gain, promised and found, is in the noise of short runs
@@ -48,11 +47,8 @@ def record_path() -> Path:
 
 def keep(grade: Grade, path: Path | None = None) -> None:
     """Append one line; the date is today's unless given."""
-    path = path or record_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entry = asdict(grade) | {"date": grade.date or datetime.date.today().isoformat()}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    date = grade.date or datetime.date.today().isoformat()
+    append_json_line(path or record_path(), asdict(grade) | {"date": date})
 
 
 def read(path: Path | None = None) -> list[Grade]:

@@ -15,8 +15,8 @@ from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import AS_IT_IS, ObservedPlans, find_observed_remedies
-from ironlaw.explain.remedies import Remedy
+from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
+from ironlaw.explain.remedy import Remedy, find
 from ironlaw.files import read_json
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
@@ -25,17 +25,6 @@ from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
 
-GRADED = (
-    "precision",
-    "batch",
-    "attention",
-    "alignment",
-    "threads",
-    "mode",
-    "float64",
-    "fused_update",
-    "native",
-)  # rules that rest on a remedy's gain
 PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
@@ -58,7 +47,7 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
         run.facts["machine_speed"] = machine_speed(plan, run)
     gap = subtract_ledgers(plan, run)
     remedies = _remedies(run_dir, plan, run, gap, profile)
-    gains = dict.fromkeys(GRADED, 0.0) | {r.name: r.gain for r in remedies}
+    gains = {kind.name: 0.0 for kind in REMEDIES} | {r.name: r.gain for r in remedies}
     diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
     metrics = read_metrics(run_dir / "metrics.jsonl")
@@ -81,7 +70,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
         _add_shapes(document, run)
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         variants = _variants(document, run, profile)
-    return find_observed_remedies(ObservedPlans(plan, run, gap, profile, variants))
+    return find(ObservedPlans(plan, run, gap, profile, variants), REMEDIES)
 
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
@@ -183,13 +172,12 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
     profile = profile or load_profile()
     if profile.name != facts["machine"]:
         raise UserError(f"the run was on {facts['machine']}, the profile here is of {profile.name}")
-    if facts.get("world_size", 1) > 1:
-        return plan_trace(traced, profile, **again)  # each rank as if the machine were its own: ranks share its cores
-    if profile.threads != facts["threads"]:
-        if facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads:
-            return plan_trace(traced, profile, **again)  # planned as it should run: more threads than cores help nobody
-        return _on_threads(plan_trace(traced, profile, **again), run, profile)
-    return plan_trace(traced, profile, **again)
+    plan = plan_trace(traced, profile, **again)
+    # Ranks share the machine's cores: each is planned as if they were its own. More threads than cores help nobody, and
+    # are planned as they should be.
+    alone = facts.get("world_size", 1) == 1
+    too_many = facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads
+    return _on_threads(plan, run, profile) if alone and profile.threads != facts["threads"] and not too_many else plan
 
 
 def _on_threads(plan: Ledger, run: Ledger, profile: Profile) -> Ledger:

@@ -7,41 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of
+from ironlaw.explain.remedy import (
+    CHECKPOINT_SHARE,
+    EVALUATION_SHARE,
+    Effect,
+    Proposal,
+    Remedy,
+    RemedyKind,
+    Settings,
+    find,
+)
 from ironlaw.ledger import Kind, Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 
-LEAST_GAIN = 0.02  # below this a gain is within the noise of two runs of the same config
 TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time
 ATTENTION_SHARE = 0.20
-EVALUATION_SHARE = 0.05
-CHECKPOINT_SHARE = 0.05
 WIDEST_HEAD = 128  # wider than any head in use
-
-Settings = dict[str, Any]  # "train.precision" -> "bf16"
-
-
-class Effect(IntEnum):
-    """What a remedy does to the result, the harmless first."""
-
-    NONE = 0  # the same training, up to the order of summation
-    ROUNDING = 1  # the same training in other arithmetic
-    TRAINING = 2  # other updates: the loss curve changes
-    MODEL = 3  # another model
-
-
-EFFECTS = {
-    Effect.NONE: "same training",
-    Effect.ROUNDING: "changes rounding",
-    Effect.TRAINING: "changes the training",
-    Effect.MODEL: "changes the model",
-}
 
 
 @dataclass(frozen=True)
@@ -62,53 +48,6 @@ class Situation:
         wall = self.run.facts.get("wall_seconds") or {}
         training, seconds = wall.get("training"), wall.get(name)
         return seconds / (training + seconds) if training and seconds is not None else None
-
-
-@dataclass(frozen=True)
-class RemedyKind:
-    """`propose` gives settings to plan with; none when its precondition does not hold. The best of them stands."""
-
-    name: str
-    title: str
-    precondition: str
-    effect: Effect
-    risk: str
-    propose: Callable[[Situation], Iterable[Settings]]
-    saves_memory: bool = False  # judged by bytes, and allowed to cost time
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A changed config with its planned gain. Seconds and bytes are positive when saved."""
-
-    name: str
-    title: str
-    effect: Effect
-    risk: str
-    precondition: str
-    settings: Settings
-    gain: float  # fraction of the planned total time; for a memory remedy, of the planned peak
-    total_seconds_saved: float  # over the run, for the same number of tokens
-    step_seconds_saved: float
-    bytes_saved: float
-    basis: str = "planned"
-    how: str = ""  # in words or code, where there is no config of ours to change
-
-    @property
-    def apply(self) -> str:
-        """The command-line arguments that apply it, or the change of code."""
-        if self.how:
-            return self.how
-        return " ".join(f"--set {key}={_toml(value)}" for key, value in self.settings.items())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name, "title": self.title, "effect": EFFECTS[self.effect],
-            "changes_numerics": self.effect > Effect.NONE, "risk": self.risk, "precondition": self.precondition,
-            "settings": self.settings, "apply": self.apply, "gain": self.gain,
-            "total_seconds_saved": self.total_seconds_saved, "step_seconds_saved": self.step_seconds_saved,
-            "bytes_saved": self.bytes_saved, "basis": self.basis,
-        }  # fmt: skip
 
 
 def _precisions(now: Situation) -> Iterable[Settings]:
@@ -211,6 +150,19 @@ def _shorter_sequences(now: Situation) -> Iterable[Settings]:
     return [settings | ({"train.micro_batch": config.train.micro_batch * 2} if config.train.micro_batch else {})]
 
 
+def _fewer_checkpoints(now: Situation) -> Iterable[Proposal]:
+    """The planner does not model storage, so this one rests on what the run's own checkpoints took."""
+    share, every = now.wall_share("checkpoint"), now.config.checkpoint.every
+    if share is None or share < CHECKPOINT_SHARE or not every or every >= now.config.train.steps:
+        return []
+    wall = now.run.facts["wall_seconds"]
+    saves, factor = now.config.train.steps // every, 4
+    saved = wall["checkpoint"] * (1 - (saves // factor + 1) / (saves + 1))
+    gain = saved / (wall["training"] + wall["checkpoint"])
+    settings, basis = {"checkpoint.every": every * factor}, "measured seconds of this run's checkpoints"
+    return [Proposal(settings, gain, saved, basis=basis)]
+
+
 REMEDIES: tuple[RemedyKind, ...] = (
     RemedyKind(
         "precision", "Train in another precision", "this machine was measured in it", Effect.ROUNDING,
@@ -261,26 +213,19 @@ REMEDIES: tuple[RemedyKind, ...] = (
         "sequence", "Shorter sequences, more of them per step", "attention takes over 20% of the step",
         Effect.TRAINING, "the model learns from half the context", _shorter_sequences,
     ),
+    RemedyKind(
+        "checkpoint", "Save checkpoints less often", "checkpoints take over 5% of the time", Effect.NONE,
+        "an interruption loses more steps", _fewer_checkpoints,
+    ),
 )  # fmt: skip
 
 
-def find_remedies(now: Situation, kinds: Iterable[RemedyKind] = REMEDIES) -> list[Remedy]:
-    """What pays, ranked: what leaves the training as it is before what changes it, each by gain."""
-    found = [remedy for kind in kinds if (remedy := _best(kind, now)) is not None]
-    checkpoint = _fewer_checkpoints(now)
-    if checkpoint is not None:
-        found.append(checkpoint)
-    return sorted(found, key=lambda r: (r.effect >= Effect.TRAINING, -r.gain))
+def find_remedies(now: Situation) -> list[Remedy]:
+    """What pays by the planner's figures, ranked."""
+    return find(now, REMEDIES, lambda kind, settings: _compare(kind, now, settings))
 
 
-def _best(kind: RemedyKind, now: Situation) -> Remedy | None:
-    """The proposal of this kind with the largest gain, if it pays and fits."""
-    candidates = [_compare(kind, now, settings) for settings in kind.propose(now)]
-    paying = [c for c in candidates if c is not None and c.gain >= LEAST_GAIN]
-    return max(paying, key=lambda r: r.gain, default=None)
-
-
-def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Remedy | None:
+def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Proposal | None:
     """Plan the changed config. None when it is not a valid one, or does not fit."""
     try:
         plan = now.replan(with_settings(now.config, settings))
@@ -295,27 +240,7 @@ def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Remedy | N
     # Per step of the present size: a larger step is worth as many of them as its tokens.
     tokens = now.config.tokens_per_step / with_settings(now.config, settings).tokens_per_step
     step = before["step_seconds"].value - after["step_seconds"].value * tokens
-    return Remedy(
-        kind.name, kind.title, kind.effect, kind.risk, kind.precondition, settings, gain, total, step, bytes_saved
-    )
-
-
-def _fewer_checkpoints(now: Situation) -> Remedy | None:
-    """The planner does not model storage, so this one rests on what the run's own checkpoints took."""
-    share, every = now.wall_share("checkpoint"), now.config.checkpoint.every
-    if share is None or share < CHECKPOINT_SHARE or not every or every >= now.config.train.steps:
-        return None
-    wall = now.run.facts["wall_seconds"]
-    saves, factor = now.config.train.steps // every, 4
-    saved = wall["checkpoint"] * (1 - (saves // factor + 1) / (saves + 1))
-    gain = saved / (wall["training"] + wall["checkpoint"])
-    if gain < LEAST_GAIN:
-        return None
-    return Remedy(
-        "checkpoint", "Save checkpoints less often", Effect.NONE, "an interruption loses more steps",
-        "checkpoints take over 5% of the time", {"checkpoint.every": every * factor}, gain, saved, 0.0, 0.0,
-        basis="measured seconds of this run's checkpoints",
-    )  # fmt: skip
+    return Proposal(settings, gain, total, step, bytes_saved)
 
 
 def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
@@ -340,7 +265,3 @@ def situation(config: RunConfig, profile: Profile, run: Ledger) -> Situation:
 
     replan = planner_on_ranks(profile, run) if ranks_of(run) > 1 else on_one
     return Situation(config, replan(config), profile, run, replan)
-
-
-def _toml(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)

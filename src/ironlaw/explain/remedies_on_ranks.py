@@ -37,10 +37,9 @@ def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Led
 
         def on_accelerators(config: RunConfig) -> Ledger:
             plan = plan_on_accelerators(config, profile, ranks)
-            if not plan.facts["fits"]:
-                needed = units.bytes_(plan.totals["peak_bytes"].value)
-                raise UserError(f"{plan.facts['layout']} does not fit: {needed} a rank")
-            return plan
+            if not plan.fits:
+                raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
+            return plan.ledger
 
         return on_accelerators
     fabric = fabric_of(run)

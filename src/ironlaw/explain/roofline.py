@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.explain.gap import reconcile
-from ironlaw.ledger import Kind, Ledger, Phase
-
-Key = tuple[Phase, Kind, str]
+from ironlaw.ledger import Key, Ledger
 
 
 def roofline(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
@@ -23,11 +21,10 @@ def roofline(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
     seconds: dict[Key, float] = {}
     for line in reconciled.lines:
         if line.seconds:
-            key = line.phase, line.kind, line.operation
-            seconds[key] = seconds.get(key, 0.0) + line.seconds
+            seconds[line.key] = seconds.get(line.key, 0.0) + line.seconds
     points, streams = [], []
     for line in plan.lines:
-        took = seconds.get((line.phase, line.kind, line.operation))
+        took = seconds.get(line.key)
         if not took or not line.bytes_moved:
             continue
         point = {

@@ -39,7 +39,7 @@ class Rule:
     placed: str = ""  # a fact with a line of code, which becomes the first figure
     fault: bool = True  # False: what a healthy run is bound by, or a notice
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
-    promised: bool = False  # a plan's word for what could be, beside which what was measured counts twice
+    promised: bool = False  # what another precision, batch or model would take, by a plan: counts half beside a fault
     notice: bool = False  # costs nothing here, and would elsewhere: named before a ceiling, and the run is healthy
 
     def state(self, evidence: RunEvidence, value: float) -> tuple[str, list[str]]:

@@ -1,14 +1,16 @@
 """The rules of diagnosis: each names one cause, what it looks at, from where on it speaks, and why there.
 
 A rule's measure is a share of time that its cause costs, so that findings compare: the largest one binds.
-Adding a rule is adding an entry here, or to `rules_of_code.py` where it is about how a loop is written.
+Adding a rule is adding an entry here, or to `rules_of_code.py` where it is about how a
+loop is written, or to `rules_of_devices.py` where it is about what it runs on.
 """
 
 from __future__ import annotations
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.rule import Axis, Rule
-from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
+from ironlaw.explain.rules_of_code import CODE_RULES, line_figures, logging_share
+from ironlaw.explain.rules_of_devices import DEVICE_RULES
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
@@ -31,7 +33,8 @@ def _off_plan_sentence(e: RunEvidence) -> str:
 
 def _off_plan_figures(e: RunEvidence) -> list[str]:
     kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
-    return [f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"]
+    here = f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"
+    return [*line_figures(e, kind), here]
 
 
 def _throughout(e: RunEvidence) -> float | None:
@@ -264,12 +267,13 @@ RULES: tuple[Rule, ...] = (
         "attention_slow", Axis.ALGORITHM, 0.25,
         lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _attention_sentence,
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
-        "time above what the same FLOPs take as matrix products of this run", _attention_figures,
+        "time above what the same FLOPs take as matrix products of this run", _attention_figures, promised=True,
     ),
     Rule(
         "model_narrow", Axis.ALGORITHM, 0.25, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
         _narrow_sentence, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
         "time above what the same FLOPs take at the rate of large products on this machine", _narrow_figures,
+        promised=True,
     ),
     Rule(
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
@@ -295,4 +299,5 @@ RULES: tuple[Rule, ...] = (
         "the largest of the ceilings when no fault is found", _memory_figures, fault=False,
     ),
     *CODE_RULES,
+    *DEVICE_RULES,
 )  # fmt: skip

@@ -23,7 +23,8 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.explain import grades
 from ironlaw.explain.explanation import read_metrics
-from ironlaw.explain.remedies import EFFECTS, Effect, Remedy, find_remedies, situation, with_settings
+from ironlaw.explain.remedies import find_remedies, situation, with_settings
+from ironlaw.explain.remedy import EFFECTS, Effect, Remedy
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
@@ -100,7 +101,22 @@ class Tuned:
         }  # fmt: skip
 
 
-Measure = Callable[[RunConfig, str], Measured]
+@dataclass(frozen=True)
+class Change:
+    """What is tried. `how` says it in words; without, the settings do."""
+
+    name: str
+    settings: dict[str, Any]
+    effect: Effect = Effect.NONE
+    predicted_gain: float | None = None
+    how: str = ""
+
+    @property
+    def apply(self) -> str:
+        return self.how or ", ".join(f"{key} = {value}" for key, value in self.settings.items())
+
+
+Measure = Callable[[Any, str], Measured]  # of a config, or settings, under a name
 Say = Callable[[str], None]
 
 
@@ -111,47 +127,90 @@ def tune(
 ) -> Tuned:  # fmt: skip
     """`exact`: only remedies that leave the arithmetic as it is. Never changes the model, nor what is learned from.
 
-    `keep` is given what is known after every trial. Ctrl-C in a trial ends the search with what was found before it.
-    Raises UserError when the budget does not last for the first measurement.
+    Otherwise as `search`.
     """
-    began, real = clock(), measure is None
-    measure = measure or TrialRunner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12))
     tried: set[tuple[Any, ...]] = set()
-    start = measure(config, "start")
-    result = Tuned(config, start, start, runs=1)
-    say(f"start      {units.seconds(start.step_seconds)} per step")
-    one = max(clock() - began, 1e-9)  # what a run takes
-    while True:
+
+    def following(result: Tuned) -> Change | None:
         remedy = _composed(config, profile, exact) if not result.trials else None
         remedy = remedy or _next(result.config, profile, tried, exact)
         if remedy is None:
-            result.stopped = "nothing else is planned to pay"
-            break
-        if clock() - began + 2 * one > budget_seconds:
-            result.stopped = "the budget is used up"
-            break
+            return None
         tried.add(_key(remedy))
-        try:
-            trial, after, control = _try(result, remedy, measure, profile)
-        except KeyboardInterrupt as stop:
-            result.stopped, result.signal = INTERRUPTED, stop.args[0] if stop.args else "SIGINT"
-            break
-        result.trials.append(trial)
-        if real:
-            grades.keep(grades.Grade(trial.remedy, remedy.gain, trial.measured_gain, "tune", profile.name))
-        verdict = "kept" if trial.kept else f"dropped: {trial.reason}"
-        say(
-            f"{remedy.name:<10} {remedy.apply}: planned {units.signed_percent(remedy.gain)}, measured "
-            f"{units.signed_percent(trial.measured_gain)} ± {units.percent(trial.noise)}, {verdict}"
-        )
-        if trial.kept:
-            result.config, result.best = with_settings(result.config, remedy.settings), after
-        else:
-            result.best = control  # the same config, measured later: the next comparison is with now, not with then
-        result.seconds = clock() - began
+        return Change(remedy.name, remedy.settings, remedy.effect, remedy.gain, remedy.apply)
+
+    def graded(result: Tuned) -> None:
+        trial = result.trials[-1]
+        if measure is None:
+            grades.keep(
+                grades.Grade(trial.remedy, trial.predicted_gain or 0.0, trial.measured_gain, "tune", profile.name)
+            )
         keep(result)
+
+    return search(
+        config, following, measure or TrialRunner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12)),
+        with_settings, lambda start: f"{units.seconds(start.step_seconds)} per step", budget_seconds=budget_seconds,
+        say=say, clock=clock, keep=graded,
+    )  # fmt: skip
+
+
+def search(
+    config: Any, following: Callable[[Tuned], Change | None], measure: Measure,
+    changed: Callable[[Any, dict[str, Any]], Any], words: Callable[[Measured], str], *, budget_seconds: float,
+    say: Say, clock: Callable[[], float], keep: Callable[[Tuned], None],
+) -> Tuned:  # fmt: skip
+    """Try what is `following`, one after the other, on what was kept so far. What changes rounding must also leave the
+    loss where it was.
+
+    `keep` is given what is known after every trial. Ctrl-C in a trial ends the search with what was found before it.
+    Raises UserError when the budget does not last for the first measurement.
+    """
+    began = clock()
+    start = measure(config, "start")
+    result = Tuned(config, start, start, runs=1)
+    say(f"start      {words(start)}")
+    one = max(clock() - began, 1e-9)  # what a run takes
+    while not result.stopped:
+        change, number = following(result), len(result.trials) + 1
+        if change is None:
+            result.stopped = "nothing else is planned or known to pay"
+        elif clock() - began + 2 * one > budget_seconds:
+            result.stopped = "the budget is used up"
+        else:
+            after = changed(result.config, change.settings)
+            try:
+                trial = measure(after, f"trial-{number}-{change.name}")
+                control = measure(result.config, f"control-{number}")
+            except KeyboardInterrupt as stop:
+                result.stopped, result.signal = INTERRUPTED, stop.args[0] if stop.args else "SIGINT"
+                break
+            result.runs += 2
+            kept = _judged(result, change, trial, control, say)
+            # If not kept the same config, measured later: the next comparison is with now, not with then.
+            result.config, result.best = (after, trial) if kept else (result.config, control)
+            result.seconds = clock() - began
+            keep(result)
     result.seconds = clock() - began
     return result
+
+
+def _judged(result: Tuned, change: Change, after: Measured, control: Measured, say: Say) -> bool:
+    """Whether the change stays; and a line about it."""
+    gain, noise, reason = judge(result.best, after, control)
+    worse = loss_difference(result.best, after)
+    if not reason and change.effect > Effect.NONE and worse > LOSS_TOLERANCE:
+        reason = f"the loss is {worse:.3f} nats higher"
+    result.trials.append(
+        Trial(
+            change.name, change.settings, EFFECTS[change.effect], change.predicted_gain, gain, noise, worse, not reason,
+            reason, after.run,
+        )
+    )  # fmt: skip
+    planned = "" if change.predicted_gain is None else f"planned {units.signed_percent(change.predicted_gain)}, "
+    verdict = f"dropped: {reason}" if reason else "kept"
+    found = f"{units.signed_percent(gain)} ± {units.percent(noise)}"
+    say(f"{change.name:<10} {change.apply}: {planned}measured {found}, {verdict}")
+    return not reason
 
 
 def _composed(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None:
@@ -194,27 +253,11 @@ def _key(remedy: Remedy) -> tuple[Any, ...]:
     return tuple(sorted(remedy.settings.items()))
 
 
-def _try(result: Tuned, remedy: Remedy, measure: Measure, profile: Profile) -> tuple[Trial, Measured, Measured]:
-    """Measure the changed config, then the unchanged one again."""
-    changed = with_settings(result.config, remedy.settings)
-    before = result.best
-    after = measure(changed, f"trial-{len(result.trials) + 1}-{remedy.name}")
-    control = measure(result.config, f"control-{len(result.trials) + 1}")
-    result.runs += 2
-    gain, noise, reason = judge(before, after, control)
-    loss_change = loss_difference(before, after)
-    if not reason and remedy.effect > Effect.NONE and loss_change > LOSS_TOLERANCE:
-        reason = f"the loss is {loss_change:.3f} nats higher"
-    trial = Trial(
-        remedy.name, remedy.settings, EFFECTS[remedy.effect], remedy.gain, gain, noise, loss_change, not reason,
-        reason, after.run,
-    )  # fmt: skip
-    return trial, after, control
-
-
 def loss_difference(before: Measured, after: Measured) -> float:
     """Nats per token after as many steps of both, over the last five of them: a quicker run has taken more."""
     common = min(len(before.losses), len(after.losses))
+    if not common:
+        return 0.0
     last = slice(max(0, common - 5), common)
     return statistics.mean(after.losses[last]) - statistics.mean(before.losses[last])
 

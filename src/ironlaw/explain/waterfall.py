@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ironlaw.explain.gap import RUN_AGAIN, Gap
-from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.ledger import Key, Kind, Ledger, Phase
 
 # name -> what it means; in the order of the descent.
 STEPS = {
@@ -98,9 +98,9 @@ def waterfall(plan: Ledger, run: Ledger, gap: Gap) -> Waterfall:
 
 
 def _operations(plan: Ledger, gap: Gap, peak: float | None, drops: dict[str, Drop]) -> None:
-    flops: dict[tuple[Phase, Kind, str], float] = defaultdict(float)
+    flops: dict[Key, float] = defaultdict(float)
     for line in plan.lines:
-        flops[line.phase, line.kind, line.operation] += line.flops or 0
+        flops[line.key] += line.flops or 0
     for row in gap.operations:
         if row.measured is None or row.name.endswith(RUN_AGAIN):
             continue

@@ -21,7 +21,7 @@ CORE = ("torch", "numpy", "pydantic", "typer", "rich", "tokenizers", "safetensor
 # Extra of pyproject.toml -> its distributions and what they give.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "hf": (("transformers", "accelerate"), "Trainer callback; logits of exports compared; tokenizers in old forms"),
-    "data": (("pyarrow", "zstandard"), "Parquet, Arrow and .zst sources"),
+    "data": (("pyarrow",), "Parquet, Arrow and .zst sources"),
     "serve": (("fastapi", "uvicorn", "prometheus-client", "llguidance"), "ironlaw serve over HTTP, answers by schema"),
     "quant": (("bitsandbytes", "torchao"), "8-bit Adam; fp8 products on CUDA; optimizer state in the host's memory"),
     "track": (("tensorboard", "wandb", "mlflow-skinny"), "tracking.to: figures of a run sent to a tracker"),

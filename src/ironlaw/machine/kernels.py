@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,9 @@ class Pool:
 
     def __init__(self, device: torch.device, elements: int = 24 * 2**20) -> None:
         self.device = device
-        self._values = {torch.float32: torch.randn(elements, device=device)}
+        # Its own type and random numbers: a user's loop, in which it may be made, has others and keeps them.
+        numbers = torch.Generator(device).manual_seed(0)
+        self._values = {torch.float32: torch.randn(elements, device=device, dtype=torch.float32, generator=numbers)}
         self._offset = 0
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,112 +76,78 @@ def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict
         shape = (_rows(elements), WIDTH)
         return pool.parameter(*shape, dtype=dtype) if grad else pool.take(*shape, dtype=dtype)
 
-    def unary(function: Callable[[Tensor], Tensor], backward: bool = False) -> Callable[[int], Call]:
+    def kernel(
+        function: Callable[..., Any], inputs: Callable[[int], tuple[Tensor, ...]], backward: bool = False
+    ) -> Callable[[int], Call]:
         def build(elements: int) -> Call:
-            x = flat(elements, grad=backward)
-            return _backward(function(x), (x,)) if backward else lambda: function(x)
-
-        return build
-
-    def binary(function: Callable[[Tensor, Tensor], object]) -> Callable[[int], Call]:
-        def build(elements: int) -> Call:
-            x, y = flat(elements), flat(elements)
-            return lambda: function(x, y)
-
-        return build
-
-    def multiply_backward(elements: int) -> Call:
-        x, y = flat(elements, grad=True), flat(elements, grad=True)
-        return _backward(x * y, (x, y))
-
-    def norm(kind: str, backward: bool) -> Callable[[int], Call]:
-        def build(elements: int) -> Call:
-            x = flat(elements, grad=True)
-            weight = torch.ones(WIDTH, device=device, requires_grad=True)
-            bias = torch.zeros(WIDTH, device=device, requires_grad=True)
-
-            def forward() -> Tensor:
-                if kind == "layernorm":
-                    return F.layer_norm(x, (WIDTH,), weight, bias)
-                return F.rms_norm(x, (WIDTH,), weight)
-
+            given = inputs(elements)
             if not backward:
-                return forward
-            return _backward(forward(), (x, weight, bias) if kind == "layernorm" else (x, weight))
+                return lambda: function(*given)
+            return _backward(function(*given), tuple(tensor for tensor in given if tensor.requires_grad))
 
         return build
 
-    def concatenate(elements: int) -> Call:
-        parts = [flat(elements // 3) for _ in range(3)]
-        return lambda: torch.cat(parts, dim=-1)
+    def inputs(count: int, grad: bool = False) -> Callable[[int], tuple[Tensor, ...]]:
+        return lambda elements: tuple(flat(elements, grad) for _ in range(count))
 
-    def rotary(elements: int) -> Call:
+    def normed(elements: int) -> tuple[Tensor, ...]:
+        weight, bias = (torch.full((WIDTH,), value, device=device, requires_grad=True) for value in (1.0, 0.0))
+        return flat(elements, grad=True), weight, bias
+
+    def rotated(elements: int) -> tuple[Tensor, ...]:
         config = ModelConfig(layers=1, hidden=WIDTH, heads=8, vocab=2, context=256, positions="rope")
         tokens = min(256, _rows(elements))
         x = pool.take(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, dtype=dtype)
-        cos, sin = (table[:tokens].to(device) for table in rotary_tables(config))
-        return lambda: rotate(x, cos, sin)
+        return x, *(table[:tokens].to(device) for table in rotary_tables(config))
 
-    def embedding(backward: bool) -> Callable[[int], Call]:
-        def build(elements: int) -> Call:
-            table = pool.parameter(VOCABULARY, WIDTH)
-            tokens = torch.randint(0, VOCABULARY, (_rows(elements),), device=device)
-            if backward:
-                return _backward(F.embedding(tokens, table), (table,))
-            return lambda: F.embedding(tokens, table)
+    def labels(rows: int) -> Tensor:
+        return torch.randint(0, VOCABULARY, (rows,), device=device)
 
-        return build
+    def embedded(elements: int) -> tuple[Tensor, ...]:
+        return labels(_rows(elements)), pool.parameter(VOCABULARY, WIDTH)
 
-    def loss(backward: bool) -> Callable[[int], Call]:
-        def build(elements: int) -> Call:
-            rows = _rows(elements, VOCABULARY)
-            logits = pool.parameter(rows, VOCABULARY)
-            targets = torch.randint(0, VOCABULARY, (rows,), device=device)
-            if backward:
-                return _backward(F.cross_entropy(logits, targets), (logits,))
-            return lambda: F.cross_entropy(logits, targets)
+    def judged(elements: int) -> tuple[Tensor, ...]:
+        rows = _rows(elements, VOCABULARY)
+        return pool.parameter(rows, VOCABULARY), labels(rows)
 
-        return build
-
-    def update(elements: int) -> Call:
+    def with_gradient(elements: int) -> Tensor:
         weight = flat(elements, grad=True)
         weight.grad = flat(elements)
-        optimizer = torch.optim.AdamW([weight], fused=True)
-        return optimizer.step
+        return weight
 
     def clip(elements: int) -> Call:
-        weight = flat(elements, grad=True)
-        weight.grad = flat(elements)
+        weight = with_gradient(elements)
         # A limit that is never reached: scaling by 1 costs what any scaling costs and leaves the numbers alone.
         return lambda: torch.nn.utils.clip_grad_norm_([weight], 1e9)
 
     builders: dict[str, Callable[[int], Call]] = {
-        "add": binary(torch.add),
-        "add_in_place": binary(lambda x, y: x.add_(y, alpha=1e-9)),
-        "multiply": binary(torch.mul),
-        "multiply_backward": multiply_backward,
-        "cast": unary(lambda x: x.to(torch.bfloat16)),
-        "sum_rows": unary(lambda x: x.sum(dim=0)),
-        "concatenate": concatenate,
-        "rotary": rotary,
-        "embedding_forward": embedding(False),
-        "embedding_backward": embedding(True),
-        "loss_forward": loss(False),
-        "loss_backward": loss(True),
-        "adamw": update,
+        "add": kernel(torch.add, inputs(2)),
+        "add_in_place": kernel(lambda x, y: x.add_(y, alpha=1e-9), inputs(2)),
+        "multiply": kernel(torch.mul, inputs(2)),
+        "multiply_backward": kernel(torch.mul, inputs(2, grad=True), backward=True),
+        "cast": kernel(lambda x: x.to(torch.bfloat16), inputs(1)),
+        "sum_rows": kernel(lambda x: x.sum(dim=0), inputs(1)),
+        "concatenate": kernel(lambda *parts: torch.cat(parts, dim=-1), lambda elements: inputs(3)(elements // 3)),
+        "rotary": kernel(rotate, rotated),
+        "adamw": lambda elements: torch.optim.AdamW([with_gradient(elements)], fused=True).step,
         "clip": clip,
     }
+    both: dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, ...]]]] = {
+        "embedding": (F.embedding, embedded),
+        "loss": (F.cross_entropy, judged),
+        "layernorm": (lambda x, weight, bias: F.layer_norm(x, (WIDTH,), weight, bias), normed),
+        "rmsnorm": (lambda x, weight: F.rms_norm(x, (WIDTH,), weight), lambda elements: normed(elements)[:2]),
+    }
+    for name, (function, given) in both.items():
+        builders |= {f"{name}_{way}": kernel(function, given, way == "backward") for way in ("forward", "backward")}
     activations: dict[str, Callable[[Tensor], Tensor]] = {
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "silu": F.silu,
     }
-    for name, function in activations.items():
-        builders[f"{name}_forward"] = unary(function)
-        builders[f"{name}_backward"] = unary(function, backward=True)
-    for kind in ("layernorm", "rmsnorm"):
-        builders[f"{kind}_forward"] = norm(kind, backward=False)
-        builders[f"{kind}_backward"] = norm(kind, backward=True)
+    for name, activation in activations.items():
+        builders[f"{name}_forward"] = kernel(activation, inputs(1))
+        builders[f"{name}_backward"] = kernel(activation, inputs(1, grad=True), backward=True)
     if dtype == torch.float32:
         return builders
     return {name: builder for name, builder in builders.items() if name.startswith(REDUCED)}

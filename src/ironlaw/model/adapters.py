@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.autocast import followed
-from ironlaw.model.linear import Linear, linear
+from ironlaw.model.linear import Linear, become, linear
 
 
 class Adapter(nn.Module):
@@ -52,10 +52,50 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+class LayerAdapters(nn.ModuleDict):
+    """Of one layer, in the order of their rows: what they make of its product. A module, so that a profile names it."""
+
+    def forward(self, x: Tensor, y: Tensor, layer: AdaptedLinear) -> Tensor:
+        """x (..., K) and the frozen product y (..., N) to (..., N); where rows are stretched y is without the bias."""
+        y = y + self._side_by_side([adapter.added(x) for adapter in self.each()], y)
+        if self.stretches:
+            lengths = [self._stretch(adapter, layer) for adapter in self.each()]
+            y = y * self._side_by_side(lengths, y.new_ones(layer.out_features), 1).to(y.dtype)
+            y = y if layer.bias is None else y + layer.bias.to(y.dtype)
+        return y
+
+    @property
+    def stretches(self) -> bool:
+        return any(adapter.magnitude is not None for adapter in self.each())
+
+    def _side_by_side(self, parts: list[Tensor], like: Tensor, fill: int = 0) -> Tensor:
+        """What each adapter has of (..., N); other rows are filled."""
+        together, row = [], 0
+        for start, stop, part in [*((a.start, a.stop, p) for a, p in zip(self.each(), parts, strict=True)),
+                                  (like.shape[-1], 0, None)]:  # fmt: skip
+            if start > row:
+                together.append(like.new_full((*like.shape[:-1], start - row), fill))
+            together += [] if part is None else [part]
+            row = stop
+        return together[0] if len(together) == 1 else torch.cat(together, dim=-1)
+
+    @staticmethod
+    def _stretch(adapter: Adapter, layer: AdaptedLinear) -> Tensor:
+        with torch.autocast(adapter.a.device.type, enabled=False), torch.no_grad():
+            merged = (local(adapter.b) @ local(adapter.a)).mul_(adapter.scale)
+            merged += layer.frozen()[adapter.start : adapter.stop]
+        return adapter.stretch(merged)
+
+    def each(self) -> Iterator[Adapter]:
+        for adapter in self.values():
+            assert isinstance(adapter, Adapter)
+            yield adapter
+
+
 class AdaptedLinear(Linear):
     """A frozen `Linear` with adapters. `product` and `frozen` say how its matrix is held."""
 
-    adapters: nn.ModuleDict
+    adapters: LayerAdapters
     adapting = True  # False: as if there were none
 
     def frozen(self) -> Tensor:
@@ -67,46 +107,16 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = followed(x)  # once, for all products
-        adapters = list(self.each()) if self.adapting else []
-        stretched = any(adapter.magnitude is not None for adapter in adapters)
-        y = self.product(x, None if stretched else self.bias)
-        if adapters:
-            y = y + self._by_rows([adapter.added(x) for adapter in adapters], y.new_zeros)
-        if stretched:
-            y = y * self._by_rows([self._stretch(adapter) for adapter in adapters], y.new_ones).to(y.dtype)
-            y = y if self.bias is None else y + self.bias.to(y.dtype)
-        return y
-
-    def _by_rows(self, parts: list[Tensor], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """What each adapter has of (..., N), side by side; other rows are filled."""
-        together, row = [], 0
-        for adapter, part in zip(self.each(), parts, strict=True):
-            if adapter.start > row:
-                together.append(fill((*part.shape[:-1], adapter.start - row)))
-            together.append(part)
-            row = adapter.stop
-        if row < self.out_features:
-            together.append(fill((*parts[0].shape[:-1], self.out_features - row)))
-        return together[0] if len(together) == 1 else torch.cat(together, dim=-1)
-
-    def _stretch(self, adapter: Adapter) -> Tensor:
-        with torch.autocast(adapter.a.device.type, enabled=False), torch.no_grad():
-            rows = self.frozen()[adapter.start : adapter.stop].float() + adapter.scale * (
-                local(adapter.b) @ local(adapter.a)
-            )
-        return adapter.stretch(rows)
-
-    def each(self) -> Iterator[Adapter]:
-        """In the order of their rows."""
-        for adapter in self.adapters.values():
-            assert isinstance(adapter, Adapter)
-            yield adapter
+        if not (self.adapting and self.adapters):
+            return self.product(x, self.bias)
+        adapted: Tensor = self.adapters(x, self.product(x, None if self.adapters.stretches else self.bias), self)
+        return adapted
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """The matrix with the adapters in it, (N, K)."""
         whole = self.frozen().clone()
-        for adapter in self.each():
+        for adapter in self.adapters.each():
             rows = slice(adapter.start, adapter.stop)
             whole[rows] = adapter.merged(whole[rows])
         return whole
@@ -114,10 +124,8 @@ class AdaptedLinear(Linear):
 
 def adapt(module: Linear, adapters: dict[str, Adapter], *, magnitudes: bool = False) -> None:
     """Give a frozen layer its adapters, in the order of their rows. Names of what it has stay as they are."""
-    if type(module) is Linear:
-        module.__class__ = AdaptedLinear
-    assert isinstance(module, AdaptedLinear)
-    module.adapters = nn.ModuleDict(adapters)
+    module = module if isinstance(module, AdaptedLinear) else become(module, AdaptedLinear)
+    module.adapters = LayerAdapters(adapters)
     for adapter in adapters.values() if magnitudes else ():
         rows = module.frozen()[adapter.start : adapter.stop]
         adapter.magnitude = nn.Parameter(torch.linalg.vector_norm(rows.detach(), dim=1))

@@ -7,11 +7,13 @@ same numbers but for the order of the sums. `ironlaw measure` times both, and th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from ironlaw.model.autocast import followed
 
 
 def onednn_available() -> bool:
@@ -79,3 +81,24 @@ def use_onednn(model: nn.Module, wanted: bool = True) -> None:
     for module in model.modules():
         if hasattr(type(module), "onednn"):
             module.onednn = wanted  # type: ignore[assignment]
+
+
+Kind = TypeVar("Kind", bound=Linear)
+
+
+def become(module: Linear, kind: type[Kind]) -> Kind:
+    """The module itself as a layer of another kind; its tensors and their names stay."""
+    module.__class__ = kind
+    assert isinstance(module, kind)
+    return module
+
+
+class RoundedLinear(Linear):
+    """A `Linear` whose product is a function of x, the weight and the layer, on rounded operands; its bias is added in
+    the precision around it."""
+
+    function: type[torch.autograd.Function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.function.apply(followed(x), self.weight, self)
+        return product if self.bias is None else product + self.bias.to(product.dtype)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
-from ironlaw.model.autocast import followed
-from ironlaw.model.linear import Linear
+from ironlaw.model.linear import Linear, RoundedLinear, become
 from ironlaw.numerics.compression import Target, read_target
 from ironlaw.numerics.pruning import kept_weights
 from ironlaw.numerics.quantized import rounded
@@ -45,7 +44,8 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-class AwareLinear(Linear):
+class AwareLinear(RoundedLinear):
+    function = _Product
     target: Target
     kept: Tensor | None = None  # of a pruned one, which weights stay: found when the first weights are there
 
@@ -58,8 +58,7 @@ class AwareLinear(Linear):
             self.kept = kept_weights(self.weight, self.target.pruning)
             with torch.no_grad():
                 self.weight.mul_(self.kept)
-        product: Tensor = _Product.apply(followed(x), self.weight, self)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+        return super().forward(x)
 
 
 def hold_as(blocks: nn.Module, text: str) -> None:
@@ -70,6 +69,4 @@ def hold_as(blocks: nn.Module, text: str) -> None:
         raise UserError(f"train.qat: {str(error).removeprefix('--to ')}") from None
     for module in blocks.modules():
         if isinstance(module, Linear):
-            module.__class__ = AwareLinear
-            assert isinstance(module, AwareLinear)
-            module.target = target
+            become(module, AwareLinear).target = target

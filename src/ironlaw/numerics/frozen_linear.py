@@ -11,30 +11,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
-from ironlaw.model.adapters import AdaptedLinear
-from ironlaw.model.linear import Linear
+from ironlaw.model.adapters import AdaptedLinear, LayerAdapters
+from ironlaw.model.linear import Linear, become
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.rounding import decode
 
 SCALES_BLOCK = (1, 256)
+PIECE = 2**22  # numbers that are dequantised at a time (workload/adapted.py)
 
 
-class _Product(torch.autograd.Function):
+class FrozenProduct(torch.autograd.Function):
     """Keeps nothing: the matrix is dequantised again on the way back, and no gradient needs x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear, bias: Tensor | None) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
-        return F.linear(x, layer.frozen(), bias)
+        return F.linear(x, layer.frozen(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient @ ctx.layer.frozen().to(gradient.dtype)).to(ctx.dtype), None, None
+        return (gradient @ ctx.layer.frozen(gradient.dtype)).to(ctx.dtype), None, None
 
 
 class FrozenLinear(AdaptedLinear):
@@ -49,17 +50,30 @@ class FrozenLinear(AdaptedLinear):
     _row_blocks: int  # of a whole row
     _form: tuple[Quantized, Quantized]  # of codes and of scales, without their tensors
 
-    def frozen(self) -> Tensor:
-        form, scales_form = self._form
-        rows, blocks = self.scale_codes.shape
-        whole_rows = self.group_rows if self.group_rows is not None else torch.arange(rows, device=self.codes.device)
-        here = torch.arange(self._first_block, self._first_block + blocks, device=self.codes.device)
-        group = (whole_rows[:, None] * self._row_blocks + here) // SCALES_BLOCK[1]
-        scales = decode(self.scale_codes, scales_form.format.element) * self.group_scales[group] + self.scale_mean
-        return replace(form, codes=self.codes, scales=scales).dequantize()
+    def frozen(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix, some rows at a time: what lies between codes and numbers takes several times their bytes."""
+        rows, columns = self._form[0].shape
+        step = max(1, PIECE // columns)
+        pieces = (self._rows(slice(row, row + step)).to(dtype) for row in range(0, rows, step))
+        if rows <= step:
+            return next(pieces)
+        found = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
+        for row, piece in zip(range(0, rows, step), pieces, strict=True):
+            found[row : row + step] = piece
+        return found
+
+    def _rows(self, chosen: slice) -> Tensor:
+        (form, scales_form), scale_codes = self._form, self.scale_codes[chosen]
+        (rows, blocks), device = scale_codes.shape, self.codes.device
+        whole_rows = torch.arange(len(self.scale_codes), device=device) if self.group_rows is None else self.group_rows
+        here = torch.arange(self._first_block, self._first_block + blocks, device=device)
+        group = (whole_rows[chosen, None] * self._row_blocks + here) // SCALES_BLOCK[1]
+        scales = decode(scale_codes, scales_form.format.element) * self.group_scales[group] + self.scale_mean
+        shape = torch.Size((rows, form.shape[1]))
+        return replace(form, shape=shape, codes=self.codes[chosen], scales=scales).dequantize()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = _Product.apply(x, self, bias)
+        product: Tensor = FrozenProduct.apply(x, self, bias)
         return product
 
     def keep_part(self, rows: Tensor | None, columns: slice) -> None:
@@ -88,9 +102,8 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     mean = whole.scales.mean()
     scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=SCALES_BLOCK)
     assert scales.scales is not None
-    module.__class__ = FrozenLinear
-    assert isinstance(module, FrozenLinear)
-    module.adapters = nn.ModuleDict()
+    module = become(module, FrozenLinear)
+    module.adapters = LayerAdapters()
     del module._parameters["weight"]
     codes = scales.codes.flatten()[: whole.scales.numel()].view(whole.scales.shape).clone()
     tensors = {

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.catalog.precision_recipes import PrecisionRecipe
-from ironlaw.model.autocast import followed
-from ironlaw.model.linear import Linear
+from ironlaw.model.linear import Linear, RoundedLinear, become
 from ironlaw.numerics.hadamard import rotate
 from ironlaw.numerics.quantized import rounded
 from ironlaw.numerics.rounding import generator_of
@@ -116,16 +115,13 @@ def _along_tokens(matrix: Tensor, recipe: PrecisionRecipe) -> Tensor:
     return rotate(F.pad(across, (0, -across.shape[1] % recipe.rotation)), recipe.rotation, ROTATION_SEED)
 
 
-class LowPrecisionLinear(Linear):
-    """`Linear` whose products are on numbers of few bits; its bias is added in the precision around it."""
+class LowPrecisionLinear(RoundedLinear):
+    """`Linear` whose products are on numbers of few bits."""
 
+    function = LowPrecisionProduct
     recipe: PrecisionRecipe
     moment: Moment
     number = 0  # of this layer within the model
-
-    def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = LowPrecisionProduct.apply(followed(x), self.weight, self)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def largest(self, operand: str, matrix: Tensor) -> Tensor | None:
         """What the operand's scale is made of, where that is not its own numbers."""
@@ -140,8 +136,7 @@ def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> i
     for block in list(blocks)[: recipe.blocks(len(blocks))]:
         for module in block.modules():
             if isinstance(module, Linear):
-                module.__class__ = LowPrecisionLinear
-                assert isinstance(module, LowPrecisionLinear)
-                module.recipe, module.moment, module.number = recipe, moment, count
+                layer = become(module, LowPrecisionLinear)
+                layer.recipe, layer.moment, layer.number = recipe, moment, count
                 count += 1
     return count

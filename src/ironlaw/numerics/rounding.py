@@ -42,7 +42,8 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
         _refuse_nan(x, format)
     # By the bits of fp32: frexp and ldexp take twenty times as long as a product.
     exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too small of 0 and subnormals: raised next
-    shift = exponent.clamp_(min=format.least_exponent) - format.mantissa_bits
+    # A number beyond the greatest saturates: no quantum of its own, whose reciprocal might be too small for fp32.
+    shift = exponent.clamp_(format.least_exponent, min(format.greatest_exponent, 126)) - format.mantissa_bits
     rounded = _whole(x * power_of_two(-shift), generator) * power_of_two(shift)
     saturated = rounded.clamp(-format.largest, format.largest)
     return torch.where(x.isinf(), x, saturated) if format.bits > 8 else saturated

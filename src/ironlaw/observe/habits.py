@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from ironlaw.ledger import Phase
 from ironlaw.machine import host
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.inputs import input_tensors, padding
-from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_calling, padding_line, user_line
+from ironlaw.observe.user_code import (
+    files_of,
+    growing_line,
+    holder_of,
+    line_calling,
+    padding_line,
+    user_frame,
+    user_line,
+)
 
 TURNS = 7
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
@@ -91,6 +100,8 @@ class Habits:
     unread_lines: Counter[str] = field(default_factory=Counter)
     added_to: Counter[str] = field(default_factory=Counter)  # backward passes that found gradients of the step before
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
+    graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
+    loop: CodeType | None = None  # the user's function that updates
     backward_seconds: float = 0.0
     again_seconds: float = 0.0  # of backward passes through a graph that another one of the step had been through
     loaders: Counter[str] = field(default_factory=Counter)  # iterators made of DataLoaders
@@ -130,6 +141,8 @@ class Habits:
         for tensor in input_tensors((output,), {}):
             if tensor.requires_grad:
                 tensor.register_hook(comes)
+                if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
+                    self.graphs.append(tensor.grad_fn._sequence_nr())
 
     def backward_begins(self) -> None:
         self.gradients.backward_begins()
@@ -147,6 +160,8 @@ class Habits:
 
     def updates(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.updates(optimizer)
+        frame = user_frame()
+        self.loop = frame.f_code if frame is not None else None
         self.lines["update_by_hand"][user_line() or "?"] += 1
 
     def between(self, phase: Phase) -> None:
@@ -268,7 +283,7 @@ class Habits:
         middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
         rises = [after - before for before, after in itertools.pairwise(middles)]
         grown = middles[-1] - middles[0]
-        name, graphs = holder_of(len(self.resident)) or (None, False)
+        name, graphs = holder_of(len(self.resident), self.graphs) or (None, False)
         least = max(LEAST_BYTES, LEAST_GROWTH * middles[0]) * (1 if name else UNNAMED)
         even = grown >= least and min(rises) >= EVEN * grown / 3
         even &= name is not None or not self.profiled  # a profiler's record grows too

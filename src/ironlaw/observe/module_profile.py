@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import Held, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
-from ironlaw.observe.spans import LEAF, MARK, Span, device_key, group_of, kind_of, nest, span_key
+from ironlaw.observe.sampler import StackSampler
+from ironlaw.observe.spans import BACKWARD_NODE, LEAF, MARK, Span, device_key, group_of, kind_of, nest, span_key
 from ironlaw.observe.timeline import Segment, operation_segments, timeline
 
+MOST_LOSSES = 16  # operations of a loss in a step, forward and backward, of a few calls
 WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
 
 
@@ -29,6 +32,7 @@ class ModuleProfile:
     memory: MemoryPeak | None = None
     timeline: dict[str, Any] | None = None
     launches: int = 0  # calls of kernels per step
+    line_work: dict[str, list[tuple[str, float]]] = field(default_factory=dict)  # kind -> `StackSampler.busy_lines`
     recomputed_seconds: float | None = None  # wall time of forward passes within the backward pass, per step
 
 
@@ -55,10 +59,54 @@ class ModuleRecording:
         named = [(number, interval.phase) for number, step in enumerate(self.steps) for interval in step]
         return ends[: len(named)], named[: len(ends)]
 
+    def origins(self, spans: Sequence[Span], ends: Sequence[int]) -> Callable[[float], tuple[Kind, float | None]]:
+        """Of a moment of `time.perf_counter`: what the main thread worked at (Python between operations is host), and
+        for the backward pass the moment of the forward operation that it belongs to."""
+        moments = [i.end.seconds * 1e9 for step in self.steps for i in step if i.end is not None]
+        offset = statistics.median(end - moment for end, moment in zip(ends, moments, strict=False))
+        main = main_lane(spans)
+        own = [span for span in spans if span.event.lane == main]
+        starts = [span.event.start for span in own]
+        called = {s.event.sequence: s.event.start for s in own if s.event.sequence >= 0 and not s.backward}
+
+        def at(seconds: float) -> tuple[Kind, float | None]:
+            moment = seconds * 1e9 + offset
+            index = bisect.bisect_right(starts, moment) - 1
+            span: Span | None = own[index] if index >= 0 else None
+            while span is not None and span.event.end < moment:
+                span = span.parent
+            kind = Kind.HOST if span is None or span.kernel is None else kind_of(span.kernel.name)
+            while span is not None and not span.name.startswith(BACKWARD_NODE):
+                span = span.parent
+            begun = called.get(span.event.sequence) if span is not None else None
+            return kind, (begun - offset) / 1e9 if begun is not None else None
+
+        return at
+
+
+def main_lane(spans: Sequence[Span]) -> int | str:
+    """The thread that does most."""
+    busy: dict[int | str, int] = defaultdict(int)
+    for span in spans:
+        busy[span.event.lane] += span.self_ns
+    return max(busy, key=lambda lane: busy[lane])
+
+
+def line_work(
+    spans: Sequence[Span], ends: Sequence[int], recording: ModuleRecording, sampler: StackSampler
+) -> dict[str, list[tuple[str, float]]]:
+    """Kind of work to the user's lines that spent most time in it. A loss that is cut into many is host's work."""
+    losses = sum(span.kernel is span.event and kind_of(span.name) is Kind.LOSS for span in spans)
+    many = {Kind.LOSS} if losses > MOST_LOSSES * len(recording.steps) else set()
+    origin = recording.origins(spans, ends)
+    wanted = {Kind.HOST: {Kind.HOST} | many, Kind.ELEMENTWISE: {Kind.ELEMENTWISE}}
+    return {str(kind): sampler.busy_lines(kinds, origin) for kind, kinds in wanted.items()}
+
 
 def read_modules(
-    events: Sequence[Event], allocations: Sequence[Allocation], recording: ModuleRecording, held: Held
-) -> ModuleProfile:
+    events: Sequence[Event], allocations: Sequence[Allocation], recording: ModuleRecording, held: Held,
+    sampler: StackSampler | None = None,
+) -> ModuleProfile:  # fmt: skip
     ends, named = recording.phases(events)
     if not ends:
         return ModuleProfile()
@@ -81,6 +129,7 @@ def read_modules(
         lines=sums.lines(),
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
         timeline=_timeline(spans, events, ends, named, begin, sums),
+        line_work=line_work(spans, ends, recording, sampler) if sampler is not None and spans else {},
         launches=round(sum(sums.counts.values()) / steps),
         recomputed_seconds=None if on_device else _recomputed(spans, place, steps),
     )
@@ -186,6 +235,5 @@ def _timeline(
                 ends[i - 1] if i else begin, ends[i])
         for i in own
     ]  # fmt: skip
-    main = max({s.event.lane for s in spans}, key=lambda lane: sum(s.self_ns for s in spans if s.event.lane == lane))
-    segments += operation_segments(spans, events, main, first, last)
+    segments += operation_segments(spans, events, main_lane(spans), first, last)
     return timeline(segments, first, last)

@@ -21,6 +21,7 @@ from ironlaw.observe.clock import StepTimes
 # evaluation.
 BRIDGES: dict[tuple[Phase, Phase], Phase] = {
     (Phase.FORWARD, Phase.BACKWARD): Phase.FORWARD,
+    (Phase.FORWARD, Phase.OPTIMIZER): Phase.FORWARD,  # where gradients are cleared right before the backward pass
     (Phase.BACKWARD, Phase.OPTIMIZER): Phase.OPTIMIZER,
     (Phase.OPTIMIZER, Phase.OPTIMIZER): Phase.OPTIMIZER,
     (Phase.EVALUATION, Phase.EVALUATION): Phase.EVALUATION,

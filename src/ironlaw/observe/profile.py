@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Key, Kind, Line, Origin, Phase
+from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import Held, find_peak
@@ -70,6 +71,7 @@ _CACHED = {"attention": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}  # scopes of 
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
 _FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
+_FROZEN_PRODUCT, _DEQUANTISES = "FrozenProduct", "_dequantise"  # of a quantised base; what else it does than multiply
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
     ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
@@ -139,12 +141,14 @@ def operation_scope(recording: bool, name: str) -> Any:
 
 def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     """Module to the plan's operation name. Containers are marked with their class, see `_OWN_WORK`."""
-    names = {}
+    names: dict[nn.Module, str] = {}
     latent = {path for path, module in model.named_modules() if _class_name(module) == "LatentAttention"}
     for path, module in model.named_modules():
         parts = path.split(".")
         leaf = parts[-1]
-        if _class_name(module) in _OWN_WORK:
+        if isinstance(module, LayerAdapters):
+            names[module] = f"{names[model.get_submodule(path.rpartition('.')[0])]}_adapter"
+        elif _class_name(module) in _OWN_WORK:
             names[module] = _class_name(module)
         elif _class_name(module) == "ExpertLinear":
             names[module] = f"expert_{leaf}"
@@ -209,6 +213,8 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
         span.scope = name.removeprefix(MODULE_SCOPE)
     elif name in _FUNCTIONS:
         span.scope = forward_scope[sequence] = _FUNCTIONS[name]
+    elif name == _FROZEN_PRODUCT:
+        span.scope = forward_scope[sequence] = span.scope + _DEQUANTISES
     elif name.startswith(BACKWARD_NODE):
         scope, node = forward_scope.get(sequence, ""), name.removeprefix(BACKWARD_NODE)
         span.scope = "accumulate" if "AccumulateGrad" in name else _NODE_SCOPES.get((scope, node), scope)
@@ -255,6 +261,10 @@ def _classify(span: Span) -> tuple[Kind, str]:
     if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
         return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    if span.scope.endswith(_DEQUANTISES):
+        if kind is Kind.ELEMENTWISE and not span.inside.startswith(BACKWARD_NODE):
+            return kind, span.scope
+        span.scope = span.scope.removesuffix(_DEQUANTISES)
     if span.scope in _CACHED:
         return _CACHED[span.scope], span.scope
     if span.scope in _FUNCTIONS.values():

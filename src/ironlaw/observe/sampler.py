@@ -3,19 +3,20 @@ in recorded steps only."""
 
 from __future__ import annotations
 
+import bisect
 import queue
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Self
 
 import torch
 
-from ironlaw.ledger import Phase
+from ironlaw.ledger import Kind, Phase
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import user_line
 
@@ -45,11 +46,14 @@ class StackSampler:
     "tokenise", or "read"; `place()`: the user's line; `logging_fraction()`: of the time in no phase, what logging took.
     """
 
-    def __init__(self, partition: Partition) -> None:
-        self._partition, self._thread_id = partition, threading.get_ident()
+    def __init__(self, partition: Partition, loop: CodeType | None = None, calls: Collection[str] = ()) -> None:
+        """`loop`: the function whose lines stand for what they call, where that is the loop's own time. `calls`: lines
+        that call the model, in which a model of library modules spends all its time."""
+        self._partition, self._thread_id, self._loop = partition, threading.get_ident(), loop
+        self._calls = calls
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
-        self._lines: list[tuple[Interval, str]] = []  # whose phase the next one tells, where it is a gap
+        self._lines: list[tuple[Interval, str, str, float]] = []  # whose phase the next one tells, where it is a gap
         self._gaps: Counter[bool] = Counter()  # logging, or something else
         self._ended = threading.Event()
 
@@ -74,7 +78,8 @@ class StackSampler:
             frame = frames.pop(self._thread_id, None)
             frames.pop(threading.get_ident(), None)
             if frame is not None and self._partition.intervals:
-                self._lines.append((self._partition.intervals[-1], user_line(frame) or "?"))
+                inner, outer = user_line(frame) or "?", user_line(frame, self._loop) or "?"
+                self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter()))
                 if running in (None, Phase.HOST):
                     self._gaps[logs(frame)] += 1
                 elif running is Phase.DATA:
@@ -85,14 +90,39 @@ class StackSampler:
             time.sleep(EVERY_SECONDS)
 
     def lines(self) -> dict[str, list[tuple[str, float]]]:
-        """Phase to the user's lines it spent most time in, each with its share of the phase."""
+        """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time the
+        lines of the loop, with what was found most within them."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
-        for interval, place in self._lines:
-            counts[interval.phase or Phase.HOST][place] += 1
+        within: dict[str, Counter[str]] = defaultdict(Counter)
+        for interval, inner, outer, _ in self._lines:
+            phase = interval.phase or Phase.HOST
+            counts[phase][outer if phase is Phase.HOST else inner] += 1
+            within[outer][inner] += phase is Phase.HOST
+
+        def named(phase: Phase, place: str) -> str:
+            most = within[place].most_common(1)[0][0] if phase is Phase.HOST else place
+            return place if most == place else f"{place} (in {most})"
+
         return {
-            str(phase): [(place, count / here.total()) for place, count in here.most_common(3)]
+            str(phase): [(named(phase, place), count / here.total()) for place, count in here.most_common(3)]
             for phase, here in counts.items()
         }
+
+    def busy_lines(
+        self, kinds: Collection[Kind], origin: Callable[[float], tuple[Kind, float | None]]
+    ) -> list[tuple[str, float]]:
+        """The user's lines of the forward pass and the loss that spent most time in these kinds of work, their part of
+        the backward pass included, each with its share of all recorded time. `origin`: `ModuleRecording.origins`."""
+        moments = [seconds for *_, seconds in self._lines]
+        here: Counter[str] = Counter()
+        for interval, place, _, seconds in self._lines:
+            kind, begun = origin(seconds) if interval.phase in (Phase.FORWARD, Phase.BACKWARD) else (None, None)
+            if kind not in kinds or (interval.phase is Phase.BACKWARD and begun is None):
+                continue
+            if begun is not None:  # the line that was seen last when the forward operation began
+                place = self._lines[max(0, bisect.bisect_right(moments, begun) - 1)][1]
+            here[place] += place not in self._calls
+        return [(place, count / len(self._lines)) for place, count in here.most_common(3) if count]
 
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None

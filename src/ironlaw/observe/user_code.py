@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -29,11 +29,20 @@ def is_users(file: str) -> bool:
     return not file.startswith((*LIBRARIES, "<"))
 
 
-def user_line(frame: FrameType | None = None) -> str | None:
-    """file:line of the innermost line that belongs to no library."""
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost one that belongs to no library."""
     frame = frame if frame is not None else sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str | None:
+    """file:line of the innermost line that belongs to no library; with `of` of the one of this function around it."""
+    inner = frame = user_frame(frame if frame is not None else sys._getframe(1))
+    while of is not None and frame is not None and frame.f_code is not of:
+        frame = frame.f_back
+    frame = frame or inner
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -122,9 +131,10 @@ def growing_line(name: str, files: Sequence[str]) -> str | None:
     return None
 
 
-def holder_of(steps: int) -> tuple[str, bool] | None:
+def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, bool] | None:
     """The name under which the user's code holds something of every step, a container of tensors or of arrays, or a
-    sum whose graph reaches back through all of them; and whether graphs are held."""
+    value whose graph reaches back through them; and whether graphs are held. `graphs`: of each step, the place of its
+    forward pass in the order in which autograd's nodes were made."""
     least = max(2, steps // 2)
     containers = [c for c in gc.get_objects() if type(c) in (list, dict, set, tuple) and _is_full(c, least)]
     held = {id(c): _weight(c) for c in containers}
@@ -132,7 +142,7 @@ def holder_of(steps: int) -> tuple[str, bool] | None:
     for name, value in _named_values():
         if id(value) in held:
             found.append((held[id(value)], name))
-        elif isinstance(value, Tensor) and value.grad_fn is not None and _long(value, least):
+        elif isinstance(value, Tensor) and value.grad_fn is not None and _reaches(value, graphs[-least : 1 - least]):
             found.append((float("inf"), name))
     for container in containers if not found else ():
         names = (k for r in gc.get_referrers(container) if type(r) is dict for k, v in r.items() if v is container)
@@ -176,12 +186,14 @@ def _weight(container: Any) -> float:
     return float("inf") if graphs else sum(_bytes(v) for v in values[-3:]) * len(values) / 3
 
 
-def _long(value: Tensor, least: int) -> bool:
-    """Whether its graph goes back through so many additions."""
+def _reaches(value: Tensor, graphs: Sequence[int]) -> bool:
+    """Whether its graph goes back to nodes that were made before those of these steps."""
     node: Any = value.grad_fn
-    for depth in range(min(least, MOST_NODES)):
-        following = [n for n, _ in node.next_functions if n is not None and "Add" in type(n).__name__]
-        if not following:
-            return depth >= least - 1
-        node = following[0]
-    return True
+    for _ in range(MOST_NODES if graphs else 0):
+        if node._sequence_nr() < graphs[0]:
+            return True
+        before = [n for n, _ in node.next_functions if n is not None and n._sequence_nr() < node._sequence_nr()]
+        if not before:
+            return False
+        node = min(before, key=lambda n: n._sequence_nr())
+    return False

@@ -163,7 +163,8 @@ class Watch:
                 raise UserError("no step was observed: call optimizer.step() of the observed optimizer inside `with`")
             return
         rank = _rank()
-        write_observed(self.out / f"rank{rank}" if rank else self.out, self._observed(seconds, kind))
+        with torch.random.fork_rng(devices=[]):  # what is tried at the end takes none of the user's random numbers
+            write_observed(self.out / f"rank{rank}" if rank else self.out, self._observed(seconds, kind))
 
     def batches(self, iterable: Iterable[Item]) -> Iterator[Item]:
         """Time the wait for each item of something that is no DataLoader."""
@@ -311,7 +312,9 @@ class Watch:
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
-        self.sampler = self._recording_stack.enter_context(StackSampler(self.partition))
+        self.sampler = self._recording_stack.enter_context(
+            StackSampler(self.partition, self._habits.loop, self._habits.forward_lines)
+        )
         with silent_stderr():
             self._recorder.start()
         self.partition.on_mark = mark
@@ -330,8 +333,9 @@ class Watch:
         if self._recording:
             self.sync_steps = len(self._recording)
             self._profile = read_modules(
-                recorded_events(recorder), recorded_allocations(recorder), ModuleRecording(self._recording), self._held
-            )
+                recorded_events(recorder), recorded_allocations(recorder), ModuleRecording(self._recording), self._held,
+                self.sampler,
+            )  # fmt: skip
         self.partition.start()
         self.partition.intervals[0].after = Phase.OPTIMIZER
         self.profiling_seconds += time.perf_counter() - began

@@ -15,11 +15,8 @@ from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.ledger import Kind, Ledger, Line, Phase
-from ironlaw.machine.efficiency import collective_seconds
-from ironlaw.plan.cluster.system import fabric_of
-from ironlaw.plan.machines import fold
-from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on
+from ironlaw.ledger import Ledger
+from ironlaw.plan.module import accelerator_target, ledger_on
 from ironlaw.plan.module_timing import CataloguedAccelerator
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
@@ -27,7 +24,7 @@ from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.program import Program, step
+from ironlaw.workload.program import step
 
 USUAL_SEQUENCE = 2048
 
@@ -76,7 +73,7 @@ def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunCon
 
 
 def _ledger(config: RunConfig, cluster: Cluster, zero: int, precision: str) -> Ledger:
-    target = accelerator_target(cluster.accelerator.name, precision, "adapters are")
+    target = accelerator_target(cluster, precision)
     assert isinstance(target.machine, CataloguedAccelerator)
     target = replace(target, machine=replace(target.machine, precision=target.precision))
     recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
@@ -87,30 +84,10 @@ def _ledger(config: RunConfig, cluster: Cluster, zero: int, precision: str) -> L
         "model": config.model.model_dump(mode="json", exclude_none=True), "sequence": config.sequence,
         "global_batch": config.train.global_batch, "micro_batch": config.micro_batch,
         "accumulation": program.micro_batches, "steps": config.train.steps,
-    }, _communication(program, cluster, target))  # fmt: skip
+    })  # fmt: skip
     held = {"weights", "optimizer", "gradients", "average"}
     states = sum(line.bytes or 0.0 for line in ledger.memory if line.component in held)
     left = target.system.memory_bytes - target.system.context_bytes - states
     room = f"{units.bytes_(left)} are left for activations" if left > 0 else f"{units.bytes_(-left)} too much already"
     ledger.facts["finetune"] = f"{finetuning(config, program)}; held throughout: {units.bytes_(states)}, {room}"
     return ledger
-
-
-def _communication(program: Program, cluster: Cluster, target: PlannedTarget) -> list[Line]:
-    """What a replica sends, and how much of it the passes are too short for."""
-    if cluster.count == 1:
-        return []
-    sent, fabric = dict[str, tuple[int, int, float]](), fabric_of(cluster.accelerator, cluster.node)
-    for _, kind, calls, size in program.collectives[0]:
-        count = calls or 1
-        took = count * float(collective_seconds(kind, size / count, cluster.count, fabric=fabric)) if size else 0.0
-        known = sent.get(kind, (0, 0, 0.0))
-        sent[kind] = known[0] + count, known[1] + size, known[2] + took
-    total = sum(took for _, _, took in sent.values())
-    lines = fold(program.operations(), target.machine)
-    passes = sum(line.seconds or 0.0 for line in lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
-    exposed = max(0.0, total - passes) / total if total else 0.0
-    return [
-        Line(Phase.COMMUNICATION, Kind.COLLECTIVE, f"shard {kind}", count, None, float(size), exposed * took)
-        for kind, (count, size, took) in sent.items()
-    ]

@@ -15,7 +15,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.catalog import Cluster, Figure, Quote, grid, node, price, pue, source
+from ironlaw.catalog.figures import Figure, source
+from ironlaw.catalog.money import Quote, grid, price, pue
+from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
 
@@ -35,16 +37,6 @@ HOST_SHARE = (0.7, 0.5, 1.0)
 WAITING = (Phase.COMMUNICATION, Phase.HOST, Phase.IDLE)
 
 
-def accelerator_hours(seconds: float, accelerators: int) -> float:
-    """Hours that somebody bills."""
-    return seconds * accelerators / 3600
-
-
-def rent_usd(seconds: float, accelerators: int, usd_per_hour: float) -> float:
-    """US dollars at a price per accelerator-hour."""
-    return accelerator_hours(seconds, accelerators) * usd_per_hour
-
-
 def break_even_hours(purchase_usd: float, usd_per_hour: float) -> float:
     """Hours of use after which one bought accelerator cost less than a rented one: power, hosts and people aside."""
     return purchase_usd / usd_per_hour
@@ -60,11 +52,6 @@ def energy_joules(
 ) -> float:
     """Joules from the grid: accelerators and hosts, times the data centre's overhead."""
     return seconds * (accelerators * accelerator_watts + hosts * host_watts) * pue
-
-
-def carbon_kg(joules: float, kg_per_kwh: float) -> float:
-    """Kilograms of CO2 of that much electricity."""
-    return joules / JOULES_PER_KWH * kg_per_kwh
 
 
 @dataclass(frozen=True)

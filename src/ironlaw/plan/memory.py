@@ -30,7 +30,7 @@ from ironlaw.workload.schedule import Pass, passes
 from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
-    expert_holders,
+    expert_dp,
     of_experts,
     of_site,
     parameter_groups,
@@ -53,7 +53,7 @@ class _Rank:
         self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
         self.fsdp = sharded(layout)
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
-        self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
+        self.expert_dp = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
         self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
         self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
@@ -77,7 +77,7 @@ class _Rank:
 
     def sharing(self, parameter: Parameter) -> int:
         """Ranks that FSDP shards a tensor over."""
-        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
+        return self.expert_dp if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
 
     def padded(self, tensors: list[Parameter]) -> float:
         """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""

@@ -1,6 +1,8 @@
 """Operations walked in order: bytes allocated and freed by component, and the highest moment.
 
-    highest(list(unfolded(shape))).total        # of one micro-batch by itself
+    walk = Walk()
+    walk.run(layer.forward)
+    walk.peak.total, walk.peak.where
 
 A layer is walked operation by operation once; layers that share its operations rise and fall as it does.
 """
@@ -109,12 +111,3 @@ class Walk:
         now["activations"] += rise.saved
         now["temporaries"] += rise.temporary
         now["gradients"] += rise.gradients
-
-
-def highest(operations: Sequence[Operation], gradients_held: int = 0) -> Peak:
-    """The peak of one micro-batch by itself. `gradients_held`: bytes that earlier micro-batches left."""
-    walk = Walk(dict.fromkeys(("activations", "temporaries", "gradients"), 0.0))
-    walk.now["gradients"] = gradients_held
-    walk.look("start")
-    walk.run(operations, keeps_gradients=not gradients_held)
-    return walk.peak

@@ -2,8 +2,9 @@
 
     ledger, fits = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
 
-One process, one micro-batch per step, AdamW on every trained parameter, gradients in the parameters' own type. The
-module decides the rest: what it recomputes, which types it uses. torch is imported when a module is traced, not before.
+One process (a replica on each of several accelerators), one micro-batch per step, AdamW on every trained parameter,
+gradients in the parameters' own type. The module decides the rest: what it recomputes, which types it uses. torch is
+imported when a module is traced, not before.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Decisions, Ledger, Line
+from ironlaw.ledger import Decisions, Kind, Ledger, Line, Phase
 from ironlaw.machine import interference
+from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.plan.cluster.system import UNUSABLE_BYTES, hardware_of
+from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.machines import Machine, MeasuredMachine, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
-from ironlaw.workload.program import Program, step_of_trace
+from ironlaw.workload.program import Program, replicated, step_of_trace
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:
@@ -54,12 +56,17 @@ class PlannedTarget:
     precision: str  # for the trace: "as is", "bf16", "fp16"
     precision_reason: str
     facts: dict[str, Any]
+    cluster: Cluster | None = None  # of a replica on each accelerator; None: this machine
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self.cluster is None else self.cluster.count
 
 
 def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> tuple[Ledger, bool]:
     """The plan of `package.module:factory` with inputs as `name=8x2048:int64`, and whether it fits where it is to run.
 
-    `on` is "this" or an accelerator of the catalogue; `real` as in `trace`.
+    `on` is "this" or accelerators of the catalogue; `real` as in `trace`.
     """
     if not inputs:
         raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
@@ -82,15 +89,19 @@ def plan_module(
     """A planned ledger of one training step.
 
     `precision`: "as is" runs the module in its own types, "bf16" and "fp16" under autocast; "auto" is as is on this
-    machine, and autocast where an accelerator multiplies 16 bits faster than 32.
+    machine, and autocast where an accelerator multiplies 16 bits faster than 32. `inputs` are one replica's; of
+    several, ZeRO 0 is planned, and 3 where that does not fit.
     """
     from ironlaw.workload.trace import trace
 
-    profile = load_profile() if on == "this" else None
-    target = _this_machine(profile, precision) if profile else accelerator_target(on, precision)
+    target = (
+        _this_machine(load_profile(), precision) if on == "this" else accelerator_target(parse_cluster(on), precision)
+    )
     how: Any = {"loss": loss, "precision": target.precision, "real": real, "repeated": repeated}
     traced = trace(module_or_factory, inputs, **how)
     ledger = _planned(traced, target, name)
+    if target.replicas > 1 and not fits(ledger):
+        ledger = _planned(traced, target, name, zero=3)
     ledger.facts["inputs"] = traced.inputs
     return ledger
 
@@ -106,30 +117,43 @@ def plan_trace(
 ) -> Ledger:
     """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
     or without one on the accelerator `on`."""
-    target = _this_machine(profile, "auto") if profile else accelerator_target(on, "as is")
+    target = _this_machine(profile, "auto") if profile else accelerator_target(parse_cluster(on), "as is")
     return _planned(traced, target, name, accumulation, loop)
 
 
 def _planned(
-    traced: ModuleTrace, target: PlannedTarget, name: str | None, accumulation: int = 1, loop: Loop | None = None
-) -> Ledger:
-    facts = {
+    traced: ModuleTrace, target: PlannedTarget, name: str | None, accumulation: int = 1, loop: Loop | None = None,
+    zero: int = 0,
+) -> Ledger:  # fmt: skip
+    facts: dict[str, Any] = {
         "model": {"name": name or traced.name},
         "precision": _types(traced),
         "traced_operations": len(traced.operations),
         "assumed": [list(one) for one in traced.assumptions],
         "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
     }
-    return ledger_on(target, step_of_trace(traced, accumulation, loop), traced.parameters, facts)
+    program, replicas = step_of_trace(traced, accumulation, loop), target.replicas
+    if replicas > 1:
+        program = replicated(program, traced, replicas, zero)
+        reason = "replicas of the inputs given, ZeRO 0 where that fits, else 3"
+        facts["assumed"].append(["layout", f"dp={replicas} zero={zero}", reason, ""])
+    return ledger_on(target, program, traced.parameters, facts)
 
 
-def ledger_on(
-    target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any], more: Sequence[Line] = ()
-) -> Ledger:
-    """A program of one process, or of one of several alike, where it is to run, with what else is known of it."""
+def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any]) -> Ledger:
+    """A program of one process, or of one of several alike, where it is to run, with what else is known of it.
+
+    Seconds and bytes are one replica's, FLOPs those of all.
+    """
     system, peak = target.system, peak_memory(program)
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
-    ledger = Ledger("plan", lines=[*fold(program.operations(), target.machine), *more], memory=peak.lines(notes))
+    lines = fold(program.operations(), target.machine)
+    lines += _communication(program, target, lines)
+    if target.replicas > 1:
+        lines = [replace(line, flops=None if line.flops is None else line.flops * target.replicas) for line in lines]
+        peak_rate = system.peak_flops_per_second * target.replicas
+        system = replace(system, peak_flops_per_second=peak_rate, peak_basis=f"{target.replicas} x {system.peak_basis}")
+    ledger = Ledger("plan", lines=lines, memory=peak.lines(notes))
     ledger.facts = target.facts | {
         "machine": system.name,
         "precision": target.precision,
@@ -143,6 +167,27 @@ def ledger_on(
     ledger.decisions = Decisions(target.precision)
     add_totals(ledger, system, parameters, peak.where)
     return ledger
+
+
+def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line]) -> list[Line]:
+    """What a replica sends, and how much of it the passes are too short for."""
+    if target.replicas == 1:
+        return []
+    assert target.cluster is not None
+    sent, fabric = dict[str, tuple[int, int, float]](), fabric_of(target.cluster.accelerator, target.cluster.node)
+    for dimension, kind, calls, size in program.collectives[0]:
+        count = calls or 1
+        took = count * float(collective_seconds(kind, size / count, target.replicas, fabric=fabric)) if size else 0.0
+        name = f"{dimension} {kind}"
+        known = sent.get(name, (0, 0, 0.0))
+        sent[name] = known[0] + count, known[1] + size, known[2] + took
+    total = sum(took for _, _, took in sent.values())
+    passes = sum(line.seconds or 0.0 for line in lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
+    exposed = max(0.0, total - passes) / total if total else 0.0
+    return [
+        Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, count, None, float(size), exposed * took)
+        for name, (count, size, took) in sent.items()
+    ]
 
 
 # -- where it runs -----------------------------------------------------------------------------------------------
@@ -168,11 +213,8 @@ def _this_machine(profile: Profile, precision: str) -> PlannedTarget:
     )
 
 
-def accelerator_target(on: str, precision: str, what: str = "a traced module is") -> PlannedTarget:
-    """UserError for several accelerators and for one whose memory nobody printed."""
-    cluster = parse_cluster(on)
-    if cluster.count != 1:
-        raise UserError(f"{what} planned on one accelerator, not {cluster.count}: write {cluster.accelerator.name}")
+def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
+    """UserError for accelerators whose memory nobody printed."""
     found = cluster.accelerator
     hardware = hardware_of(found)
     if found.memory_bytes is None:
@@ -205,6 +247,7 @@ def accelerator_target(on: str, precision: str, what: str = "a traced module is"
             "intervals": "Intervals are assumed: no traced plan has met a run on an accelerator",
             "assumptions": list(hardware.efficiency.assumptions()),
         },
+        cluster=cluster,
     )
 
 

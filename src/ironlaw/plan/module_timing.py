@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ironlaw.ledger import Kind, Origin, Phase
-from ironlaw.machine.efficiency import Hardware, attention_seconds, matmul_seconds, streaming_seconds
-from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO
+from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO, attention_seconds
+from ironlaw.machine.efficiency.hardware import Hardware
+from ironlaw.machine.efficiency.matmul import matmul_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.plan.cluster.operation_costs import FLASH2_SLOWDOWN
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.machines import AS_MATMUL, COPY_RATE, MeasuredMachine, Timing

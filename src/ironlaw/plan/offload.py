@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ironlaw.catalog import parse_cluster
 from ironlaw.catalog.accelerators import catalogued
+from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.profile import Profile

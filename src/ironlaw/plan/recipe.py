@@ -12,7 +12,7 @@ from ironlaw.workload.blocks import FP32, Precision
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, budget_bytes, undivided
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import policies
-from ironlaw.workload.sharding import expert_holders
+from ironlaw.workload.sharding import expert_dp
 from ironlaw.workload.sizes import Size, larger, smaller
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
@@ -111,15 +111,17 @@ def not_trained_here(layout: Layout, model: ModelConfig) -> str | None:
     if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):
         return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
     if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute != "none"):
+        # Between the two backward passes ZeRO 3 may give weights back, and gradients of those that are gone are lost;
+        # PyTorch runs a recomputed block again for each group of its weights, ten times.
         return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):
             return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
         if layout.ep > 1 and layout.shard is not None:
             return "Ironlaw's own trainer has no expert parallelism inside hybrid sharding: leave out shard"
-        holders = expert_holders(layout.dp, layout.cp, layout.ep)
-        if layout.ep > 1 and layout.zero and model.hidden % holders:
-            return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
+        sharing = expert_dp(layout.dp, layout.cp, layout.ep)
+        if layout.ep > 1 and layout.zero and model.hidden % sharing:
+            return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {sharing} ranks"
     if reason := undivided(model, layout.tp, layout.cp, layout.ep):
         return reason
     if model.key_value_heads % layout.tp:

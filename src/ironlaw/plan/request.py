@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.catalog.models import is_model, model_names, released_names
+from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config, load_config
 from ironlaw.errors import InvalidConfig, UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
@@ -79,23 +80,26 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
         build, context = causal_decoder(path)
     except (UserError, ValueError, OSError) as error:
         raise UserError(f"{refusal} ({error}); {own}") from None
-    if options.ranks or options.layout or (on != "this" and re.match(r"\d+\s*x", on) and not on.startswith("1x")):
+    if options.ranks or options.layout or options.emit:
         raise UserError(
-            f"{refusal}; by tracing it is planned on one device: --on this or one accelerator, as --on h200"
+            f"{refusal}; by tracing it is planned on replicas alone: leave --layout, --emit and --ranks out"
         )
-    given = options.work
+    given, replicas = options.work, 1 if on == "this" else parse_cluster(on).count
     sequence = given.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)
-    batch = given.global_batch or 1
-    inputs = [Input(name, (batch, sequence), "int64", "zeros") for name in ("input_ids", "labels")]
+    batch = given.global_batch or replicas
+    if batch % replicas:
+        raise UserError(f"--global-batch {batch} is no multiple of {replicas} replicas: give --global-batch {replicas}")
+    inputs = [Input(name, (batch // replicas, sequence), "int64", "zeros") for name in ("input_ids", "labels")]
     ledger = plan_module(build, inputs, on, precision=options.precision or "auto", name=str(path), repeated=True)
     kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
     assumed = [Assumption("planned by", "tracing", f"{refusal}; {kind}", "")]
+    assumed += [Assumption(*one) for one in ledger.facts["assumed"]]
     for name, said, value, flag in (
         ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
-        ("global batch", given.global_batch, f"{batch} sequence", "--global-batch"),
+        ("global batch", given.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
     ):
         if said is None:
-            assumed.append(Assumption(name, value, "a first try on one device", flag))
+            assumed.append(Assumption(name, value, "a first try", flag))
     return PlanOutcome(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 

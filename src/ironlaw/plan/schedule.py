@@ -36,72 +36,86 @@ def simulate_pipeline(
 
     `cores(rank)`: the rank's host and how many ranks can compute there at full speed; more share what there is.
     """
-    ranks = len(orders)
-    holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
-    last = max(holder)
-    arrived: dict[Pass, float] = {}  # when what a pass needs from another stage is there
-    offered: dict[Pass, tuple[int, float]] = {}  # by which rank, and since when, what is not yet on its way
-    link_free: dict[frozenset[int], float] = {}
-    position, remaining, now = [0] * ranks, [0.0] * ranks, 0.0
-    running = [False] * ranks
-    ends, busy = [0.0] * ranks, [0.0] * ranks
+    return _Play(orders, seconds, message_seconds, latency_seconds, cores).played()
 
-    def ready_at(rank: int, p: Pass) -> float | None:
-        """When a rank that is free has what `p` needs; None: not known yet."""
-        if p.kind == "W" or (p.kind == "F" and p.stage == 0):
-            return 0.0
-        if p.kind != "F" and p.stage == last:
-            return 0.0
-        needed = Pass("F" if p.kind == "F" else "B", p.stage, p.micro_batch)
-        if needed in offered:
-            sender, since = offered.pop(needed)
-            link = frozenset((rank, sender))
-            sent = max(since, ends[rank], link_free.get(link, 0.0)) + message_seconds(sender, rank)
-            link_free[link] = sent
-            arrived[needed] = sent + latency_seconds
-        return arrived.get(needed)
 
-    def finished(rank: int, p: Pass) -> None:
-        target = None
-        if p.kind == "F" and p.stage < last:
-            target = Pass("F", p.stage + 1, p.micro_batch)
-        elif p.kind in ("B", "I") and p.stage > 0:
-            target = Pass("B", p.stage - 1, p.micro_batch)
-        if target is None:
-            return
-        if holder[target.stage] == rank:
-            arrived[target] = now
-        else:
-            offered[target] = rank, now
+class _Play:
+    """What every rank is at, and what is on its way."""
 
-    while True:
-        waiting: list[float] = []
-        for rank, order in enumerate(orders):
-            if running[rank] or position[rank] >= len(order):
+    def __init__(
+        self, orders: list[list[Pass]], seconds: Callable[[Pass], float],
+        message_seconds: Callable[[int, int], float], latency: float, cores: Callable[[int], tuple[int, float]],
+    ) -> None:  # fmt: skip
+        self.orders, self.seconds, self.cores = orders, seconds, cores
+        self.message_seconds, self.latency = message_seconds, latency
+        self.holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
+        self.last = max(self.holder)
+        self.arrived: dict[Pass, float] = {}  # when what a pass needs from another stage is there
+        self.offered: dict[Pass, tuple[int, float]] = {}  # by which rank, and since when, what is not yet on its way
+        self.link_free: dict[frozenset[int], float] = {}
+        self.position, self.now = [0] * len(orders), 0.0
+        self.remaining: dict[int, float] = {}  # seconds of the passes that run, by rank
+        self.ends, self.busy = [0.0] * len(orders), [0.0] * len(orders)
+
+    def played(self) -> PipelineTimes:
+        while True:
+            waiting = self._start()
+            if not self.remaining and not waiting:
+                break
+            speed = {rank: _speed(rank, list(self.remaining), self.cores) for rank in self.remaining}
+            until = min([self.now + left / speed[rank] for rank, left in self.remaining.items()] + waiting)
+            for rank in self.remaining:
+                self.remaining[rank] -= (until - self.now) * speed[rank]
+                self.busy[rank] += until - self.now
+            self.now = until
+            for rank in [rank for rank, left in self.remaining.items() if left <= 1e-12]:
+                self._finish(rank)
+        done = all(self.position[rank] == len(order) for rank, order in enumerate(self.orders))
+        assert done, "a pipeline that never ends"
+        waited = [end - work for end, work in zip(self.ends, self.busy, strict=True)]
+        return PipelineTimes(self.busy, self.ends, waited)
+
+    def _start(self) -> list[float]:
+        """Let ranks begin that are free and have what they need; when the others will, as far as is known."""
+        waiting = []
+        for rank, order in enumerate(self.orders):
+            if rank in self.remaining or self.position[rank] >= len(order):
                 continue
-            at = ready_at(rank, order[position[rank]])
-            if at is not None and at <= now + 1e-12:
-                running[rank], remaining[rank] = True, seconds(order[position[rank]])
+            p = order[self.position[rank]]
+            at = self._ready_at(rank, p)
+            if at is not None and at <= self.now + 1e-12:
+                self.remaining[rank] = self.seconds(p)
             elif at is not None:
                 waiting.append(at)
-        active = [rank for rank in range(ranks) if running[rank]]
-        if not active and not waiting:
-            break
-        speed = {rank: _speed(rank, active, cores) for rank in active}
-        until = min([now + remaining[r] / speed[r] for r in active] + waiting)
-        for rank in active:
-            remaining[rank] -= (until - now) * speed[rank]
-            busy[rank] += until - now
-        now = until
-        for rank in active:
-            if remaining[rank] <= 1e-12:
-                running[rank] = False
-                p = orders[rank][position[rank]]
-                position[rank] += 1
-                ends[rank] = now
-                finished(rank, p)
-    assert all(position[rank] == len(order) for rank, order in enumerate(orders)), "a pipeline that never ends"
-    return PipelineTimes(busy, ends, [end - work for end, work in zip(ends, busy, strict=True)])
+        self.remaining = dict(sorted(self.remaining.items()))
+        return waiting
+
+    def _ready_at(self, rank: int, p: Pass) -> float | None:
+        """When a rank that is free has what `p` needs; None: not known yet."""
+        if p.kind == "W" or p.stage == (0 if p.kind == "F" else self.last):
+            return 0.0
+        needed = Pass("F" if p.kind == "F" else "B", p.stage, p.micro_batch)
+        if needed in self.offered:
+            sender, since = self.offered.pop(needed)
+            link = frozenset((rank, sender))
+            sent = max(since, self.ends[rank], self.link_free.get(link, 0.0)) + self.message_seconds(sender, rank)
+            self.link_free[link] = sent
+            self.arrived[needed] = sent + self.latency
+        return self.arrived.get(needed)
+
+    def _finish(self, rank: int) -> None:
+        p = self.orders[rank][self.position[rank]]
+        del self.remaining[rank]
+        self.position[rank] += 1
+        self.ends[rank] = self.now
+        stage = p.stage + 1 if p.kind == "F" else p.stage - 1
+        if p.kind == "W" or not 0 <= stage <= self.last:
+            return
+        target = Pass("F" if p.kind == "F" else "B", stage, p.micro_batch)
+        if self.holder[stage] == rank:
+            self.arrived[target] = self.now
+        else:
+            self.offered[target] = rank, self.now
 
 
 def _speed(rank: int, active: list[int], cores: Callable[[int], tuple[int, float]]) -> float:

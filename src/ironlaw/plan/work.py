@@ -83,24 +83,24 @@ def tokens_of(text: str, option: str = "--tokens") -> float:
     return number
 
 
-def settle(model: ModelConfig, wishes: WorkOptions, accelerators: int, config: RunConfig | None = None) -> Work:
+def settle(model: ModelConfig, options: WorkOptions, accelerators: int, config: RunConfig | None = None) -> Work:
     """The work that is planned: what was said, then what a config file says, then stated assumptions."""
-    if wishes.tokens is not None and wishes.steps is not None:
+    if options.tokens is not None and options.steps is not None:
         raise UserError("--tokens and --steps say the same thing twice: give one of them")
     assumed: list[Assumption] = []
-    sequence = wishes.sequence or (config.sequence if config else None) or _usual_sequence(model, assumed)
+    sequence = options.sequence or (config.sequence if config else None) or _usual_sequence(model, assumed)
     if sequence > model.context:
         raise UserError(
             f"--seq {sequence} is longer than the context of {model.name}, {model.context} tokens: "
             f"use --seq {model.context} or less"
         )
-    batch = wishes.global_batch or (config.train.global_batch if config else None)
+    batch = options.global_batch or (config.train.global_batch if config else None)
     batch = batch or _usual_batch(model, sequence, accelerators, assumed)
-    if wishes.steps is not None:
-        return Work(sequence, batch, wishes.steps, assumed)
-    if wishes.tokens is None and config is not None:
+    if options.steps is not None:
+        return Work(sequence, batch, options.steps, assumed)
+    if options.tokens is None and config is not None:
         return Work(sequence, batch, config.train.steps, assumed)
-    tokens = tokens_of(wishes.tokens) if wishes.tokens is not None else _usual_tokens(model, assumed)
+    tokens = tokens_of(options.tokens) if options.tokens is not None else _usual_tokens(model, assumed)
     return Work(sequence, batch, max(1, math.ceil(tokens / (sequence * batch))), assumed)
 
 

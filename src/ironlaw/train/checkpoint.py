@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.files import open_file, read_json, write_text
+from ironlaw.files import read_json, sha256, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.train.history import read_sessions
@@ -244,11 +244,6 @@ def complete(folder: Path) -> list[Path]:
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def sha256(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def _differences(saved: ModelConfig, now: ModelConfig, fields: list[str]) -> str:

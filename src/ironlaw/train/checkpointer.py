@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 
@@ -33,6 +34,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
+from ironlaw.train.mesh import Mesh
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 
@@ -45,16 +47,9 @@ class CheckpointRanks(Protocol):
     It is called from the writing thread, by every rank the same number of times.
     """
 
-    rank: int
-
+    @property
+    def rank(self) -> int: ...
     def gather(self, value: Any) -> list[Any]: ...
-
-
-class Alone:
-    rank = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 @dataclass(frozen=True)
@@ -80,13 +75,12 @@ class Checkpointer:
     ) -> None:
         self.folder, self.policy, self.model_config = folder, policy, model
         self.store: Store = store or WholeFiles()
-        self.ranks: CheckpointRanks = ranks or Alone()
+        self.ranks: CheckpointRanks = ranks or Mesh(torch.device("cpu"))
         self.say = say or (lambda message: None)
         self.before_write = before_write or (lambda: None)
         self.last: Checkpoint | None = None  # the newest that this process knows to be complete
         self.failure: str | None = None  # why the latest one was not written
         self.copied_bytes = 0  # of the latest copy
-        self.write_seconds = 0.0  # behind the step, all together
         self._taken: _Taken | None = None
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
@@ -135,7 +129,6 @@ class Checkpointer:
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _run(self, taken: _Taken) -> None:
-        began = time.perf_counter()
         if sys.platform.startswith("linux"):
             with contextlib.suppress(OSError):  # on Linux the priority is the thread's own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -143,8 +136,6 @@ class Checkpointer:
             self._write(taken)
         except BaseException as error:  # handed over: a thread's own traceback would only be printed
             self._bug = error
-        finally:
-            self.write_seconds += time.perf_counter() - began
 
     def _write(self, taken: _Taken) -> None:
         """Folder, files, index, name: every rank does its part of each stage, or all give up together."""

@@ -26,6 +26,7 @@ from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.files import write_json
+from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held, Method, Target, check_method, compress, mixed_formats
@@ -263,3 +264,24 @@ def _write(out: Path, source: Source, store: QuantizedFiles, taken: dict[str, Te
         disk.write_index(folder, about)
         disk.publish(folder, run.checkpoints / disk.name_of(step))
         write_json(run.compression_file, {"schema": 1, "source": str(source.path), **asdict(result)})
+        ledger_of(result, source).save(run.ledger_file)
+
+
+def ledger_of(result: Compressed, source: Source) -> Ledger:
+    """What compressing cost and saved, as a run's ledger: measured totals by the names of `Compressed`."""
+    bases = {
+        "loss": f"nats per token of {result.held_out_tokens:,} held-out tokens", "bytes": "of all weights",
+        "tokens": f"one sequence, median of {ROUNDS} rounds in turns",
+    }  # fmt: skip
+    names = [f"{name}_{when}" for name in ("loss", "bytes", "tokens_per_second") for when in ("before", "after")]
+    found = {name: getattr(result, name) for name in (*names, "loss_served")}
+    totals = {
+        name: Estimate(value, Origin.MEASURED, bases[name.partition("_")[0]])
+        for name, value in found.items() if value is not None
+    }  # fmt: skip
+    held = ", ".join(f"{count} layers in {name}" for name, count in result.formats.items())
+    memory = [MemoryLine("weights", result.bytes_after, Origin.MEASURED, held)]
+    model = source.config.model.model_dump(mode="json", exclude_none=True)
+    facts = {"source": "compress", "compressed": str(source.path), "model": model, "precision": result.to,
+             "method": result.method, "kernels": result.kernels}  # fmt: skip
+    return Ledger("run", memory=memory, totals=totals, facts=facts)

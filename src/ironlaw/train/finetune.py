@@ -21,7 +21,8 @@ from ironlaw.files import open_file
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
-from ironlaw.model.linear import Linear
+from ironlaw.model.linear import Linear, become
+from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.frozen_linear import hold_quantized
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.peft import read_adapter, write_adapter
@@ -37,7 +38,7 @@ def add_adapters(
 ) -> None:
     """Freeze `model`, which holds the weights of `source`, and give it its adapters.
 
-    In 16 bits LoRA's frozen matrices are held so: products would round them anyway, each time anew.
+    In 16 bits frozen matrices are held so, but DoRA's: products would round them anyway, each time anew.
     """
     names = names_of(Path(source), config)
     targets = targets_of(config, names, finetune)
@@ -55,9 +56,13 @@ def add_adapters(
     if finetune.start_from:
         read_adapter(Path(finetune.start_from), model, config, names, finetune)
     held = AUTOCAST.get(number_format(precision).held_as)
-    if held is not None and finetune.method == "lora":
-        for module in linears:
-            module.weight.data = module.weight.data.to(held)
+    if held is None or finetune.method == "dora":
+        return
+    assert isinstance(model, Transformer) and model.embedding is not None
+    model.embedding.register_forward_hook(lambda module, inputs, found: found.float())  # the stream stays in fp32
+    for held_so in (model.embedding, model.head, *linears):
+        if "weight" in held_so._parameters:  # and not codes
+            held_so.weight.data = held_so.weight.data.to(held)
 
 
 def merge(model: nn.Module) -> None:
@@ -65,10 +70,8 @@ def merge(model: nn.Module) -> None:
     for layer in adapted_layers(model).values():
         weight = nn.Parameter(layer.merged().float(), requires_grad=False)
         del layer.adapters
-        layer.__class__ = Linear  # type: ignore[assignment]
-        for name in list(layer._buffers):
-            del layer._buffers[name]
-        layer.weight = weight
+        layer._buffers.clear()
+        become(layer, Linear).weight = weight
 
 
 def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:

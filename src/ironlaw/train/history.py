@@ -6,7 +6,6 @@ finds in the metrics how far it got, and what of that has to be done again.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.jsonl import JsonLines, read_lines
+from ironlaw.train.jsonl import append_line, read_lines
 
 
 def now() -> str:
@@ -33,6 +32,14 @@ def wall_seconds_of(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
         wall["evaluation"] += entry.get("evaluation_seconds", 0.0)
         wall["checkpoint"] += entry.get("checkpoint_seconds", 0.0)
     return wall
+
+
+def _to_repeated(wall: dict[str, float], lost: Sequence[dict[str, Any]]) -> None:
+    """The time of `lost` steps was spent all the same."""
+    for name, seconds in wall_seconds_of(lost).items():
+        if seconds:
+            wall[name] = max(0.0, wall.get(name, 0.0) - seconds)
+            wall["repeated"] = wall.get("repeated", 0.0) + seconds
 
 
 @dataclass
@@ -74,19 +81,13 @@ class Sessions:
 
     def _repeat(self, session: Session, lost: Sequence[dict[str, Any]]) -> None:
         """Move the time of `lost` steps, which are taken again, to an account of its own."""
-        for name, seconds in wall_seconds_of(lost).items():
-            if seconds:
-                session.wall_seconds[name] = max(0.0, session.wall_seconds.get(name, 0.0) - seconds)
-                session.wall_seconds["repeated"] = session.wall_seconds.get("repeated", 0.0) + seconds
+        _to_repeated(session.wall_seconds, lost)
         session.repeated_steps += len(lost)
         self._end(session)
 
     def rolled_back(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
         """Steps of this session were given up: their time was spent all the same."""
-        for name, seconds in wall_seconds_of(lost).items():
-            if seconds:
-                observed.wall_seconds[name] = max(0.0, observed.wall_seconds.get(name, 0.0) - seconds)
-                observed.wall_seconds["repeated"] = observed.wall_seconds.get("repeated", 0.0) + seconds
+        _to_repeated(observed.wall_seconds, lost)
         self.current.repeated_steps += len(lost)
 
     def end(self, how: str, to_step: int, observed: Observations) -> None:
@@ -102,11 +103,7 @@ class Sessions:
         })  # fmt: skip
 
     def _append(self, entry: dict[str, Any]) -> None:
-        lines = JsonLines(self._path)
-        try:
-            lines.append(entry)
-        finally:
-            _close_quietly(lines)
+        append_line(self._path, entry)
 
     # -- the whole run ---------------------------------------------------------------------------------------
 
@@ -181,8 +178,3 @@ def earlier_profile(path: Path, observed: Observations) -> None:
         ledger = Ledger.load(path)
         observed.profile = StepProfile(ledger.lines, ledger.facts["peak_bytes"], ledger.facts["peak_parts"])
         observed.profiled_seconds = ledger.facts["profiled_seconds"]
-
-
-def _close_quietly(lines: JsonLines) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the account of sessions is not worth the run
-        lines.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.observe.measured import Observations
 from ironlaw.train.history import Sessions, now
-from ironlaw.train.jsonl import JsonLines
+from ironlaw.train.jsonl import JsonLines, append_line
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.tracking import Tracking
 
@@ -75,17 +75,7 @@ class Silent:
 
 def write_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     """Append to events.jsonl and wait until it is on the disk."""
-    lines = JsonLines(run.events_file)
-    try:
-        lines.append({"event": kind, "time": now(), **fields})
-        lines.sync()
-    finally:
-        with contextlib.suppress(OSError):
-            lines.close()
-
-
-class BatchIterator(Protocol):
-    def __next__(self) -> Any: ...
+    append_line(run.events_file, {"event": kind, "time": now(), **fields}, sync=True)
 
 
 class Digested(Generic[Arrays]):

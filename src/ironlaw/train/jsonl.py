@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -73,6 +74,18 @@ class JsonLines:
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def append_line(path: Path, entry: dict[str, Any], sync: bool = False) -> None:
+    """One line more; `sync`: it is on the disk when this returns, or OSError. Else a full disk may lose it."""
+    lines = JsonLines(path)
+    try:
+        lines.append(entry)
+        if sync:
+            lines.sync()
+    finally:
+        with contextlib.suppress(OSError):
+            lines.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -11,13 +11,8 @@ loop; the first one writes files.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -31,62 +26,34 @@ from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
-from ironlaw.ledger import Estimate, Ledger, Origin, Phase
-from ironlaw.machine import host, interference
+from ironlaw.ledger import Ledger, Phase
+from ironlaw.machine import host
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor
-from ironlaw.observe.measured import Observations, measured_ledger, warmup_steps
+from ironlaw.observe.measured import Observations, warmup_steps
 from ironlaw.observe.profile import copy_scope, named_modules_recorded, read_profile, silent_stderr, step_scope
-from ironlaw.plan.recipe import batch_of
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import earlier_profile, keep_profile, now
+from ironlaw.train.history import earlier_profile, keep_profile
+from ironlaw.train.interruption import Interruption
 from ironlaw.train.journal import Digested, Journal, Silent
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
 from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
+from ironlaw.train.result import Outcome, StepReport, finished_ledger, validate
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
-from ironlaw.workload.tensors import batch_bytes
 
 REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a watcher of the run is told after each step."""
-
-    step: int
-    steps: int
-    loss: float
-    validation_loss: float | None
-    tokens: int
-    seconds: float
-    data_seconds: float
-    resident_bytes: int
-    recorded: bool  # under the profiler, hence slower than it should be
-    attention: str | None = None  # the kernel that runs
-
-
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the run ended: `interrupted` is the signal's name when one ended it early."""
-
-    ledger: Ledger
-    step: int
-    interrupted: str | None
 
 
 class Trainer:
@@ -117,7 +84,7 @@ class Trainer:
         self.step = self.tokens = 0
         self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = self._gradient_norm = float("nan")
-        self._interrupted: str | None = None
+        self.interruption = Interruption(self.say)
         self._stop_agreed = False
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
@@ -182,33 +149,33 @@ class Trainer:
             accelerated=accelerated, gpu=find_gpu_monitor(self.device.index or 0) if accelerated else None
         )
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
-        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
-        previous = {number: signal.signal(number, self._on_signal) for number in heard}
         self._warm_until = self.step + warmup_steps(config.train.steps)
         first_step = self.step
-        try:
-            while True:
-                try:
-                    self._steps(energy)
-                    break
-                except GoBack as back:
-                    self._restore(back.target)
-            if not self._checkpoint_due() and self.step > first_step:
-                self._take_checkpoint()
-                self.checkpointer.write()
-            self._wait_for_checkpoint()
-            self.journal.close()
-        except BaseException as error:
-            with contextlib.suppress(Exception):
-                self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
-            self.journal.abandon(error, self.step, observed)
-            raise
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with self.interruption:
+            try:
+                self._to_the_end(energy, first_step)
+            except BaseException as error:
+                with contextlib.suppress(Exception):
+                    self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
+                self.journal.abandon(error, self.step, observed)
+                raise
         if self.step >= config.train.steps:  # a signal during the last step ended nothing early
-            self._interrupted = None
-        return Outcome(self._finish(), self.step, self._interrupted)
+            self.interruption.name = None
+        return Outcome(self._finish(), self.step, self.interruption.name)
+
+    def _to_the_end(self, energy: EnergyMeter, first_step: int) -> None:
+        """All steps, as often as spikes make it go back; then the last checkpoint."""
+        while True:
+            try:
+                self._steps(energy)
+                break
+            except GoBack as back:
+                self._restore(back.target)
+        if not self._checkpoint_due() and self.step > first_step:
+            self._take_checkpoint()
+            self.checkpointer.write()
+        self._wait_for_checkpoint()
+        self.journal.close()
 
     def _steps(self, energy: EnergyMeter) -> None:
         """From where the run stands to its end, a signal, or a spike that makes it go back."""
@@ -247,7 +214,7 @@ class Trainer:
     def _stopping(self) -> bool:
         if self.mesh.size > 1:
             return self._stop_agreed  # never on this rank's own account: the others would wait for it
-        return self._interrupted is not None
+        return self.interruption.name is not None
 
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
@@ -261,11 +228,11 @@ class Trainer:
             with clock.phase(Phase.DATA):
                 batch = next(batches)
             loss = self.one_step.forward_backward(batch, number, clock, recording)
-            stop, numbers = self._interrupted is not None, observer.numbers(number + 1)
+            stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
             agreed = self.one_step.update(loss, number, clock, recording, stop, numbers)
         self.train_loss, self._gradient_norm, self._stop_agreed, _ = agreed
-        if agreed.stop and self._interrupted is None:
-            self._interrupted = "SIGTERM"  # another rank was told to stop
+        if agreed.stop and self.interruption.name is None:
+            self.interruption.name = "SIGTERM"  # another rank was told to stop
         self.step += 1
         self.tokens += self.config.tokens_per_step
         observer.told(agreed, self.step, self.journal.event, self.say)
@@ -355,23 +322,8 @@ class Trainer:
         self.observed.wall_seconds["evaluation"] += found["evaluation_seconds"]
         return found
 
-    @torch.no_grad()
     def _validate(self) -> float:
-        """Replicas share the batches. Collectives need every rank: one without a batch of its own works on another's,
-        and does not count it."""
-        mesh, step, every = self.mesh, self.one_step, self.config.evaluation.batches
-        batches = list(self.loader.validation(step.evaluation_rows, every * step.evaluation_batches))
-        total, tokens = 0.0, 0.0
-        with step.evaluating():
-            for first in range(0, len(batches), mesh.dp):
-                mine = first + mesh.index("dp")
-                counts = mine < len(batches) and step.takes(batches[mine])
-                if not step.takes(batches[0]):
-                    break  # less text than one batch
-                losses, counted = step.evaluate(self.to_device(batches[mine] if counts else batches[0]))
-                total, tokens = (total + losses, tokens + counted) if counts else (total, tokens)
-        total, tokens = mesh.sum([total, tokens])
-        return total / tokens if tokens else float("nan")
+        return validate(self.one_step, self.loader, self.mesh, self.to_device, self.config.evaluation.batches)
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
@@ -439,79 +391,29 @@ class Trainer:
             self.observed.probes.append(self._probe.ratios(self.profile))
             self._last_probe = now
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal ends the run after the current step, with a checkpoint; the second ends it at once."""
-        if self._interrupted is not None:
-            raise KeyboardInterrupt
-        self._interrupted = signal.Signals(number).name
-        if self._interrupted == "SIGHUP":
-            _forget_terminal()
-        self.say(f"{self._interrupted}: finishing the step and saving; once more to stop without saving")
-
     def _finish(self) -> Ledger:
         """The first rank's ledger has what all have seen; the others' is empty."""
-        observed, config, step = self.observed, self.config, self.one_step
+        observed, config = self.observed, self.config
         self.observer.gather(observed)
-        trained = step.trained() if config.finetune.adapts else {}
+        trained = self.one_step.trained() if config.finetune.adapts else {}
         if not self.mesh.first:
             return Ledger("run")
         if config.finetune.adapts:
             save_adapter(self.run.adapter, trained, config)
         total = time.perf_counter() - self.started
         observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
-        self.journal.sessions.end(self._interrupted or "done", self.step, observed)
+        self.journal.sessions.end(self.interruption.name or "done", self.step, observed)
         self.journal.sessions.merge(observed, self.run.metrics())
         earlier_profile(self.run.profile_file, observed)
-        total = sum(observed.wall_seconds.values())
-        if self.device.type == "cuda":
-            observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
-        facts = (
-            self.plan.facts
-            | {
-                "compile": self.compiled,
-                "machine_slowdown": interference.middle(observed.probes),
-                "other_load": interference.others(observed.probes),
-                "virtual": host.is_virtual(),
-                "data": self.data_facts,
-                "steps_done": self.step,
-                "planned_again": self._replanned or None,
-                "interrupted": self._interrupted,
-                "started": self.journal.sessions.facts()[0]["started"],
-                "finished": now(),
-                "sessions": self.journal.sessions.facts(),
-                "rollbacks": len(self.recovery.turns),
-            }
-            | step.facts()
-        )
-        ledger = measured_ledger(
-            observed,
-            planned=self.plan,
-            held=step.held() | observed.copies(),
-            batch_bytes=batch_bytes(batch_of(config)),
-            tokens_per_step=config.tokens_per_step,
-            facts=facts,
-        )
-        measured = {
-            "train_loss": (self.train_loss, "loss of the last step, nats per token"),
-            "validation_loss": (self.validation_loss, "mean over the last validation batches, nats per token"),
-            "total_seconds": (total, "wall time of the training command, start-up and every session included"),
-        }
-        for name, (value, basis) in measured.items():
-            if np.isfinite(value):
-                ledger.totals[name] = Estimate(value, Origin.MEASURED, basis)
-        if self.dataset.unigram_loss is not None:
-            ledger.totals["unigram_loss"] = Estimate(
-                self.dataset.unigram_loss, Origin.CALCULATED, "token frequencies of the training text alone"
-            )
+        ledger = finished_ledger(
+            observed, self.plan, config, self.one_step, self.dataset.unigram_loss,
+            train_loss=self.train_loss, validation_loss=self.validation_loss, compile=self.compiled,
+            data=self.data_facts, steps_done=self.step, interrupted=self.interruption.name,
+            sessions=self.journal.sessions.facts(), rollbacks=len(self.recovery.turns),
+            planned_again=self._replanned or None,
+        )  # fmt: skip
         self.observer.complete(ledger)
         return ledger
-
-
-def _forget_terminal() -> None:
-    """After its end a terminal fails whoever writes to it, and that must not be the one who saves."""
-    for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _due(step: int, every: int) -> bool:

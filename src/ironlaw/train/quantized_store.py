@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
+from ironlaw.files import sha256
 from ironlaw.numerics.compression import Held
 from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.train.checkpoint import sha256
 from ironlaw.train.state import Stateful, unique_weights
 
 FILE = "quantized.safetensors"

@@ -42,7 +42,6 @@ class RunDirectory:
     sessions_file = _Inside("sessions.jsonl")
     profile_file = _Inside("profile.json")
     ledger_file = _Inside("ledger.json")
-    report_file = _Inside("report.html")
     compression_file = _Inside("compression.json")
     tokenizer_file = _Inside("tokenizer.json")
     chat_file = _Inside("tokenizer_config.json")  # of conversations: their template and what it names

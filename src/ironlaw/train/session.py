@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
@@ -23,10 +24,11 @@ from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.journal import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import locked
-from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable
+from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
 from ironlaw.train.strategy import Strategy, one_process
 from ironlaw.train.tracking import check_installed
@@ -87,19 +89,8 @@ def run_training(
 
         mesh.first_does(create)
         with strategy.observer(run) as watching:
-            trainer = partial(
-                Trainer,
-                config,
-                run,
-                plan,
-                dataset,
-                profile,
-                strategy,
-                observer=watching,
-                start=start,
-                watch=watch,
-                say=say,
-            )
+            named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
+            trainer = partial(Trainer, config, run, plan, dataset, profile, strategy, **named)
             return _train(trainer, config, run, plan, profile, mesh, start)
 
 

@@ -41,7 +41,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
-from ironlaw.train.transfer_stream import stream_to_host
+from ironlaw.train.transfer_stream import TransferStream
 from ironlaw.workload.objective import FROZEN
 
 
@@ -97,7 +97,7 @@ class Step:
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)
-        stream = stream_to_host(device) if config.train.offload != "none" else None
+        stream = TransferStream(device) if config.train.offload != "none" else None
         self.optimizer = build_optimizer(
             self.model, config.optimizer, stream=stream if config.train.offloads_optimizer else None
         )
@@ -110,7 +110,7 @@ class Step:
         self.writers: Any = self.mesh  # who write a checkpoint together
 
     def compile(self) -> bool:
-        """Where the config wishes it and it works here."""
+        """Where the config asks for it and it works here."""
         wanted = self.config.train.compile
         if wanted == "off" or (wanted == "auto" and self.device.type != "cuda"):
             return False
@@ -245,7 +245,7 @@ class Step:
         numbers: Sequence[float] = (),
     ) -> Agreed:  # fmt: skip
         """Clip by global norm, update, clear gradients. Every rank gets the same: `loss` over all ranks, the norm,
-        whether any of them wishes to `stop`, the sums of their `numbers`."""
+        whether any of them is to `stop`, the sums of their `numbers`."""
         self.clock, self.recording = clock or StepClock(), recording
         with self.phase(self._agreeing_phase), operation_scope(recording, "clip"):
             mean, norm, stop, added = self._agree(loss, stop, numbers)

@@ -16,6 +16,7 @@ from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
 from ironlaw.workload.operations import Operation, call, product
 
 DEQUANTISING_BYTES = 17  # a number at the highest moment: codes apart, as indices, their values, times their scales
+DEQUANTISED = 2**22  # numbers at a time (numerics/frozen_linear.py)
 
 
 def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator[Operation]:
@@ -31,12 +32,13 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             continue
         if op.kernel == "cast" and any(g.gradient_bytes for g in op.gradient):  # of a weight
             others = tuple(g for g in op.gradient if not g.gradient_bytes)
-            if kind == "head" or own.casts_weights:
+            if own.casts_weights:
                 yield replace(op, gradient=others)
             else:  # what comes last in the backward pass of its layer still does
                 last = others
             continue
         rows = own.rows_of(op.name) if op.matmul is not None else ()
+        rows = rows if op.summed else tuple(count // shape.division.tp for count in rows)
         gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, not unasked)]
         last = ()
         if kind == "embedding":
@@ -48,7 +50,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
         if unasked and not rows:
             gradient = [replace(g, repeat=0, flops=None) for g in gradient]
         if op.matmul is not None and kind != "head" and own.method == "qlora":
-            yield _dequantise(op)
+            yield _dequantise(shape, op)
         yield replace(op, gradient=tuple(gradient))
         if rows:
             yield from _adapters(shape, op, rows)
@@ -59,7 +61,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
     """Of one operation of a backward pass. `asked`: whether anybody wants the gradient of the layer's input."""
     own, op = shape.adapters[0], replace(op, gradient_bytes=0)
     if op.kernel == "matmul_weight_gradient":  # its memory but the gradient's and that of a copy which is not there
-        absent = 0 if not shape.casts or kind == "head" or own.casts_weights else op.temporary_bytes
+        absent = 0 if not shape.casts or own.casts_weights else op.temporary_bytes
         freed = op.frees_saved_bytes - absent
         yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_saved_bytes=freed)
     elif op.kernel == "sum_rows":  # of biases
@@ -68,7 +70,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
         yield op
     else:
         if kind != "head" and own.method == "qlora":
-            yield _dequantise(op)
+            yield _dequantise(shape, op)
         yield from _adapters_backward(shape, op, rows, asked)
         if rows and not asked:
             op = replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0)
@@ -77,11 +79,13 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
         yield op
 
 
-def _dequantise(op: Operation) -> Operation:
+def _dequantise(shape: Shape, op: Operation) -> Operation:
     assert op.matmul is not None
     elements = op.matmul[1] * op.matmul[2]
-    size = DEQUANTISING_BYTES * elements
-    return call(f"{op.name}_dequantise", "add", elements, size, temporary=size, frees_temporary=size)
+    size = DEQUANTISING_BYTES * min(elements, DEQUANTISED)
+    size += elements * shape.matmul_bytes if elements > DEQUANTISED else 0  # what is there of the matrix already
+    moved = DEQUANTISING_BYTES * elements
+    return call(f"{op.name}_dequantise", "add", elements, moved, temporary=size, frees_temporary=size)
 
 
 def _adapters(shape: Shape, op: Operation, adapters: Sequence[int]) -> Iterator[Operation]:
@@ -94,7 +98,9 @@ def _adapters(shape: Shape, op: Operation, adapters: Sequence[int]) -> Iterator[
         yield product(name, (tokens, rank, inputs), w, saved=tokens * rank * w + casts)
         yield product(name, (tokens, rows, rank), w)
         if own.method == "dora":  # lengths of the rows; what is stretched waits
-            yield product(name, (rows, inputs, rank), FP32, saved=tokens * rows * w)
+            merged = rows * inputs * FP32
+            yield product(name, (rows, inputs, rank), FP32, saved=tokens * rows * w, temporary=merged,
+                          frees_temporary=merged)  # fmt: skip
     size = tokens * outputs * w  # the frozen product and the adapters', beside their sum
     yield call(name, "add", tokens * outputs, 3 * size, temporary=2 * size, frees_temporary=2 * size)
 

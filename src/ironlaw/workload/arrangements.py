@@ -48,7 +48,7 @@ def _after(shape: Shape, name: str) -> list[Operation]:
     back = call(
         name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full + passing,
         frees_temporary=(full if joins else 0) + passing, frees_saved=full + statistics,
-        parameters=shape.model.norm_parameters * FP32,
+        parameters=shape.model.norm_parameters * FP32, on_stream=True,
     )  # fmt: skip
     operations = []
     if shape.casts:
@@ -59,7 +59,7 @@ def _after(shape: Shape, name: str) -> list[Operation]:
     operations.append(
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM, temporary=full,
-            saved=statistics + cast * shape.conventions.fused, gradient=[back],
+            saved=statistics + cast * shape.conventions.fused, on_stream=True, gradient=[back],
         )
     )  # fmt: skip
     joined = changed(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())

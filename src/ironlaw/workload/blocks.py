@@ -103,6 +103,10 @@ class Shape:
         return self.precision != "fp32" and self.conventions.autocast
 
     @property
+    def casts_head(self) -> bool:
+        return self.casts and (not self.adapters or self.adapters[0].casts_weights)
+
+    @property
     def normed_bytes(self) -> Size:
         """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
         held = self.tokens * self.model.hidden
@@ -237,9 +241,9 @@ def dropout(shape: Shape) -> list[Operation]:
     noise = elements if shape.fused_rmsnorm else branch
     # The gradient of the stream stays beside the branch's; in reduced precision its cast copy dies.
     back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=noise,
-                       frees_temporary=branch if shape.casts else 0)  # fmt: skip
+                       frees_temporary=branch if shape.casts else 0, on_stream=True)  # fmt: skip
     return [elementwise(shape, "dropout", "multiply", elements, 3, saved=noise, temporary=branch,
-                        frees_temporary=branch, gradient=[back])]  # fmt: skip
+                        frees_temporary=branch, on_stream=True, gradient=[back])]  # fmt: skip
 
 
 def qk_norm_saved_bytes(shape: Shape) -> int:

@@ -21,9 +21,9 @@ FSDP2 gathers a block at a time, each tensor padded to a multiple of the ranks i
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import NamedTuple
 
 from ironlaw.model.config import ModelConfig
@@ -37,7 +37,7 @@ from ironlaw.workload.schedule import passes
 from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
-    expert_holders,
+    expert_dp,
     is_plain,
     of_site,
     parameter_groups,
@@ -77,25 +77,14 @@ def traffic(
     ]
 
 
-def table_of(found: Iterable[Collective]) -> Table:
-    """Summed by dimension and kind, without what sends nothing."""
-    total: Counter[tuple[str, str, str]] = Counter()
+def table_of(found: Iterable[Collective], aliases: Mapping[str, str] | None = None) -> Table:
+    """Summed by dimension and kind, without what sends nothing; dimensions under the names of `aliases_of`."""
+    table: Table = {}
     for dimension, kind, count, size in found:
-        total[dimension, kind, "count"] += count
-        total[dimension, kind, "bytes"] += size
-    keys = sorted({(dimension, kind) for dimension, kind, _ in total})
-    table = {key: Sent(total[*key, "count"], total[*key, "bytes"]) for key in keys}
-    return {key: sent for key, sent in table.items() if sent.bytes}
-
-
-def renamed(table: Table, aliases: dict[str, str]) -> Table:
-    """The table with dimensions under the names of `aliases_of`."""
-    result: Table = {}
-    for (dimension, kind), sent in table.items():
-        key = aliases.get(dimension, dimension), kind
-        known = result.get(key, Sent(0, 0))
-        result[key] = Sent(known.count + sent.count, known.bytes + sent.bytes)
-    return result
+        key = (aliases or {}).get(dimension, dimension), kind
+        known = table.get(key, Sent(0, 0))
+        table[key] = Sent(known.count + count, known.bytes + size)
+    return {key: sent for key, sent in sorted(table.items()) if sent.bytes}
 
 
 class Collective(NamedTuple):
@@ -123,10 +112,8 @@ def collectives(
     together, parts = counting * layout.cp, 2 if estimating else 1
     for stage in stages:
         one = _Stage(model, layout, batch, recipe, micro_batches, stage, together, parts, meeting)
-        yield from (Collective(*line) for line in one.lines())
-    yield from (
-        Collective(*line) for line in _once(model, layout, batch, micro_batches, stages, together, sites, parts)
-    )
+        yield from starmap(Collective, one.lines())
+    yield from starmap(Collective, _once(model, layout, batch, micro_batches, stages, together, sites, parts))
 
 
 def _once(
@@ -278,7 +265,7 @@ class _Stage:
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
         """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
         layout = self.layout
-        if expert_holders(layout.dp, layout.cp, layout.ep) == 1:
+        if expert_dp(layout.dp, layout.cp, layout.ep) == 1:
             return
         elements = sum(p.elements for p in tensors)
         reduced = elements * self.gradient_bytes

@@ -1,6 +1,7 @@
 """What dividing a micro-batch among ranks changes of its operations, on one of them.
 
-`local_shape`: a rank's shape has its own part of heads, widths, words and tokens; `on_rank`: what that leaves out.
+`local_shape`: a rank's shape has its own part of heads, widths, words and tokens; `on_rank`: what that leaves out, by
+what operations declare of themselves (`Operation.on_stream`, `summed`).
 As the trainer divides (`train/parallel/tensor.py`, `place.py`), tensor parallelism (arXiv 1909.08053) adds up partial
 results in a copy; sequence parallelism (arXiv 2205.05198) keeps a part of the residual stream, and gathers what a layer
 reads; context parallelism gathers keys and values and keeps them; query, key and value of layers of their own die one
@@ -20,13 +21,6 @@ from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, changed
 from ironlaw.workload.sizes import Size, larger, several, whole
-
-WIDENING = ("qkv", "ffn_gate", "ffn_up")
-NARROWING = ("attention_out", "ffn_down")
-
-
-STREAM = ("attention_norm", "ffn_norm", "final_norm", "residual", "dropout", "residual_cast", "embedding", "positions")
-"""Operations on the residual stream, which sp divides and tp alone does not."""
 
 
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
@@ -58,14 +52,8 @@ def local_shape(shape: Shape, layout: Layout) -> Shape:
     here = shape.sequence // layout.cp
     split = (several(layout.tp) or sharded(layout)) and not shape.adapters
     division = Division(layout.tp, layout.sp, layout.cp, split_qkv=split)
-    adapters = shape.adapters
-    if adapters and several(layout.tp):
-        adapters = tuple(replace(block, rows=tuple(
-            (name, tuple(n // layout.tp for n in rows) if name in WIDENING else rows) for name, rows in block.rows
-        )) for block in adapters)  # fmt: skip
     return replace(
         shape,
-        adapters=adapters,
         model=local_model(shape.model, layout),
         sequence=here,
         micro_batch=layout.micro_batch,
@@ -110,18 +98,16 @@ class _Rank:
 
     def operation(self, op: Operation) -> Operation:
         forward = op.phase is Phase.FORWARD
-        if op.kind is Kind.NORM and op.name not in ("qk_norm", "query_norm", "latent_norm"):
-            return self.norm_forward(op) if forward else self.norm_backward(op)
-        if op.name in ("residual", "positions", "dropout"):
-            return self.stream(op)
-        if op.name == "loss" and self.tp and not self.shape.loss_chunk:
-            return self.loss(op)
-        if op.name in NARROWING and op.kind is Kind.MATMUL and forward:
-            return self.narrowed(op)
-        if op.name in NARROWING and not forward:
-            return self.widened_gradient(op)
-        if op.name == "embedding":
+        if op.kernel.startswith("embedding_") and op.kind is Kind.EMBEDDING:
             return self.embedding(op)
+        if op.on_stream and op.kind is Kind.NORM:
+            return self.norm_forward(op) if forward else self.norm_backward(op)
+        if op.on_stream:
+            return op if op.kernel == "cast" else self.stream(op)  # what is cast is gathered in fewer bytes
+        if op.kind is Kind.LOSS and self.tp and not self.shape.loss_chunk:
+            return self.loss(op)
+        if op.summed:
+            return self.summed(op) if forward else self.gathered_gradient(op)
         if self.shape.model.latent is not None:
             return self.latent_attention(op, forward) if self.divides_sequence else op
         if self.split or self.divides_sequence:
@@ -129,7 +115,7 @@ class _Rank:
         return op
 
     def work(self, op: Operation) -> Operation:
-        if self.sp and op.name in STREAM and op.matmul is None:
+        if self.sp and op.on_stream:
             return changed(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
         if self.divides_sequence and op.attention is not None:
             # Each rank has as much under the causal mask as any other, against keys of the whole sequence.
@@ -189,7 +175,7 @@ class _Rank:
         gradient = op.temporary_bytes - self.full + self.full // self.parts
         return _passing(changed(op, frees_saved_bytes=freed, temporary_bytes=gradient), 2 * self.full)
 
-    def narrowed(self, op: Operation) -> Operation:
+    def summed(self, op: Operation) -> Operation:
         """A part of a sum, added up over the ranks in a copy."""
         if not self.tp:
             return op
@@ -198,7 +184,7 @@ class _Rank:
         gone = self.cast - self.cast // self.parts
         return _passing(changed(op, frees_temporary_bytes=op.frees_temporary_bytes + gone), 2 * self.cast)
 
-    def widened_gradient(self, op: Operation) -> Operation:
+    def gathered_gradient(self, op: Operation) -> Operation:
         """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
         if not self.sp:
             return op

@@ -91,6 +91,7 @@ PRODUCTS = {
     "ffn.down": "ffn_down",
 }  # fmt: skip
 NARROWING = ("attention.out", "ffn.down")  # tensor parallel ranks have parts of their inputs, of others' outputs
+ENDS = ("embedding.weight", "head.weight")
 NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/frozen_linear.py
 
 
@@ -129,12 +130,13 @@ class Adapters:
         return [target.stop - target.start for target in targets if target.layer.endswith(NARROWING)]
 
     def frozen(self, parameters: Iterable[Parameter], product_bytes: int) -> Iterator[Parameter]:
-        """Tensors of a base as they are held: in fp32, but for matrices of the blocks in 16 bits (LoRA under autocast)
-        or nf4 with its scales' codes."""
+        """Tensors of a base as they are held: in fp32, but for matrices in 16 bits under autocast (DoRA's are not) and
+        those of the blocks in nf4 with its scales' codes."""
         for parameter in parameters:
-            if not parameter.is_block_matrix or self.config.method == "dora":
+            matrix = parameter.is_block_matrix
+            if self.config.method == "dora" or not (matrix or parameter.name in ENDS):
                 yield replace(parameter, trained=False)
-            elif self.config.method == "lora":
+            elif self.config.method == "lora" or not matrix:
                 yield replace(parameter, trained=False, width=product_bytes)
             else:
                 rows, columns = parameter.shape

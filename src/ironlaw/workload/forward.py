@@ -42,7 +42,7 @@ def embedding(shape: Shape) -> list[Operation]:
         call(
             "embedding", "embedding_backward", elements, 2 * full + table, kind=kind, parameters=table - again,
             temporary=again, frees_temporary=full + again,
-            frees_saved=0 if shape.composes_attention else shape.mask_bytes,
+            frees_saved=0 if shape.composes_attention else shape.mask_bytes, on_stream=True,
         )
     ]  # fmt: skip
     if model.tied:
@@ -51,7 +51,7 @@ def embedding(shape: Shape) -> list[Operation]:
     operations = [
         call(
             "embedding", "embedding_forward", elements, 2 * full + shape.tokens * INDEX, kind=kind, saved=kept,
-            temporary=full - kept, gradient=gradient,
+            temporary=full - kept, on_stream=True, gradient=gradient,
         )
     ]  # fmt: skip
     if mask := shape.mask_bytes:  # kept by every layer's attention; a composed one uses it up
@@ -63,11 +63,18 @@ def embedding(shape: Shape) -> list[Operation]:
         positions, own = model.context * model.hidden * FP32, full * (1 + shape.documents)
         numbers = shape.tokens * INDEX if shape.documents else 0  # which position each token has
         back = call(
-            "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, frees_saved=numbers
+            "positions",
+            "sum_rows",
+            elements,
+            full + positions,
+            kind=kind,
+            parameters=positions,
+            frees_saved=numbers,
+            on_stream=True,
         )
         operations.append(
             call("positions", "add", elements, 2 * full, kind=kind, temporary=own, frees_temporary=own, saved=numbers,
-                 gradient=[back])
+                 on_stream=True, gradient=[back])
         )  # fmt: skip
     if model.embedding_scale != 1.0:
         operations.append(scaled(shape, "embedding_scale"))
@@ -123,7 +130,7 @@ def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = N
     operations += linear(
         shape, "attention_out", model.mixed_size, model.hidden, keep=keep, bias=model.has_out_bias,
         frees=tokens * model.mixed_size * w if shape.pads_values else 0,
-        consumes=branch_gradient(shape) if consumes is None else consumes,
+        consumes=branch_gradient(shape) if consumes is None else consumes, summed=True,
     )  # fmt: skip
     if shape.composes_attention:  # the module's variables die when it returns
         qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
@@ -180,11 +187,19 @@ def projections(shape: Shape) -> list[Operation]:
 
 
 def feed_forward(
-    shape: Shape, width: Size, name: str, *, keep: bool = False, consumes: Size | None = None, owns_input: bool = True
+    shape: Shape,
+    width: Size,
+    name: str,
+    *,
+    keep: bool = False,
+    consumes: Size | None = None,
+    owns_input: bool = True,
+    summed: bool = True,
 ) -> list[Operation]:
     """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision.
 
     `keep`: a norm after it saves its result; `consumes` as in `attention_branch`; `owns_input`: nobody else frees that.
+    `summed`: tensor parallel ranks add up its results here, not together with others.
     """
     model, w, bias = shape.model, shape.matmul_bytes, shape.model.has_ffn_bias
     inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
@@ -221,7 +236,7 @@ def feed_forward(
     return operations + linear(
         shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias,
         frees=0 if relu and not model.gated_ffn else inner * w,
-        consumes=branch_gradient(shape) if consumes is None else consumes,
+        consumes=branch_gradient(shape) if consumes is None else consumes, summed=summed,
     )  # fmt: skip
 
 
@@ -308,22 +323,23 @@ def chunked_head(shape: Shape) -> list[Operation]:
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
     operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]
-    gradients = hidden * w + table * FP32
+    trained = 0 if shape.adapters else table
+    gradients = hidden * w + trained * FP32
     operations[0] = replace(
         operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32,
         gradient=tuple(differentiate(final_norm(shape))),
     )  # fmt: skip
-    if shape.casts:
+    if shape.casts_head:
         operations.append(call("head_cast", "cast", table, table * (FP32 + w), temporary=table * w))
     operations += _chunk(shape, min(shape.loss_chunk, shape.tokens), whole)
     if rest:
         operations += _chunk(shape, rest, 1)
-    turned = table * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
-    dying = hidden * FP32 + (table * w if shape.casts else 0)
+    turned = trained * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
+    dying = hidden * FP32 + (table * w if shape.casts_head else 0)
     gradient = [
         replace(call("loss", "", 0, 0, kind=Kind.OTHER, frees_saved=gradients), repeat=0),
-        call("loss", "add_in_place", hidden + table, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
-             parameters=table * FP32),
+        call("loss", "add_in_place", hidden + trained, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
+             parameters=trained * FP32),
     ]  # fmt: skip
     loss = call("loss", "add", max(1, turned // FP32), 2 * turned, kind=Kind.LOSS, temporary=turned,
                 frees_temporary=turned + dying, gradient=gradient)  # fmt: skip
@@ -336,13 +352,15 @@ def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
     onednn, logits = shape.onednn and not shape.casts, rows * vocab
     full = logits * FP32
     reduced = logits * w if shape.casts else 0
+    wide = full if shape.casts and not shape.fused_rmsnorm else 0  # a CPU's softmax first makes them fp32
     part = rows * hidden * FP32 if onednn else 0
     # The product before it is added; a CPU adds reduced precision to fp32 by way of a copy in fp32.
     before = w + (0 if shape.fused_rmsnorm else FP32) if shape.casts else FP32 if onednn else 0
     table = vocab * hidden * before
     calls = [
         product("head", (rows, vocab, hidden), w, temporary=logits * w),
-        call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, temporary=full, frees_temporary=logits * w),
+        call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, temporary=full + wide,
+             frees_temporary=logits * w + wide),
         call("loss", "loss_backward", logits, 3 * full, kind=Kind.LOSS, temporary=reduced),
         product("head", (rows, hidden, vocab), w, temporary=part, frees_temporary=part),
         product("head", (vocab, hidden, rows), w, kernel="matmul_weight_gradient", temporary=table,

@@ -14,16 +14,18 @@ from ironlaw.workload.sizes import Size
 
 def linear(
     shape: Shape, name: str, inputs: Size, outputs: Size, *, keep: bool, bias: bool, frees: Size = 0,
-    consumes: Size | None = None, rows: Size | None = None,
+    consumes: Size | None = None, rows: Size | None = None, summed: bool = False,
 ) -> list[Operation]:  # fmt: skip
     """y = x W^T + b of `rows` tokens, all unless given. `keep`: somebody downstream saves y, else y is temporary.
 
     `frees`: saved bytes (of x) that die with its backward pass; `consumes`: bytes of dy that do, all unless given.
+    `summed`: tensor parallel ranks divide the inputs of W, not its outputs.
     In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
     """
     w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     out_bytes, dy = tokens * outputs * w, tokens * outputs * w if consumes is None else consumes
     gradients = product_gradients(shape, name, (tokens, outputs, inputs), frees=frees)
+    gradients = [changed(op, summed=summed) for op in gradients]
     if bias and not shape.conventions.fused:
         gradients.append(
             call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
@@ -31,13 +33,13 @@ def linear(
     else:
         gradients[-1] = changed(gradients[-1], frees_temporary_bytes=dy)
     casts = quantising(shape, name, Phase.BACKWARD, tokens, inputs, outputs)
+    result = product(
+        name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
+        saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts, *gradients],
+    )  # fmt: skip
     return [
         *quantising(shape, name, Phase.FORWARD, tokens, inputs, outputs),
-        *weight_cast(shape, name, inputs * outputs),
-        product(
-            name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
-            saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts, *gradients],
-        ),
+        *weight_cast(shape, name, inputs * outputs), changed(result, summed=summed),
     ]  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
         call(
             name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full,
             frees_temporary=full, frees_saved=full * owns_input + statistics,
-            parameters=shape.model.norm_parameters * FP32,
+            parameters=shape.model.norm_parameters * FP32, on_stream=True,
         )
     ]  # fmt: skip
     if residual:
@@ -111,7 +113,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
             saved=statistics + (0 if dies else shape.normed_bytes), temporary=full if shape.casts else 0,
-            gradient=gradients,
+            on_stream=True, gradient=gradients,
         )
     ]  # fmt: skip
     return operations + input_cast(shape, reader, frees=full)
@@ -133,7 +135,7 @@ def joined_gradient(shape: Shape) -> Operation:
     elements = shape.stream_tokens * shape.model.hidden
     full = elements * shape.stream_bytes
     tensors = 2 if shape.conventions.fused else 3
-    return call("residual", "add_in_place", elements, tensors * full, frees_temporary=full)
+    return call("residual", "add_in_place", elements, tensors * full, frees_temporary=full, on_stream=True)
 
 
 def residual(shape: Shape) -> Operation:
@@ -142,10 +144,11 @@ def residual(shape: Shape) -> Operation:
     gradient = []
     if shape.casts:
         every = shape.tokens * shape.model.hidden
-        gradient = [call("residual_cast", "cast", every, every * (FP32 + w), temporary=every * w)]
+        gradient = [call("residual_cast", "cast", every, every * (FP32 + w), temporary=every * w, on_stream=True)]
     return call(
         "residual", "add", elements, elements * (2 * width + w), frees_temporary=elements * w,
-        saved=elements * (width + shape.conventions.dropout_mask_bytes), gradient=gradient,
+        saved=elements * (width + shape.conventions.dropout_mask_bytes), on_stream=True,
+        gradient=gradient,
     )  # fmt: skip
 
 

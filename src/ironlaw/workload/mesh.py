@@ -8,7 +8,7 @@ from __future__ import annotations
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.sharding import expert_holders, of_site
+from ironlaw.workload.sharding import expert_dp, of_site
 
 
 def replicas_of(layout: Layout) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
     if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
         if layout.ep == 1 or (dimension == "expert_shard") != (layout.zero > 0):
             return 1, 1
-        return expert_holders(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
+        return expert_dp(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
     stride = 1
     for name in ("tp", "shard", "replicate", "pp"):
         if name == dimension:

@@ -352,7 +352,7 @@ def _shared_experts(shape: Shape) -> list[Operation]:
         operations.append(elementwise(shape, name, "cast", elements, 3, saved=size, gradient=[back]))
     # Without a scale the gradient of the sum is the branch's own, which `combine` still needs.
     operations += feed_forward(
-        shape, model.shared_ffn_size, "shared_ffn", consumes=size if gated else 0, owns_input=shape.casts
+        shape, model.shared_ffn_size, "shared_ffn", consumes=size if gated else 0, owns_input=shape.casts, summed=False
     )
     if gated:
         # The product keeps both of its factors: the output of the shared experts is saved, not temporary.

@@ -51,6 +51,8 @@ class Operation:
     frees_saved_bytes: Size = 0
     frees_temporary_bytes: Size = 0
     gradient_bytes: Size = 0
+    on_stream: bool = False  # on the residual stream, of which each sequence parallel rank has a part
+    summed: bool = False  # a product of parts of its inputs on tensor parallel ranks, which add up what they get
     gradient: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -125,14 +127,15 @@ def feed_forward_parameters(model: ModelConfig, name: str, width: int) -> list[P
 def call(
     name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, saved: Size = 0,
     temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, parameters: Size = 0,
-    precision: str | None = None, gradient: Sequence[Operation] = (),
+    precision: str | None = None, on_stream: bool = False, gradient: Sequence[Operation] = (),
 ) -> Operation:  # fmt: skip
     """An operation that is no product, on `elements`, which moves `moved` bytes; `parameters`: bytes of gradients of
     parameters that it makes. Its group is that of the layer that it ends up in (`kinds.py`)."""
     return Operation(
         name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
         saved_bytes=saved, temporary_bytes=temporary, frees_saved_bytes=frees_saved,
-        frees_temporary_bytes=frees_temporary, gradient_bytes=parameters, gradient=tuple(gradient),
+        frees_temporary_bytes=frees_temporary, gradient_bytes=parameters, on_stream=on_stream,
+        gradient=tuple(gradient),
     )  # fmt: skip
 
 

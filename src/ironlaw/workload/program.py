@@ -207,6 +207,36 @@ def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None =
     return Program(Layout(), (Stage((layer,), update=tuple(update)),), accumulation, tensors=(tensors,))
 
 
+def replicated(program: Program, trace: ModuleTrace, replicas: int, zero: int) -> Program:
+    """The program of a traced module, as one of so many replicas runs it.
+
+    ZeRO 0: each has everything, and DDP's buckets hold the gradients once more. ZeRO 3: each has a part of parameters,
+    gradients and state; FSDP gathers the weights of a unit for either pass, the next one's meanwhile, and scatters its
+    gradients.
+    """
+    ((tensors,), (stage,)), units = (program.tensors, program.stages), len(trace.unit_bytes)
+    if zero == 0:
+        buckets = Tensor("communication", trace.trained_bytes, "buckets of gradients")
+        added = Collective("replicate", "all_reduce", units, trace.trained_bytes)
+        return replace(program, tensors=((*tensors, buckets),), collectives=((added,),))
+    assert zero == 3
+    (layer,), elsewhere, largest = stage.layers, 1 - 1 / replicas, max(trace.unit_bytes, default=0)
+    divided = {"weights": trace.parameter_bytes, "optimizer": 2 * trace.trained_bytes}
+    held = [t._replace(bytes=t.bytes - divided.get(t.component, 0) * elsewhere) for t in tensors]
+    held += [Tensor("gathered", 2 * largest, "of a unit and the next"), Tensor("reducing", largest, "of a unit")]
+    backward = tuple(replace(op, gradient_bytes=op.gradient_bytes // replicas) for op in layer.backward)
+    update = tuple(
+        replace(op, elements=op.elements // replicas, bytes_moved=op.bytes_moved // replicas) for op in stage.update
+    )
+    passes = program.micro_batches
+    sent = (
+        Collective("shard", "all_gather", 2 * passes * units, 2 * passes * trace.parameter_bytes),
+        Collective("shard", "reduce_scatter", passes * units, passes * trace.trained_bytes),
+    )
+    stage = replace(stage, layers=(replace(layer, backward=backward),), update=update)
+    return replace(program, stages=(stage,), tensors=(tuple(held),), collectives=(sent,))
+
+
 def runs_on_device(update: Operation) -> bool:
     """Of an optimizer that updates on the host, what stays: clipping."""
     return update.name.startswith("clip")
@@ -270,22 +300,3 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
 def training_operations(shape: Shape) -> list[Operation]:
     """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
     return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
-
-
-def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
-    """Every call of a micro-batch in the order of execution, layer by layer."""
-    for layer in layers:
-        yield from layer.forward
-    remembered = sum(layer.cast_weight_bytes for layer in layers)
-    if remembered:
-        yield Operation(
-            "autocast", Kind.OTHER, Phase.FORWARD, "block", "", repeat=0, frees_saved_bytes=remembered
-        )  # fmt: skip
-    for layer in reversed(layers):
-        yield from layer.recomputed
-        yield from layer.backward
-
-
-def unfolded(shape: Shape) -> Iterator[Operation]:
-    """The same of the whole model."""
-    return in_order(layers_of_shape(shape))

@@ -135,6 +135,9 @@ def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
         last = "shared_ffn_down" if shape.model.moe.shared_experts else "combine"
         if shape.model.moe.shared_gate:
             last = "shared_sum"
+    kept = [i for i, op in enumerate(operations) if op.name == f"{last}_adapter" and op.saved_bytes]
+    if kept and not to_the_end:  # an adapter keeps the input, and what its first matrix makes of it
+        return operations[: kept[-1] + 1]
     if to_the_end or last == "combine":
         return operations[:-1]
     if last == "shared_sum":

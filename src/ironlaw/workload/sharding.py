@@ -26,7 +26,7 @@ def of_site(layout: Layout, communication: CommunicationConfig) -> Layout:
     return replace(layout, dp=layout.dp // (communication.sites or layout.dp))
 
 
-def expert_holders(dp: int, cp: int, ep: int) -> int:
+def expert_dp(dp: int, cp: int, ep: int) -> int:
     """Ranks that hold the same experts: they reduce gradients of these together and share what ZeRO shards of them.
 
     Ranks of an expert parallel group are taken from dp x cp; each tensor parallel rank has its part of every expert.
@@ -153,7 +153,7 @@ def parameter_groups(
 def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
     """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides them."""
     shards = layout.sharing
-    apart = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
+    apart = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
     return [
         shard_of(p, model, layout.ep, apart if of_experts(p) else shards)
         for p in stage_parameters(model, layout, stage)

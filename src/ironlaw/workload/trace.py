@@ -13,6 +13,7 @@ router of experts does, is run once on real tensors: the same table from the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class ModuleTrace:
     buffer_bytes: int
     input_bytes: int
     output_shapes: tuple[tuple[int, ...], ...]
+    unit_bytes: tuple[int, ...] = ()  # of parameters, as FSDP gathers them: numbered layers each, all else together
     inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
     assumptions: tuple[Assumed, ...] = ()
 
@@ -146,6 +148,7 @@ def _traced(
         buffer_bytes=_bytes(buffers),
         input_bytes=_bytes(dict(enumerate(_tensors(given)))),
         output_shapes=shapes,
+        unit_bytes=_units(parameters),
         inputs=described(given),
         assumptions=(*notes, *assumed),
     )
@@ -158,6 +161,15 @@ def _unique(named: Mapping[Any, Tensor]) -> list[Tensor]:
 
 def _bytes(named: Mapping[Any, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _unique(named))
+
+
+def _units(parameters: Mapping[str, Tensor]) -> tuple[int, ...]:
+    units: dict[str, int] = {}
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in parameters.items()}.values():
+        numbered = re.match(r".*?\.\d+(?=\.)", name)
+        unit = numbered[0] if numbered else ""
+        units[unit] = units.get(unit, 0) + tensor.numel() * tensor.element_size()
+    return tuple(units.values())
 
 
 def _name(source: object) -> str:

@@ -166,7 +166,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
     """Stop before the machine swaps or the process is killed."""
-    sizes = [math.prod(a) for a in args if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
+    told = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.name != "stride"]
+    sizes = [math.prod(a) for a in told if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
     largest = max([t.numel() for t in given] + sizes, default=0) * 4
     if largest < _CHECKED_FROM or func.is_view:
         return

@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency import (
-    attention_flops,
-    attention_seconds,
-    reference_hardware,
-    streaming_seconds,
-)
-from ironlaw.machine.efficiency.attention import mean_keys
+from ironlaw.machine.efficiency.attention import attention_flops, attention_seconds, mean_keys
+from ironlaw.machine.efficiency.store import reference_hardware
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 
 H100 = reference_hardware("hopper", "H100-SXM-80GB")
 A100 = reference_hardware("ampere", "A100-SXM-80GB")

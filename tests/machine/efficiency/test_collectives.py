@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency import (
-    Fabric,
-    bus_bytes_per_second,
-    collective_seconds,
-    ideal_fabric,
-    load_efficiency,
-    load_network,
-    traffic_bytes,
-)
+from ironlaw.machine.efficiency.collectives import bus_bytes_per_second, collective_seconds, ideal_fabric, traffic_bytes
+from ironlaw.machine.efficiency.hardware import Fabric
+from ironlaw.machine.efficiency.store import load_efficiency, load_network
 
 
 def node(generation: str, link: float, **options) -> Fabric:

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency import (
-    generations,
-    load_efficiency,
-    matmul_bound,
-    matmul_flops,
-    matmul_seconds,
-    reference_accelerators,
-    reference_hardware,
-)
+from ironlaw.machine.efficiency.matmul import matmul_flops, matmul_seconds
+from ironlaw.machine.efficiency.store import generations, load_efficiency, reference_accelerators, reference_hardware
 
 MEASURED = {
     name: generation
@@ -117,13 +110,6 @@ def test_published_products_of_a_training_library() -> None:
     assert all(0.83 < planned[dtype] / seconds < 1.05 for dtype, seconds in published.items())
     # Matrix units apply the scales of blocks: 1% (flashinfer#2256) to 5% slower than under one scale.
     assert 0.98 < planned["mxfp8"] / planned["fp8"] < 1.08
-
-
-def test_bounds_are_named() -> None:
-    device = hardware("H100-SXM-80GB")
-    bounds = matmul_bound(np.array([8.0, 8.0, 8192.0]), np.array([64.0, 16384, 8192]), 4096.0, hardware=device)
-    assert list(bounds[:2]) == ["launch", "memory"] or bounds[1] == "memory"
-    assert bounds[2] in ("power", "compute")
 
 
 def test_formats_borrow_and_cast() -> None:

@@ -59,7 +59,7 @@ from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
 from ironlaw.train.step import Step
-from ironlaw.workload.collectives import renamed, traffic
+from ironlaw.workload.collectives import collectives, table_of
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.recipe import Recipe
@@ -396,16 +396,16 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         run.train(2, 3)
     layout = layout_of(run.ranks.config, run.step.micro_batch)
     every = run.config.train.noise_scale_every
-    planned = traffic(
-        run.config.model, layout, batch_of(run.config), planned_recipe(run.config),
-        meeting=case.get("meeting", False), estimating=every > 0 and (2 + 1) % every == 0,
-    )[run.ranks.index("pp")]  # fmt: skip
+    asked = run.config.model, layout, batch_of(run.config), planned_recipe(run.config)
+    planned = collectives(
+        *asked, run.ranks.index("pp"), meeting=case.get("meeting", False),
+        estimating=every > 0 and (2 + 1) % every == 0,
+    )  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
-    aliases = aliases_of(run.config.model, layout, batch_of(run.config), planned_recipe(run.config))
-    return {"found": plain(found.table), "planned": plain(renamed(planned, aliases))}
+    return {"found": plain(found.table), "planned": plain(table_of(planned, aliases_of(*asked)))}
 
 
 def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -436,7 +436,7 @@ def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
     run = Run(config_of(case))
     found = run.train(0, 6)
     other = Run(config_of(case))
-    other.step.outer = None
+    other.step.plugins = []
     expected = []
     for step in range(6):
         expected += other.train(step, step + 1)

@@ -32,7 +32,7 @@ def accelerators(machine_profile):
 
 def test_its_collectives_are_those_of_the_program(accelerators, user_cache):
     config = config_of(pp=2, zero=1)
-    ledger = plan_on_accelerators(config, accelerators, 8, 8)
+    ledger = plan_on_accelerators(config, accelerators, 8, 8).ledger
     layout = parse_layout("dp=4 pp=2 zero=1 micro_batch=2")
     program = step(config.model, StepBatch(32, 1024), layout, Recipe("bf16", cuda=True, gloo=False))
     sent = {f"{c.dimension} {c.kind}" for rank in program.collectives for c in rank}
@@ -45,7 +45,7 @@ def test_gradients_sent_in_16_bits_are_half_as_many(accelerators, user_cache):
     seconds = [
         sum(
             line.seconds
-            for line in plan_on_accelerators(c, accelerators, 8, 8).select(operation="replicate all_reduce")
+            for line in plan_on_accelerators(c, accelerators, 8, 8).ledger.select(operation="replicate all_reduce")
         )
         for c in (config, narrow)
     ]
@@ -70,7 +70,7 @@ def test_a_job_has_one_figure_wherever_it_is_planned(accelerators, user_cache, t
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude={"layout"})))
     asked = Options(engine="ironlaw", layout=str(layout))
     planned = plan_request(str(path), on="4xh100-sxm-80gb", options=asked).ledger
-    run = plan_on_accelerators(config, accelerators, 4, 4)
+    run = plan_on_accelerators(config, accelerators, 4, 4).ledger
     _, peaks = at_scale(config.model, layout, 1024, 32)
     for name in ("step_seconds", "peak_bytes"):
         assert planned.totals[name].value == run.totals[name].value, name
@@ -83,7 +83,7 @@ def test_the_layout_of_accelerators_is_searched_with_their_planner(accelerators,
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     choice = choose_layout(config_of(), accelerators, 8)
     planned = plan_on_accelerators(with_layout(config_of(), choice.best.layout), accelerators, 8, 8)
-    assert planned.facts["fits"] and str(choice.best.layout) in choice.reason
+    assert planned.fits and str(choice.best.layout) in choice.reason
     for text in ("dp=8 micro_batch=2", "tp=8 micro_batch=4", "dp=2 pp=4 micro_batch=2"):
         other = plan_on_accelerators(with_layout(config_of(), parse_layout(text)), accelerators, 8, 8)
-        assert planned.totals["step_seconds"].value <= other.totals["step_seconds"].value
+        assert planned.step_seconds <= other.step_seconds

@@ -149,8 +149,8 @@ def test_split_backward_passes_do_not_recompute(mode: str) -> None:
         "layout": {"pp": 2, "virtual_stages": 2, "schedule": "zb"}, "recompute": {"mode": mode},
         "train": {"global_batch": 8, "micro_batch": 2},
     }  # fmt: skip
-    with pytest.raises(UserError, match=r"use recompute\.mode = .none., or .1f1b."):
+    with pytest.raises(UserError, match="neither ZeRO 3 nor recomputation: use schedule=1f1b"):
         check(build_config(document), 2)
     document["layout"] |= {"zero": 3}  # type: ignore[operator]
-    with pytest.raises(UserError, match=r"use layout\.zero = 2, or .1f1b."):
+    with pytest.raises(UserError, match="use schedule=1f1b"):
         check(build_config(document), 2)

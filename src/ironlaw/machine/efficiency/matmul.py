@@ -131,22 +131,3 @@ def compute_seconds(
     seconds = waves * (k / _SPLIT + constants.fill_elements) * per_k
     partials = np.where(_SPLIT > 1, _SPLIT * 4.0 * batch * m * n, 0.0)
     return np.min(seconds + constants.split_traffic * partials / memory_bytes_per_second, axis=0)
-
-
-def matmul_bound(
-    m: Number, n: Number, k: Number, batch: Number = 1.0, dtype: str = "bf16", *, hardware: Hardware
-) -> npt.NDArray[np.str_]:
-    """What bounds each shape: launch, memory, power or compute (quantisation and fill included)."""
-    constants = hardware.efficiency.matmul_for(dtype)
-    (m_, n_, k_, b_), _ = broadcast(m, n, k, batch)
-    bandwidth = hardware.memory_bytes_per_second
-    mm, nn, kk, bb = (a.ravel() for a in (m_, n_, k_, b_))
-    compute = compute_seconds(mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
-    traffic = bb * ((mm * kk + kk * nn) * number_format(dtype).bytes_per_element() + mm * nn * 2.0)
-    terms = np.stack([
-        np.full(compute.shape, constants.launch_seconds),
-        traffic / (bandwidth * constants.memory_fraction),
-        2.0 * bb * mm * nn * kk * constants.joules_per_flop / hardware.power_watts,
-        compute,
-    ])  # fmt: skip
-    return np.array(["launch", "memory", "power", "compute"])[terms.argmax(axis=0)].reshape(m_.shape)

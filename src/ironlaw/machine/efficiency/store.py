@@ -41,29 +41,28 @@ def load_efficiency(generation: str) -> Efficiency:
     document = _document(generation)
     parent = load_efficiency(document["inherits"]) if "inherits" in document else None
     note = document.get("inherits_note", "")
-    matmul = _inherited(parent.matmul, note) if parent else {}
-    attention = _inherited(parent.attention, note) if parent else {}
-    matmul.update({key: _group(MatmulConstants, value) for key, value in document.get("matmul", {}).items()})
-    attention.update({key: _group(AttentionConstants, value) for key, value in document.get("attention", {}).items()})
-    if "streaming" in document:
-        streaming = _group(StreamingConstants, document["streaming"])
-    elif parent:
-        streaming = _inherited({"": parent.streaming}, note)[""]
-    else:
+
+    def each(kind: type, name: str) -> dict[str, Any]:
+        inherited = {key: _assumed(value, note) for key, value in getattr(parent, name, {}).items()}
+        return inherited | {key: _group(kind, value) for key, value in document.get(name, {}).items()}
+
+    def one(kind: type, name: str) -> Any:
+        if name in document:
+            return _group(kind, document[name])
+        inherited = getattr(parent, name, None)
+        return _assumed(inherited, note) if inherited else None
+
+    streaming = one(StreamingConstants, "streaming")
+    if streaming is None:
         raise ValueError(f"{generation}.toml has no [streaming]")
-    collectives = None
-    if "collectives" in document:
-        collectives = _group(CollectiveConstants, document["collectives"])
-    elif parent and parent.collectives:
-        collectives = _inherited({"": parent.collectives}, note)[""]
     rack = document.get("collectives_nvl72")
     return Efficiency(
         generation=generation,
-        matmul=matmul,
-        attention=attention,
+        matmul=each(MatmulConstants, "matmul"),
+        attention=each(AttentionConstants, "attention"),
         default_attention=document.get("default_attention", parent.default_attention if parent else ""),
         streaming=streaming,
-        collectives=collectives,
+        collectives=one(CollectiveConstants, "collectives"),
         collectives_nvl72=_group(CollectiveConstants, rack) if rack else None,
         default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
     )
@@ -110,20 +109,11 @@ def _group(kind: type, values: dict[str, Any]) -> Any:
     return kind(**fields, evidence=Evidence(**evidence) if evidence else None)
 
 
-def _inherited(groups: Any, note: str) -> dict[str, Any]:
+def _assumed(group: Any, note: str) -> Any:
     """The same constants, marked as assumed, with an interval at least `INHERITED_LOG_ERROR` wide."""
-    marked = {}
-    for key, value in groups.items():
-        old = value.evidence or Evidence("", 0, 0.0, 0.0)
-        evidence = replace(
-            old,
-            rows=0,
-            log_error_p10=min(old.log_error_p10, -INHERITED_LOG_ERROR),
-            log_error_p90=max(old.log_error_p90, INHERITED_LOG_ERROR),
-            median_absolute_error=None,
-            held_out_median_absolute_error=None,
-            assumed=True,
-            note=note,
-        )
-        marked[key] = replace(value, evidence=evidence)
-    return marked
+    old = group.evidence or Evidence("", 0, 0.0, 0.0)
+    evidence = Evidence(
+        old.source, 0, min(old.log_error_p10, -INHERITED_LOG_ERROR), max(old.log_error_p90, INHERITED_LOG_ERROR),
+        assumed=True, note=note,
+    )  # fmt: skip
+    return replace(group, evidence=evidence)

@@ -37,12 +37,7 @@ class _Files:
         self.folder = folder
         self._files: dict[str, Any] = {}
         try:
-            if (folder / SHARDED).is_file():
-                index = read_json(folder / SHARDED)
-                paths = sorted({folder / name for name in index["weight_map"].values()})
-            else:
-                paths = [folder / SINGLE]
-            for path in paths:
+            for path in _shards(folder) if (folder / SHARDED).is_file() else [folder / SINGLE]:
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError as error:
@@ -78,6 +73,15 @@ class _Files:
         stored = self._stored(name)
         tensor: Tensor = self._files[stored].get_tensor(stored)
         return tensor
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that an index names, all in its own directory."""
+    found = read_json(folder / SHARDED).get("weight_map")
+    names = set(map(str, found.values())) if isinstance(found, dict) else set()
+    if not names or any(Path(name).name != name for name in names):
+        raise UserError(f"{folder / SHARDED} names no files of its directory in weight_map: fetch it again")
+    return sorted(folder / name for name in names)
 
 
 def stored_type(folder: Path) -> torch.dtype:

@@ -10,8 +10,8 @@ besides (accelerator, fabric, engine, precision) is in a `System`. Lengths are i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.latent_config import LatentConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.cluster.block_values import Array, BlockValues, Known, distinct_rows
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import Precision, Shape
@@ -32,50 +31,6 @@ from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import rows_of_a_rank
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.sizes import Size, divided, is_array, larger
-
-Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """One training step: what it computes and how it is laid out."""
-
-    model: ModelConfig
-    layout: Layout
-    sequence: float  # tokens
-    global_batch: float  # sequences per step
-    flash: bool = True  # else attention's scores are materialised
-    imbalance: float = 0.0  # rows of the busiest expert parallel rank over the mean; 0: as in training
-    every: float | None = None  # full recomputation of one block in so many; None: as the layout says
-
-
-def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """One row of every sort that differs in some column, and of every row its sort.
-
-    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
-    """
-    number, size = np.zeros(length, dtype=np.int64), 1
-    for column in columns:
-        least, most = (column.min(), column.max()) if length else (0.0, 0.0)
-        if least == most:
-            continue
-        if least >= 0 and most < 2**20 and (column == np.floor(column)).all():
-            code, values = column.astype(np.int64), int(most) + 1
-        else:
-            found, code = np.unique(column, return_inverse=True)
-            code, values = code.reshape(-1), len(found)
-        if size * values >= 2**62:
-            found, number = np.unique(number, return_inverse=True)
-            number, size = number.reshape(-1), len(found)
-        number, size = number * values + code, size * values
-    _, first, sort = np.unique(number, return_index=True, return_inverse=True)
-    return first, sort.reshape(-1)
-
-
-MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "context")
-MOE_SIZES = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "groups", "groups_per_token")
-LATENT_SIZES = ("key_value_rank", "query_rank", "rotary_size", "plain_size", "value_size")
-"""Fields of a model that may differ between the jobs of one `Candidates`."""
 
 
 @dataclass(frozen=True)
@@ -344,25 +299,6 @@ OF_THE_LAYOUT = frozenset(
 """Columns on which neither seconds nor bytes of a block and micro-batch hang, but for how they divide it."""
 
 
-@dataclass
-class BlockValues:
-    """What a function gave of every block that it was asked about: a row of `values` per name, a place per block."""
-
-    place: dict[bytes, int] = field(default_factory=dict)
-    names: list[Any] = field(default_factory=list)
-    values: Array = field(default_factory=lambda: np.zeros((0, 0)))
-
-    def learn(self, keys: Sequence[bytes], found: Mapping[Any, Size]) -> None:
-        columns = np.stack([np.broadcast_to(column, len(keys)) for column in found.values()])
-        self.values = np.concatenate([self.values, columns], axis=1) if self.names else columns
-        self.names = list(found)
-        self.place |= {key: len(self.place) + i for i, key in enumerate(keys)}
-
-
-Known = dict[str, BlockValues]
-"""By name of a function."""
-
-
 def candidates_of(
     model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True,
     known: Known | None = None,
@@ -370,62 +306,13 @@ def candidates_of(
     """One model under several layouts."""
     table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
     kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model)).items()}
-    columns, batch = _columns(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
+    columns, batch = columns_of(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
     columns |= {name: np.full(len(table), float(value)) for name, value in batch.items()}
     return Candidates(model, kinds, flash, *extra_launches(model), known=known, **columns)
 
 
-def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
-    """Several models of one `structure`, each in a layout of its own."""
-    first = structure(jobs[0])
-    assert len({structure(job) for job in jobs}) == 1
-    columns: dict[str, Any] = _columns(layout_table(job.layout for job in jobs))
-    columns["every"] = np.array([job.layout.every if job.every is None else job.every for job in jobs], dtype=float)
-    for name in ("sequence", "global_batch", "imbalance"):
-        columns[name] = np.array([getattr(job, name) for job in jobs], dtype=float)
-    model, kinds = _stacked([job.model for job in jobs], MODEL_SIZES), dict[str, Size](block=1.0)
-    if model.moe is not None:
-        share = np.array([job.model.moe_layers / job.model.layers for job in jobs])
-        kinds = {"block": 1 - share, MOE_GROUP: share}
-        moe = _stacked([job.model.moe for job in jobs], MOE_SIZES)
-        moe = moe.model_copy(update={"dense_layers": 0, "every": 1})  # which layers have them is in `kinds`
-        model = model.model_copy(update={"moe": moe})
-    if model.latent is not None:
-        model = model.model_copy(update={"latent": _stacked([job.model.latent for job in jobs], LATENT_SIZES)})
-    return Candidates(model, kinds, jobs[0].flash, *extra_launches(plain_model(first[1:])), **columns)
-
-
-def _columns(table: Table) -> dict[str, Any]:
+def columns_of(table: Table) -> dict[str, Any]:
     return {name: table[name].astype(float) for name in COLUMNS}
-
-
-def _stacked(tables: Sequence[Any], sizes: Sequence[str]) -> Any:
-    """The first table with sizes as arrays, one entry per table; what the first leaves open all do."""
-    given = [name for name in sizes if getattr(tables[0], name) is not None]
-    arrays = {name: np.array([getattr(table, name) for table in tables], dtype=float) for name in given}
-    return tables[0].model_copy(update=arrays)
-
-
-def structure(job: TrainingJob) -> tuple[bool, ...]:
-    """What jobs of one `Candidates` have in common: flash, and the arguments of `plain_model`."""
-    model, moe, latent = job.model, job.model.moe, job.model.latent
-    experts = moe is not None, moe is not None and moe.shared_experts > 0
-    queries = latent is not None and latent.query_rank is not None
-    return job.flash, model.gated_ffn, model.tied, *experts, latent is not None, queries
-
-
-@lru_cache(maxsize=64)
-def plain_model(structure: tuple[bool, ...]) -> ModelConfig:
-    """A model of that structure whose sizes stand for others."""
-    gated, tied, experts, shared, narrow, narrow_queries = structure
-    biased = not (gated or narrow or experts)
-    return ModelConfig(
-        layers=1, hidden=64, heads=2, vocab=64, context=64, gated_ffn=gated, tied=tied, bias=biased,
-        activation="silu" if gated else "gelu", norm="layernorm" if biased else "rmsnorm",
-        positions="learned" if biased else "rope",
-        moe=MoEConfig(experts=2, experts_per_token=1, shared_experts=int(shared)) if experts else None,
-        latent=LatentConfig(query_rank=32 if narrow_queries else None) if narrow else None,
-    )  # fmt: skip
 
 
 def _arrays(model: ModelConfig) -> list[Array]:

@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import Array, Candidates, distinct_rows
+from ironlaw.machine.efficiency.collectives import collective_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
+from ironlaw.plan.cluster.block_values import distinct_rows
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import ClusterSystem

@@ -1,7 +1,8 @@
 """The plan of one layout on a cluster, as a ledger.
 
     asked = ClusterStep(ModelConfig.named("llama3-8b"), parse_cluster("8xh100-sxm-80gb"), 8192, global_batch=64)
-    ledger = plan_cluster(asked, parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"))
+    plan = plan_cluster(asked, parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"))
+    plan.fits, plan.step_seconds, plan.ledger
 
 Seconds of a line are those of an accelerator on the busiest pipeline stage and add up to the step; FLOPs are those of
 all accelerators together and add up to the model's. Both are per optimizer step.
@@ -56,6 +57,29 @@ class PlannedCandidates:
         return np.asarray((self.peak.total <= self.limit_bytes) & (self.host_bytes <= self.host_limit_bytes))
 
 
+@dataclass(frozen=True)
+class ClusterPlan:
+    """One layout's ledger, and what others decide by. `layout` is the one asked for with the way of context parallel
+    attention and, where it names a budget, the recomputation that this comes to (`recompute_choice`: why)."""
+
+    ledger: Ledger
+    layout: Layout
+    outcome: PlannedCandidates
+    recompute_choice: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.outcome.fits[0])
+
+    @property
+    def step_seconds(self) -> float:
+        return self.ledger.totals["step_seconds"].value
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.ledger.totals["peak_bytes"].value
+
+
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Step seconds and peak bytes of many candidates in one setting: the fast path of search."""
     layers = stage_layers(candidates, where.engine.partition)
@@ -79,8 +103,8 @@ def least_seconds(candidates: Candidates, where: ClusterSystem) -> Array:
     return assemble(block_costs(bare, where), bare, where.engine).step_seconds[kind]
 
 
-def plan_cluster(asked: ClusterStep, layout: Layout) -> Ledger:
-    """The ledger of one training step. UserError when the layout cannot run or the cluster lacks a figure.
+def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
+    """The plan of one training step. UserError when the layout cannot run or the cluster lacks a figure.
 
     The memory of our own trainer is that of its program, walked pass by pass.
     """
@@ -106,7 +130,7 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> Ledger:
     ledger.facts["products"] = _products(candidates, where)
     if settled:
         ledger.facts["recompute_choice"] = settled
-    return ledger
+    return ClusterPlan(ledger, layout, outcome, settled)
 
 
 def _walked(

@@ -14,7 +14,9 @@ import numpy as np
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Kind, Phase
-from ironlaw.machine.efficiency import attention_seconds, matmul_seconds, streaming_seconds
+from ironlaw.machine.efficiency.attention import attention_seconds
+from ironlaw.machine.efficiency.matmul import matmul_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds, distinct

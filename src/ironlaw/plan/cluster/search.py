@@ -20,7 +20,8 @@ import numpy as np
 
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster import capabilities
-from ironlaw.plan.cluster.candidates import Candidates, Known
+from ironlaw.plan.cluster.block_values import Known
+from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.ledger import Phase
-from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
+from ironlaw.machine.efficiency.matmul import matmul_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import (
     collective,

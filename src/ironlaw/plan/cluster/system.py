@@ -11,7 +11,7 @@ import numpy as np
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, Node
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency import (
+from ironlaw.machine.efficiency.hardware import (
     AttentionConstants,
     CollectiveConstants,
     Efficiency,
@@ -21,11 +21,8 @@ from ironlaw.machine.efficiency import (
     MatmulConstants,
     NetworkConstants,
     StreamingConstants,
-    load_efficiency,
-    load_network,
-    reference_accelerators,
-    reference_hardware,
 )
+from ironlaw.machine.efficiency.store import load_efficiency, load_network, reference_accelerators, reference_hardware
 from ironlaw.plan.cluster.candidates import Array
 from ironlaw.plan.cluster.update_cost import ADAMW, UpdateCost
 from ironlaw.plan.engines.engine import Engine

@@ -14,13 +14,14 @@ beats the prior.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
+from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.jobs import candidates_of_jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
@@ -91,7 +92,7 @@ class FittedConstant:
     meaning: str
     before: float
     after: float
-    spread_after: float  # posterior over prior standard deviation: 1 where the runs say nothing of it
+    spread: float  # posterior over prior standard deviation: 1 where the runs say nothing of it
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,7 @@ class Calibration:
             "errors": {
                 "before": self.error_before, "in_sample": self.error_in_sample, "left_out": self.error_left_out,
             },
-            "constants": [
-                {"name": c.name, "unit": c.unit, "meaning": c.meaning, "before": c.before, "after": c.after,
-                 "spread": c.spread_after}
-                for c in self.constants
-            ],
+            "constants": [asdict(constant) for constant in self.constants],
         }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ _PORTS = re.compile(
     r"(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
     re.IGNORECASE,
 )
+_COUNT_BEHIND = re.compile(r"(?:s|[a-z]it|\b[a-z])\s*[x×*]\s*(\d{1,2})\b(?!\s*[a-z])", re.IGNORECASE)
 _PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
 _WORD_COUNT = {"dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
 _RATE = re.compile(
@@ -103,7 +104,12 @@ class _Network:
     bits: float | None
     plain: bool  # Ethernet, and no word that says more
     rank: int  # 2: said to be for computing; 1: not said; 0: for something else
-    cards_only: bool  # how many cards, and neither kind nor rate: what follows may say that
+    counted: bool  # it says how many ports
+
+    @property
+    def cards_only(self) -> bool:
+        """How many cards, and no rate: what stands beside it may say that."""
+        return self.bits is None and self.counted
 
 
 def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
@@ -116,7 +122,7 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
     of what the nodes can send. A kind of network without a rate has that of the usual node; words that name none leave
     it as it is. UserError for figures that no network has.
     """
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", interconnect)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect)
     text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` is four of HDR
     if _SIGN.search(text):
         raise UserError(f"network '{interconnect}': a count or a rate is above 0")
@@ -147,10 +153,14 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
 def _networks(text: str, usual: Node, whole: str) -> list[_Network]:
     """The networks of a description, clause by clause; `8x ConnectX-7, 400 Gb/s InfiniBand` is one of two clauses."""
     found: list[_Network] = []
-    before = ""
+    before = last = ""
     for clause in re.split(r"[;+,&|\n]|\band\b|\bplus\b|\bwith\b", text):
         joined = f"{before} {clause}" if before else clause
         network = _network(joined, usual, whole)
+        if network and network.cards_only and network.rank and found and found[-1].bits and not found[-1].counted:
+            found[-1] = _network(f"{clause} {last}", usual, whole) or found[-1]  # ports of what was named before
+            continue
+        last = joined
         waits = network is not None and (network.cards_only or (network.bits is None and not network.plain))
         before = joined if waits else ""
         if found and before != joined and joined != clause and network is not None:
@@ -172,14 +182,14 @@ def _network(clause: str, usual: Node, whole: str) -> _Network | None:
     telling = telling or ["nic"]
     bits, counted = _bits_per_second(clause, words, telling[0], usual, whole)
     if not kinds:
-        return _Network(usual.fabric, bits, False, rank, False)
+        return _Network(usual.fabric, bits, False, rank, counted)
     fabric, plain = FABRIC_WORDS[telling[0]], telling[0] in PLAIN
     if PLAIN & set(words) and not plain and telling[0] not in CARDS and bits is not None and not counted:
         # `100GbE InfiniBand`: the rate is of another port than the kind.
         bits = None if "gbe" in words else bits
     if telling[0] in CARDS and PLAIN & set(words):
         fabric, plain = "roce", not counted
-    return _Network(fabric, bits, plain, rank, bits is None and counted)
+    return _Network(fabric, bits, plain, rank, counted)
 
 
 def _bits_per_second(
@@ -188,6 +198,7 @@ def _bits_per_second(
     """Rate of one clause, all ports of a node together, None where it names none; and whether it counts ports."""
     plain = _VERSIONS.sub(" ", clause)
     counts = [int(number) for number in _COUNT.findall(plain)[:1]] or [int(n) for n, _ in _PORTS.findall(plain)[:1]]
+    counts = counts or [int(number) for number in _COUNT_BEHIND.findall(plain)[:1]]
     counts = counts or [_WORD_COUNT[word] for word in words if word in _WORD_COUNT][:1]
     ports = counts[0] if counts else 1
     rest = _PORTS.sub(" ", _COUNT.sub(" ", plain, count=1))

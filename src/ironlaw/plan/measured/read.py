@@ -23,8 +23,8 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import read_bytes
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
 from ironlaw.plan.cluster.intervals import format_shares
+from ironlaw.plan.cluster.jobs import TrainingJob, plain_model
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named

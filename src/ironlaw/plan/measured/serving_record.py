@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.plan.measured.inference import MEASURES, ServingRun, predict
+from ironlaw.plan.measured.validate import errors
 from ironlaw.plan.serving.rates import interval_of
 
 BASELINE_MEMORY, BASELINE_PEAK = 0.6, 0.4
@@ -92,12 +93,10 @@ def _errors(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ]
         if not pairs:
             continue
-        signed = np.array([planned / measured - 1 for planned, measured, _, _ in pairs])
-        simple = [abs(base / measured - 1) for _, measured, _, base in pairs if base is not None]
-        inside = [low <= measured <= high for _, measured, (low, high), _ in pairs]
-        found[name] = {
-            "n": len(pairs), "median": float(np.median(np.abs(signed))), "mean": float(np.mean(np.abs(signed))),
-            "p90": float(np.percentile(np.abs(signed), 90)), "bias": float(np.median(signed)),
+        planned, measured = (np.array(column) for column in list(zip(*pairs, strict=True))[:2])
+        simple = [abs(base / seen - 1) for _, seen, _, base in pairs if base is not None]
+        inside = [low <= seen <= high for _, seen, (low, high), _ in pairs]
+        found[name] = errors(planned, measured) | {
             "baseline_median": float(np.median(simple)) if simple else None, "in_interval": float(np.mean(inside)),
         }  # fmt: skip
     return found

@@ -120,13 +120,10 @@ def baseline_bytes(candidates: Candidates) -> Array:
     return candidates.parameters / (candidates.tp * candidates.pp) * (16 - sharded + sharded / shards)
 
 
-NO_ERRORS: dict[str, Any] = {"n": 0, "median": None, "mean": None, "p90": None, "bias": None}
-
-
 def errors(predicted: Array, measured: Array) -> dict[str, Any]:
     """Median, mean and 90th percentile of the absolute relative error, and the median signed one."""
     if not len(measured):
-        return dict(NO_ERRORS)
+        return {"n": 0, "median": None, "mean": None, "p90": None, "bias": None}
     signed = predicted / measured - 1
     size = np.abs(signed)
     return {
@@ -161,14 +158,15 @@ def _summary(record: ValidationRecord, index: list[int], group: str | None) -> d
 def _ranking_of_groups(record: ValidationRecord) -> dict[str, Any]:
     """Means over the groups that vary the layout on the same work."""
     known = [g["regret"] for g in record.groups.values() if g["regret"]["n"]]
-    if not known:
-        return dict(NO_CHOICE)
-    return {
-        "n": sum(g["n"] for g in known),
-        "mean": float(np.mean([g["mean"] for g in known])),
-        "worst": min(g["worst"] for g in known),
-        "rank_correlation": float(np.mean([g["rank_correlation"] for g in known])),
-    }
+    means, correlations = ([g[name] for g in known] for name in ("mean", "rank_correlation"))
+    return _choices(sum(g["n"] for g in known), means, min((g["worst"] for g in known), default=0.0), correlations)
+
+
+def _choices(n: int, regrets: list[float], worst: float, correlations: list[float]) -> dict[str, Any]:
+    if not n:
+        return {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
+    mean, correlation = float(np.mean(regrets)), float(np.mean(correlations))
+    return {"n": n, "mean": mean, "worst": worst, "rank_correlation": correlation}
 
 
 def _coverage(bounds: tuple[Array, Array], index: list[int], measured: Array) -> float | None:
@@ -195,9 +193,6 @@ def _layout(run: Run) -> tuple[Any, ...]:
     return tuple(getattr(run.job.layout, name) for name in SAME_LAYOUT)
 
 
-NO_CHOICE: dict[str, Any] = {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
-
-
 def ranking(record: ValidationRecord, timed: list[int]) -> dict[str, Any]:
     """Regret: throughput of the layout the plan would pick over the best measured one, over `n` such choices.
 
@@ -209,14 +204,7 @@ def ranking(record: ValidationRecord, timed: list[int]) -> dict[str, Any]:
         planned = record.prediction.step_seconds[index]
         regrets.append(float(measured.min() / measured[planned.argmin()]))
         correlations.append(_spearman(planned, measured))
-    if not regrets:
-        return dict(NO_CHOICE)
-    return {
-        "n": len(regrets),
-        "mean": float(np.mean(regrets)),
-        "worst": min(regrets),
-        "rank_correlation": float(np.mean(correlations)),
-    }
+    return _choices(len(regrets), regrets, min(regrets, default=0.0), correlations)
 
 
 def _spearman(a: Array, b: Array) -> float:

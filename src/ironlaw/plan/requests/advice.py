@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.catalog import accelerator, accelerator_names, node
-from ironlaw.catalog.nodes import Cluster
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
+from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.plan.cluster.estimate import plan_cluster
@@ -105,8 +105,8 @@ def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[
             other = plan_cluster(changed.step, replace(layout, accumulation=None))
         except UserError:
             continue
-        if other.facts["fits"]:
-            yield {"change": words, "gain": other.totals["tokens_per_second"].value / now - 1}
+        if other.fits:
+            yield {"change": words, "gain": other.ledger.totals["tokens_per_second"].value / now - 1}
     for fewer in _rounder_counts(request.cluster) if request.layout is None else ():
         seconds = _best(request, fewer)
         if seconds is not None:

@@ -42,6 +42,9 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
                 "expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "a capacity factor"
             )
         )
+    if not cluster.accelerator.has_flash:
+        why = f"FlashAttention has no kernels for {cluster.accelerator.name}"
+        assumed.append(Assumption("attention", "scores in memory", why, ""))
     if (other := taken_model(requested.model.name)) and other[1]:
         assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]

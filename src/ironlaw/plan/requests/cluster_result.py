@@ -9,7 +9,7 @@ from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import budget
 from ironlaw.plan.cluster.candidates import Candidates
-from ironlaw.plan.cluster.estimate import bounded, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterPlan, bounded, plan_cluster
 from ironlaw.plan.cluster.intervals import evidence
 from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.request import ClusterRequest
@@ -19,7 +19,7 @@ from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.plan.requests.advice import first_change, scaling, search_layouts, terms, would_fit
 from ironlaw.plan.requests.communication_savings import cluster_savings
-from ironlaw.workload.layout import Layout, parse_layout
+from ironlaw.workload.layout import Layout
 
 SHOWN = 5
 
@@ -37,14 +37,13 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     found = search_layouts(request, keep=KEPT) if request.layout is None else None
     where = request.step.system
     if found is not None:
-        layout, ledger, choice = _best_layout(request, found, usable_bytes(where))
+        layout, plan, choice = _best_layout(request, found, usable_bytes(where))
     else:
         assert request.layout is not None
-        layout, ledger, choice = request.layout, plan_cluster(request.step, request.layout), "given"
-    if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
-        layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
-        choice = ledger.facts["recompute_choice"]
-    fits = bool(ledger.facts["fits"])
+        layout, plan, choice = request.layout, plan_cluster(request.step, request.layout), "given"
+    if plan.recompute_choice:
+        layout, choice = plan.layout, plan.recompute_choice
+    ledger = plan.ledger
     more: dict[str, Any] = {
         "layout": _layout(layout, request),
         "cluster": _cluster(request),
@@ -57,29 +56,28 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
-    limit = float(ledger.facts["memory_limit_bytes"])
     _add_totals(request, layout, ledger, where)
-    if fits:
-        more |= _when_it_fits(request, layout, ledger, found, limit)
+    if plan.fits:
+        more |= _when_it_fits(request, layout, ledger, found, plan.outcome.limit_bytes)
         more["margin"]["choice"] = choice
     else:
-        more |= _when_it_does_not(request, ledger, limit)
-    return PlanOutcome(ledger, fits, more)
+        more |= _when_it_does_not(request, plan)
+    return PlanOutcome(ledger, plan.fits, more)
 
 
-def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, Ledger, str]:
+def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, ClusterPlan, str]:
     """The chosen layout and its plan. Where the plan, which walks our own trainer's memory, finds that it does not fit
     after all, neither do others that need as much."""
     while True:
         candidate, choice = chosen(request, found, limit)
-        ledger = plan_cluster(request.step, candidate.layout)
+        plan = plan_cluster(request.step, candidate.layout)
         smaller = [other for other in found.best if other.peak_bytes < candidate.peak_bytes]
-        if ledger.facts["fits"] or not smaller:
+        if plan.fits or not smaller:
             break
         found.best, found.safest = smaller, None
     if candidate.layout.offload != "none" and found.best:
         choice = "nothing fits without offloading to the host, whose time no measured run backs"
-    return candidate.layout, ledger, choice
+    return candidate.layout, plan, choice
 
 
 def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[RankedLayout, str]:
@@ -141,11 +139,12 @@ def _when_it_fits(
     }
 
 
-def _when_it_does_not(request: ClusterRequest, ledger: Ledger, limit: float) -> dict[str, Any]:
+def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, Any]:
     """How much is missing, and what would make it fit."""
-    missing = ledger.totals["peak_bytes"].value - limit
-    host = (ledger.facts["host_bytes"] or 0.0) - (ledger.facts["host_limit_bytes"] or 0.0)
-    margin = {"limit_bytes": limit, "missing_bytes": missing, "missing_host_bytes": max(host, 0.0)}
+    limit, host = plan.outcome.limit_bytes, float(plan.outcome.host_bytes[0]) - plan.outcome.host_limit_bytes
+    margin = {
+        "limit_bytes": limit, "missing_bytes": plan.peak_bytes - limit, "missing_host_bytes": max(host, 0.0),
+    }  # fmt: skip
     more: dict[str, Any] = {"budget": {}, "margin": margin}
     if request.layout is not None:
         found = search_layouts(request, keep=KEPT)
@@ -198,9 +197,8 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
     if not engine_named(request.engine).fused:  # as its own plan says
-        totals = plan_cluster(request.step, candidate.layout).totals
-        seconds, size = totals["step_seconds"].value, totals["peak_bytes"].value
-        candidate = replace(candidate, step_seconds=seconds, peak_bytes=size)
+        plan = plan_cluster(request.step, candidate.layout)
+        candidate = replace(candidate, step_seconds=plan.step_seconds, peak_bytes=plan.peak_bytes)
     of = request.engine, request.cluster, request.model
     step = bounded(candidate.step_seconds, "time", *of, f"engine {request.engine}", request.precision)
     peak = bounded(candidate.peak_bytes, "memory", *of, "highest stage")

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
+from ironlaw.machine.efficiency.collectives import collective_seconds
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.workload.collectives import compressed_elements

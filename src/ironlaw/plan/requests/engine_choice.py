@@ -87,9 +87,10 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
         same = not lacking(engine_named(name), layout)
         try:
             if same:
-                ledger = plan_cluster(other.step, layout)
-                seconds, fits = ledger.totals["step_seconds"].value, bool(ledger.facts["fits"])
-                found.append({"engine": name, "layout": str(layout), "step_seconds": seconds, "fits": fits})
+                plan = plan_cluster(other.step, layout)
+                found.append(
+                    {"engine": name, "layout": str(layout), "step_seconds": plan.step_seconds, "fits": plan.fits}
+                )
             elif request.layout is None and (
                 best := search_layouts(other, keep=1, hybrid=False, fastest_alone=True).best
             ):

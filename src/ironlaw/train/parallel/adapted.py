@@ -51,7 +51,7 @@ def _by_outputs(layer: Linear, rows: list[Tensor], mesh: DeviceMesh, rank: int) 
     if layer.bias is not None:
         layer.bias = nn.Parameter(layer.bias.detach()[here], requires_grad=False)
     start = 0
-    for adapter in layer.each() if isinstance(layer, AdaptedLinear) else ():
+    for adapter in layer.adapters.each() if isinstance(layer, AdaptedLinear) else ():
         within = [some[(some >= adapter.start) & (some < adapter.stop)] - adapter.start for some in rows]
         adapter.order = torch.cat(within)
         adapter.b = _part(adapter.b, within[rank], 0, mesh)
@@ -76,7 +76,7 @@ def _by_inputs(layer: Linear, mesh: DeviceMesh, rank: int) -> None:
         dist.all_reduce(squares, group=group)
         return squares.sqrt()
 
-    for adapter in layer.each() if isinstance(layer, AdaptedLinear) else ():
+    for adapter in layer.adapters.each() if isinstance(layer, AdaptedLinear) else ():
         adapter.a = _part(adapter.a, torch.arange(columns.start, columns.stop), 1, mesh)
         adapter.whole_lengths = whole_lengths
 
@@ -98,7 +98,7 @@ def partial(part: nn.Module) -> list[nn.Parameter]:
     """Whole parameters of which a tensor parallel rank has a part of the gradient."""
     found: list[nn.Parameter] = []
     for name, layer in adapted_layers(part).items():
-        for adapter in layer.each():
+        for adapter in layer.adapters.each():
             if not name.endswith(NARROWING):
                 found.append(adapter.a)
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import adapted, experts, gradient_compression, materialize, pipeline, tensor
+from ironlaw.train.parallel.applied import Applied
 from ironlaw.train.parallel.partition import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
@@ -28,34 +28,6 @@ from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import stages_of
 from ironlaw.workload.sharding import shards_hidden
-
-
-@dataclass
-class Applied:
-    """What this rank holds: `parts` by stage number as they are called, `plain` the transformers within."""
-
-    ranks: Ranks
-    parts: dict[int, nn.Module]
-    plain: dict[int, Transformer]
-    partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
-    copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
-    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
-    compressor: gradient_compression.PowerSGD | None = None
-
-    @property
-    def model(self) -> Transformer:
-        """Everything here under the names of the whole model."""
-        return self._model
-
-    def __post_init__(self) -> None:
-        self._model = pipeline.joined(self.plain)
-
-    @property
-    def stages(self) -> int:
-        return self.ranks.config.pp * self.ranks.config.virtual_stages
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for part in self.plain.values() for parameter in part.parameters()]
 
 
 def apply(
@@ -125,7 +97,6 @@ def apply(
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
-    compressor = None
     if fsdp:
         for part in plain.values():
             shard(part, ranks, gradient_compression.reduction(config.communication))
@@ -136,10 +107,9 @@ def apply(
         group = ranks.group("replicate")
         with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
             warnings.simplefilter("ignore", FutureWarning)
-            replica = DistributedDataParallel(
+            parts[0] = DistributedDataParallel(
                 model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        parts[0], compressor = replica, gradient_compression.hook(replica, config.communication)
 
     # Read only now: FSDP has put its own parameters in place of the model's.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
@@ -148,9 +118,7 @@ def apply(
     if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
         copied = cast(nn.Parameter, last.head.weight)
     exchanged = [p for part in plain.values() for layer in expert_layers(part) for p in layer.experts.parameters()]
-    return Applied(
-        ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [], compressor
-    )
+    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [])
 
 
 def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
@@ -167,10 +135,10 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     again = ranks.config.zero == 3
     for layer in expert_layers(part) if ranks.experts is not None else ():
         # Their gradients are averaged over the ranks that hold the same ones, fewer than there are replicas.
-        holders = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
+        dimensions = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
         fully_shard(
-            layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again, mp_policy=policy,
+            layer.experts, mesh=ranks.experts[dimensions], reshard_after_forward=again, mp_policy=policy,
             shard_placement_fn=experts.hidden_dimension(layer.experts),
         )  # fmt: skip
     by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))

@@ -11,26 +11,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ironlaw.config import CommunicationConfig
+from ironlaw.config import CommunicationConfig, RunConfig
+from ironlaw.train.parallel.applied import Applied
 from ironlaw.train.parallel.communication import bucket_hook
+from ironlaw.train.parallel.plugin import StepPlugin
 
 EPSILON = 1e-8
 """Added to a column's length: gradients of a rank below PowerSGD's have columns of zeros."""
 
 
 def reduction(communication: CommunicationConfig) -> MixedPrecisionPolicy:
-    """FSDP2's policy: weights as they are, gradients reduced in bf16 if so wished."""
+    """FSDP2's policy: weights as they are, gradients reduced in bf16 where asked."""
     return MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if communication.gradients == "bf16" else None)
 
 
-def hook(model: DistributedDataParallel, communication: CommunicationConfig) -> "PowerSGD | None":
-    """Put the wished hook on DDP; its own reduction, too, is a hook, so that it can be observed."""
+def of(applied: Applied, config: RunConfig) -> "PowerSGD | None":
+    """Put the asked hook on DDP; its own reduction, too, is a hook, so that it can be observed."""
+    model, communication = next(iter(applied.parts.values())), config.communication
+    if not isinstance(model, DistributedDataParallel):
+        return None
     group = model.process_group
     if communication.gradients == "powersgd":
         compressor = PowerSGD(group, communication)
@@ -46,9 +51,10 @@ def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-class PowerSGD:
-    """PyTorch's hook and its state. Call `settle` before the first step: DDP regroups its buckets after a first pass,
-    and the state is kept by bucket."""
+class PowerSGD(StepPlugin):
+    """PyTorch's hook and its state. DDP regroups its buckets after a first pass, and the state is kept by bucket."""
+
+    name = "powersgd"
 
     def __init__(self, group: dist.ProcessGroup, communication: CommunicationConfig) -> None:
         self.group, self._settled = group, False
@@ -66,13 +72,16 @@ class PowerSGD:
             future.wait()
         return future
 
-    def settle(self, model: DistributedDataParallel, inputs: Tensor, targets: Tensor) -> None:
+    def begin(self, part: nn.Module, tokens: Tensor) -> None:
         """A pass whose gradients are thrown away: from here on, the buckets are what they will always be."""
-        model.eval()
-        model(inputs, targets).backward()
-        model.zero_grad(set_to_none=True)
-        model.train()
+        part.eval()
+        part(tokens, tokens).backward()
+        part.zero_grad(set_to_none=True)
+        part.train()
         self._settled = True
+
+    def held(self) -> Any:
+        return [self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict]
 
     # -- checkpoints: `Spread` of train/parallel/store.py ----------------------------------------------------
 

@@ -18,20 +18,12 @@ from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
-from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel.planning import agreed
-from ironlaw.train.parallel.ranks import (
-    TIMEOUT_SECONDS,
-    Ranks,
-    check,
-    sites_of,
-    start,
-    usable,
-    world_size,
-)
+from ironlaw.train.parallel.ranks import TIMEOUT_SECONDS, Ranks, check, sites_of, start, usable, world_size
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.strategy import RankStrategy
+from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
 from ironlaw.workload.layout import Layout
 

@@ -47,10 +47,7 @@ GRAMMAR = {  # option -> what it must match as a whole, and how to write it
     "--claim": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "the name of a volume claim: lower case, digits, - and ."),
     "--partition": (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", "the name of a partition"),
     "--account": (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", "the name of an account"),
-    "--time": (
-        r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}",
-        "minutes, hours:minutes:seconds or days-hours",
-    ),
+    "--time": (r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}", "minutes, hours:minutes:seconds or days-hours"),
 }
 
 
@@ -117,14 +114,14 @@ def _exports() -> str:
 
 
 def _slurm(request: Request) -> str:
-    wishes = {"time": request.time, "partition": request.partition, "account": request.account}
-    wished = "".join(f"#SBATCH --{name}={value}\n" for name, value in wishes.items() if value is not None)
+    options = {"time": request.time, "partition": request.partition, "account": request.account}
+    asked = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     return f"""#!/bin/bash
 #SBATCH --job-name={request.name}
 #SBATCH --nodes={request.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={request.per_node}
-{wished}#SBATCH --exclusive
+{asked}#SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
 #SBATCH --output={request.name}-%j.log

@@ -22,7 +22,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import read_weights
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
-from ironlaw.train.parallel.names import COPY, mark_fused, named_tensors
+from ironlaw.train.parallel.names import COPY, by_parts, mark_fused, named_tensors
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import model_parameters
@@ -126,10 +126,8 @@ def pieces(name: str, whole: Tensor, config: ModelConfig) -> Iterator[tuple[str,
     if ".attention.qkv." not in name:
         yield name, whole
         return
-    sizes = (config.query_size, config.key_value_size, config.key_value_size)
-    parts = whole.split(sizes) if whole.dim() else (whole,) * 3
-    for part, tensor in zip(("query", "key", "value"), parts, strict=True):
-        yield name.replace(".qkv.", f".qkv.{part}."), tensor
+    rows = (config.query_size, config.key_value_size, config.key_value_size)
+    yield from by_parts(name, whole, rows if whole.dim() else None)
 
 
 def copy_part(target: Tensor, whole: Tensor) -> None:

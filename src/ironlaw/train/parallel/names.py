@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,9 +55,15 @@ def _pieces(name: str, tensor: Tensor, parameter: Tensor, copy: str) -> Iterator
     if sizes is None:
         yield name + copy, tensor
         return
-    parts = tensor.split(sizes) if tensor.shape == parameter.shape else (tensor,) * 3
+    for part, view in by_parts(name, tensor, sizes if tensor.shape == parameter.shape else None):
+        yield part + copy, view
+
+
+def by_parts(name: str, tensor: Tensor, rows: Sequence[int] | None) -> Iterator[tuple[str, Tensor]]:
+    """Query, key and value under the names that checkpoints have; `rows` None: a number that all three share."""
+    parts = (tensor,) * 3 if rows is None else tensor.split(list(rows))
     for part, view in zip(("query", "key", "value"), parts, strict=True):
-        yield name.replace(".qkv.", f".qkv.{part}.") + copy, view
+        yield name.replace(".qkv.", f".qkv.{part}."), view
 
 
 def mark_fused(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Training between sites whose links are too slow for gradients (DiLoCo, arXiv 2311.08105).
 
     outer = Outer(applied, config)
-    optimizer.step(); outer.after(step)       # every `local_steps` steps the sites meet
+    optimizer.step(); outer.after(step)     # every `local_steps` steps the sites meet
 
 Each site (a group of replicas with any layout of its own) trains by itself with its own optimizer state. When they
 meet, the mean of (common weights - own weights) is the gradient of an outer step on the common weights, by SGD with
@@ -20,18 +20,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ironlaw.config import RunConfig
-from ironlaw.train.parallel.apply import Applied
+from ironlaw.train.parallel.applied import Applied, local_part
 from ironlaw.train.parallel.names import COPY, named_like
+from ironlaw.train.parallel.plugin import StepPlugin
 
 CHUNK_ELEMENTS = 8 * 2**20
 """Reduced at a time: large enough for the bandwidth, small beside the model."""
 
 
-class Outer:
+def of(applied: Applied, config: RunConfig) -> Outer | None:
+    return Outer(applied, config) if applied.ranks.sites > 1 else None
+
+
+class Outer(StepPlugin):
     """The common weights and their optimizer, as this rank holds its part of the model."""
+
+    name = "outer"
 
     def __init__(self, applied: Applied, config: RunConfig) -> None:
         ranks, communication = applied.ranks, config.communication
@@ -53,15 +59,15 @@ class Outer:
             self.optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
 
     def after(self, step: int) -> None:
-        """To be called when `step` steps are done, on every rank. The sites also meet after the run's last step."""
+        """The sites also meet after the run's last step."""
         if step % self.every == 0 or step == self.last:
             self.meet()
 
     @torch.no_grad()
     def meet(self) -> None:
-        for start, stop in _chunks([_local(p).numel() for p in self.own]):
+        for start, stop in _chunks([local_part(p).numel() for p in self.own]):
             moved = [
-                (_local(c) - _local(o)).flatten()
+                (local_part(c) - local_part(o)).flatten()
                 for c, o in zip(self.common[start:stop], self.own[start:stop], strict=True)
             ]
             sizes = [part.numel() for part in moved]
@@ -71,7 +77,7 @@ class Outer:
             mean = flat.float().div_(self.sites)
             for parameter, part in zip(self.common[start:stop], mean.split(sizes), strict=True):
                 parameter.grad = torch.empty_like(parameter)
-                _local(parameter.grad).copy_(part.view_as(_local(parameter)))
+                local_part(parameter.grad).copy_(part.view_as(local_part(parameter)))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._go_on_from_common()
@@ -79,27 +85,24 @@ class Outer:
     @torch.no_grad()
     def _go_on_from_common(self) -> None:
         for own, common in zip(self.own, self.common, strict=True):
-            _local(own).copy_(_local(common))
+            local_part(own).copy_(local_part(common))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The common weights in place of this site's own."""
-        kept = [_local(own).detach().clone() for own in self.own]
+        kept = [local_part(own).detach().clone() for own in self.own]
         self._go_on_from_common()
         try:
             yield
         finally:
             with torch.no_grad():
                 for own, value in zip(self.own, kept, strict=True):
-                    _local(own).copy_(value)
+                    local_part(own).copy_(value)
+
+    def held(self) -> Any:
+        return [*self.common, *self.optimizer.state.values()]
 
     # -- checkpoints: `Spread` of train/parallel/store.py ----------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
     def _shared(self) -> dict[str, Tensor]:
         """Common weights under the run's own names, and the outer momentum."""
@@ -145,7 +148,3 @@ def _chunks(sizes: list[int]) -> Iterator[tuple[int, int]]:
             start, total = index + 1, 0
     if start < len(sizes):
         yield start, len(sizes)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,27 +1,22 @@
-"""Bytes of tensors a rank holds between steps beside weights and optimizer state: buckets, what gradient compression
-and DiLoCo keep, message buffers."""
+"""Bytes of tensors a rank holds between steps beside weights and optimizer state: buckets, what plug-ins
+keep, message buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.observe.measured import tree_bytes
-from ironlaw.train.parallel.apply import Applied
-from ironlaw.train.parallel.outer import Outer
+from ironlaw.train.parallel.applied import Applied
+from ironlaw.train.parallel.plugin import StepPlugin
 
 
-def beside_weights(applied: Applied, schedule: Any, outer: Outer | None) -> int:
+def beside_weights(applied: Applied, schedule: Any, plugins: Sequence[StepPlugin]) -> int:
     """Before a step, when there are no gradients."""
-    total = 0
-    if outer is not None:  # the common weights and their momentum
-        total += tree_bytes([*outer.common, *outer.optimizer.state.values()])
-    if applied.compressor is not None:
-        state = applied.compressor.state
-        total += tree_bytes([state.error_dict, state.p_memory_dict, state.q_memory_dict])
+    total = tree_bytes([plugin.held() for plugin in plugins])
     for part in applied.parts.values():
         if isinstance(part, DistributedDataParallel):  # gradients are views of the buckets, which stay
             total += sum(p.numel() * p.element_size() for p in part.parameters() if p.requires_grad)

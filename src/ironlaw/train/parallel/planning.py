@@ -21,7 +21,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterPlan, plan_cluster
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.plan.engines.named import engine
@@ -59,7 +59,7 @@ def local_ranks(size: int) -> int:
 def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     """On every rank together: two of them on different hosts may have to be timed. The plan is rank 0's."""
     if ranks.device.type != "cpu":
-        return plan_on_accelerators(config, profile, ranks.size, local_ranks(ranks.size))
+        return plan_on_accelerators(config, profile, ranks.size, local_ranks(ranks.size)).ledger
     local = local_ranks(ranks.size)
     between = _between(local) if local < ranks.size else None
     if not ranks.first:
@@ -67,7 +67,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     return plan_config(config, profile, ranks.size, RankFabric(costs_here(profile), local, between)).ledger()
 
 
-def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> Ledger:
+def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> ClusterPlan:
     """The plan of a job on `size` catalogued accelerators, by the planner of clusters with our own conventions.
 
     `per_host` of them are together: as many as their usual node has unless given. What the trainer does beside the
@@ -81,10 +81,10 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     decided = of_one.decided
     recipe = replace(recipe_of(config, decided.precision, cuda=True, gloo=False), recompute=decided.recompute)
     asked = _step(config, cluster, decided.precision)
-    ledger = plan_cluster(replace(asked, recipe=(batch_of(config), recipe)), layout)
-    ledger.decisions = of_one.decisions
-    ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
-    return ledger
+    plan = plan_cluster(replace(asked, recipe=(batch_of(config), recipe)), layout)
+    plan.ledger.decisions = of_one.decisions
+    plan.ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
+    return plan
 
 
 def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cluster, str]:
@@ -164,10 +164,10 @@ def _fastest_on_accelerators(config: RunConfig, profile: Profile, size: int) -> 
     for best in found.best:  # fastest first; what our trainer holds is walked layout by layout
         layout = replace(best.layout, **wanted)
         if runs(config, layout):
-            ledger = plan_on_accelerators(with_layout(config, layout), profile, size, local_ranks(size))
-            if ledger.facts["fits"]:
-                seconds, peak = ledger.totals["step_seconds"].value, ledger.totals["peak_bytes"].value
-                said = f"{layout}: {units.seconds(seconds)} per step planned, {units.bytes_(peak)} per rank"
+            plan = plan_on_accelerators(with_layout(config, layout), profile, size, local_ranks(size))
+            if plan.fits:
+                seconds, peak = units.seconds(plan.step_seconds), units.bytes_(plan.peak_bytes)
+                said = f"{layout}: {seconds} per step planned, {peak} per rank"
                 return AcceleratorChoice(replace(best, layout=layout), said)
     raise UserError(f"no layout of {config.model.name} is planned to fit {cluster}: use more ranks, or recompute")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +19,12 @@ from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import Rendezvous, join
-from ironlaw.workload.layout import SPLIT_BACKWARD, undivided
-from ironlaw.workload.sharding import expert_holders
+from ironlaw.workload.recompute import layout_word
+from ironlaw.workload.sharding import expert_dp
 
 Result = TypeVar("Result")
 TIMEOUT_SECONDS = 360.0
@@ -185,9 +185,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     micro_batch = micro_batch_of(config, share)
     plan = layout_of(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
-    if model.key_value_heads % layout.tp:
-        raise UserError(f"layout.tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
-    if reason := undivided(model, layout.tp, layout.cp, layout.ep):
+    if reason := not_trained_here(replace(plan, recompute=layout_word(config.recompute)), model):
         raise UserError(reason)
     if config.sequence % (2 * layout.cp) and layout.cp > 1:
         raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")
@@ -195,18 +193,6 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
         raise UserError(
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
-        )
-    splits = layout.schedule in SPLIT_BACKWARD
-    if layout.zero == 3 and splits:
-        # Between the two passes another one may give the weights back, and gradients of those that are gone are lost.
-        raise UserError(
-            f'layout.schedule = "{layout.schedule}" splits the backward pass, between whose parts ZeRO 3 gives weights '
-            'back: use layout.zero = 2, or "1f1b"'
-        )
-    if config.recompute.mode != "none" and splits:
-        raise UserError(
-            f'layout.schedule = "{layout.schedule}" splits the backward pass, and PyTorch then runs a recomputed block '
-            'again for each group of its weights (ten times): use recompute.mode = "none", or "1f1b"'
         )
     if model.moe is not None:
         _check_experts(config, layout)
@@ -235,14 +221,6 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         )
     if config.communication.local_steps:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
-    if layout.ep > 1 and layout.shard is not None:
-        raise UserError("layout.shard with layout.ep is planned but not trained here: leave out shard, or use ep = 1")
-    holders = expert_holders(dp, layout.cp, layout.ep)
-    if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
-        raise UserError(
-            f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {holders} "
-            f"ranks cannot share: use a multiple of {holders}"
-        )
 
 
 def usable(config: RunConfig, size: int) -> int:
@@ -302,8 +280,8 @@ def start(
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
     experts = None
     if config.ep > 1:
-        holders = expert_holders(config.dp, config.cp, config.ep)
-        copies = (1, holders) if sharded else (holders, 1)
+        sharing = expert_dp(config.dp, config.cp, config.ep)
+        copies = (1, sharing) if sharded else (sharing, 1)
         of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
         experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)
     return Ranks(

@@ -26,12 +26,12 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
-from ironlaw.workload.collectives import Sent, Table, renamed, table_of
+from ironlaw.workload.collectives import Sent, Table, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.program import step as planned_step
-from ironlaw.workload.sharding import expert_holders, shards_hidden
+from ironlaw.workload.sharding import expert_dp, shards_hidden
 
 STEPS = 2
 HEAD_SIZE = 4
@@ -66,7 +66,7 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     groups = min(2, model.heads // model.key_value_heads)
     heads = layout.tp * groups
     document = model.model_dump(mode="json", exclude_none=True) | {
-        "name": "rehearsal", "hidden": math.lcm(heads * HEAD_SIZE, _holders(model, layout)), "heads": heads,
+        "name": "rehearsal", "hidden": math.lcm(heads * HEAD_SIZE, _expert_shards(model, layout)), "heads": heads,
         "kv_heads": layout.tp,
         "head_size": HEAD_SIZE, "ffn": 2 * layout.tp, "vocab": 8 * layout.tp,
         "context": 2 * layout.cp * layout.tp, "dropout": 0.0,
@@ -93,12 +93,12 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     )
 
 
-def _holders(model: ModelConfig, layout: Layout) -> int:
+def _expert_shards(model: ModelConfig, layout: Layout) -> int:
     """Ranks that shard the same experts by the hidden size; 1 where they do not."""
     if not layout.zero:
         return 1
     if layout.ep > 1:
-        return expert_holders(layout.dp, layout.cp, layout.ep)
+        return expert_dp(layout.dp, layout.cp, layout.ep)
     return layout.sharing if shards_hidden(model, layout.ep, layout.sharing) else 1
 
 
@@ -172,7 +172,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
     held = persistent + recorded.peak_bytes()
     program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
     aliases = aliases_of(config.model, layout, batch_of(config), program.recipe)
-    planned = renamed(table_of(program.collectives[position]), aliases)
+    planned = table_of(program.collectives[position], aliases)
     peak = peak_memory(program, position)
     return RehearsedStage(position, rank, found.table, planned, held, peak.total)
 

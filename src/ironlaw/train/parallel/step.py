@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ from ironlaw.train.mesh import Agreed
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import communication, experts, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
+from ironlaw.train.parallel.applied import local_part
 from ironlaw.train.parallel.apply import apply, build
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused
-from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.partition import SharedPlace
 from ironlaw.train.parallel.persistent import beside_weights
+from ironlaw.train.parallel.plugins import plugins_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import Gatherer, ShardedFiles
 from ironlaw.train.restore import load_first_weights
@@ -83,12 +84,11 @@ class LayoutStep(Step):
         self.averaging = ranks.dp // ranks.sites * ranks.config.cp
         self.has_loss = self.applied.stages - 1 in self.applied.plain
         self.overflowed = False  # the last step's gradient: the weights stay as they are
-        if self.applied.compressor is not None:
-            (part,) = self.applied.parts.values()
-            tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
-            self.applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
         self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
-        self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
+        self.plugins = plugins_of(self.applied, config)
+        tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
+        for plugin in self.plugins:
+            plugin.begin(next(iter(self.applied.parts.values())), self.local(tokens))
 
     def _adapted(self, config: RunConfig) -> Transformer:
         """The base with adapters, whole; the layout then leaves each rank its part."""
@@ -122,8 +122,7 @@ class LayoutStep(Step):
         return self._compiled  # before FSDP was put around the blocks
 
     def states(self) -> dict[str, Stateful]:
-        more: dict[str, Stateful | None] = {"outer": self.outer, "powersgd": self.applied.compressor}
-        return super().states() | {name: state for name, state in more.items() if state is not None}
+        return super().states() | {plugin.name: plugin for plugin in self.plugins}
 
     def trained(self) -> dict[str, Tensor]:
         assert isinstance(self.store, SharedAdapterFiles)
@@ -170,7 +169,7 @@ class LayoutStep(Step):
 
             with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
                 if schedule is not None:
-                    loss = self._pipelined(schedule, x, y, factor, here | more)
+                    loss = self._pipelined(schedule, x, y, factor, self._loss_scale(), here | more)
                 else:
                     loss = self._micro_batches(len(x), number, loss_of)
             with self.clock.phase(Phase.BACKWARD if self.device.type == "cpu" else Phase.COMMUNICATION):
@@ -247,17 +246,21 @@ class LayoutStep(Step):
         communication.backward_done()
 
     def _pipelined(
-        self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, more: dict[str, Any]
+        self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, scale: float,
+        more: dict[str, Any], backward: bool = True,
     ) -> Tensor:  # fmt: skip
+        """The sum of losses times `factor`, on the ranks that have it. `backward`: with gradients, times `scale`."""
         losses: list[Tensor] = []
-        scale = self._loss_scale()
         for part in self.applied.plain.values():
             part.loss_factor = factor * scale
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
         with self.clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
-            schedule.step(*first, return_outputs=False, **more)
+            if backward:
+                schedule.step(*first, return_outputs=False, **more)
+            else:
+                schedule.eval(*first, **more)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / scale
@@ -271,8 +274,8 @@ class LayoutStep(Step):
                 continue
             if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        if self.applied.exchanged:  # averaged over the holders of the same experts; tokens of ep ranks are in it
-            torch._foreach_div_([_local(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
+        if self.applied.exchanged:  # averaged over ranks of the same experts; tokens of ep ranks are in it
+            torch._foreach_div_([local_part(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
         if self.applied.partial:
             _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.mesh.group("tp"))
         if self.mesh.config.pp > 1 and self.config.model.tied:
@@ -291,7 +294,7 @@ class LayoutStep(Step):
             return
         group = self.mesh.group("pp")
         peer = dist.get_global_rank(group, rank_of_last(layout.schedule, layout.pp) if first else 0)
-        mine = _local(ours.grad)
+        mine = local_part(ours.grad)
         other = torch.empty_like(mine)
         # Ready first: gloo sends when the other has said so, and what is said after a message waits behind it.
         works = dist.batch_isend_irecv(
@@ -308,9 +311,9 @@ class LayoutStep(Step):
         numbers: Sequence[float] = (),
     ) -> Agreed:  # fmt: skip
         agreed = super().update(loss, number, clock, recording, stop, numbers)
-        if self.outer is not None:
+        for plugin in self.plugins:
             with self.clock.phase(Phase.COMMUNICATION):
-                self.outer.after(number + 1)
+                plugin.after(number + 1)
         return agreed
 
     @property
@@ -335,7 +338,7 @@ class LayoutStep(Step):
         norm = norms[self.mesh.index("site")]
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
-        gradients = [_local(p.grad) for p in self.applied.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.applied.parameters() if p.grad is not None]
         if shrink != 1.0 and gradients:
             torch._foreach_mul_(gradients, shrink)
         if self.scale.enabled:  # from the same numbers, so that no rank skips alone
@@ -348,7 +351,7 @@ class LayoutStep(Step):
         square = torch.zeros((), device=self.device, dtype=torch.float64)
         for parameter in self.applied.parameters():
             if parameter.grad is not None and parameter is not self.applied.copied_head:
-                norm = torch.linalg.vector_norm(_local(parameter.grad))
+                norm = torch.linalg.vector_norm(local_part(parameter.grad))
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         return square
 
@@ -385,7 +388,9 @@ class LayoutStep(Step):
     def evaluating(self) -> Iterator[None]:
         for part in self.applied.parts.values():
             part.eval()
-        with self.outer.evaluating() if self.outer is not None else nullcontext():
+        with ExitStack() as plugged:
+            for plugin in self.plugins:
+                plugged.enter_context(plugin.evaluating())
             yield
         for part in self.applied.parts.values():
             part.train()
@@ -394,7 +399,7 @@ class LayoutStep(Step):
                     module.reshard()  # the parameters are the sharded ones again
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
-        """None where another stage has the loss."""
+        """Nothing where another stage has the loss."""
         inputs, targets = self.local(batch.inputs), self.local(batch.targets)
         more: dict[str, Any] = {"reduction": "sum"}
         more |= {} if batch.documents is None else {"documents": batch.documents}
@@ -404,22 +409,13 @@ class LayoutStep(Step):
                 with self.autocast():
                     loss = part(inputs, targets, **more)
             else:
-                losses: list[Tensor] = []
-                for plain in self.applied.plain.values():
-                    plain.loss_factor = 1.0
-                if self.has_loss:
-                    more |= {"targets": targets, "target": targets, "losses": losses}
-                first = (inputs,) if 0 in self.applied.plain else ()
-                if self.mesh.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
-                    with torch.enable_grad():
-                        self.schedule.step(*first, return_outputs=False, **more)
-                    for parameter in self.applied.parameters():
-                        parameter.grad = None
-                else:
-                    self.schedule.eval(*first, **more)
-                if not losses:
+                backward = self.mesh.config.schedule in V_SHAPED  # PyTorch's cannot leave it out
+                with torch.set_grad_enabled(backward):
+                    loss = self._pipelined(self.schedule, inputs, targets, 1.0, 1.0, more, backward)
+                for parameter in self.applied.parameters() if backward else ():
+                    parameter.grad = None
+                if not self.has_loss:
                     return 0.0, 0
-                loss = torch.stack([loss.detach() for loss in losses]).sum()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return float(loss), int((targets != IGNORED).sum())
 
@@ -429,7 +425,7 @@ class LayoutStep(Step):
         """Of tensors this rank holds between steps, a batch included."""
         held = super().persistent_bytes()
         batch = 2 * 8 * self.share * self.config.sequence
-        return held + batch + beside_weights(self.applied, self.schedule, self.outer)
+        return held + batch + beside_weights(self.applied, self.schedule, self.plugins)
 
     def setting(self) -> dict[str, Any]:
         return super().setting() | {"layout": str(layout_of(self.mesh.config, self.micro_batch))}
@@ -462,13 +458,9 @@ def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) ->
         first_part(config, layout)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """One all-reduce for many small gradients."""
-    parts = [_local(tensor) for tensor in tensors]
+    parts = [local_part(tensor) for tensor in tensors]
     if not parts:
         return
     flat = torch.cat([part.flatten() for part in parts])

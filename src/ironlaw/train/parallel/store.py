@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
-from ironlaw.train.checkpoint import STATE, sha256
+from ironlaw.files import sha256
+from ironlaw.train.checkpoint import STATE
 from ironlaw.train.parallel.materialize import read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.state import Stateful, host_copy

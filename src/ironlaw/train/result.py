@@ -1,0 +1,104 @@
+"""What a run has come to: its loss on held-out text, and when it is over its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ironlaw.config import RunConfig
+from ironlaw.data.batch import Batch
+from ironlaw.data.loader import Loader
+from ironlaw.ledger import Estimate, Ledger, Origin
+from ironlaw.machine import host, interference
+from ironlaw.observe.measured import Observations, measured_ledger
+from ironlaw.plan.recipe import batch_of
+from ironlaw.train.history import now
+from ironlaw.train.mesh import Mesh
+from ironlaw.train.step import Step
+from ironlaw.workload.tensors import batch_bytes
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a watcher of the run is told after each step."""
+
+    step: int
+    steps: int
+    loss: float
+    validation_loss: float | None
+    tokens: int
+    seconds: float
+    data_seconds: float
+    resident_bytes: int
+    recorded: bool  # under the profiler, hence slower than it should be
+    attention: str | None = None  # the kernel that runs
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: `interrupted` is the signal's name when one ended it early."""
+
+    ledger: Ledger
+    step: int
+    interrupted: str | None
+
+
+@torch.no_grad()
+def validate(
+    step: Step, loader: Loader, mesh: Mesh, to_device: Callable[[Batch[Any]], Batch[Tensor]], most: int
+) -> float:
+    """Mean loss of held-out text of all replicas, which share the batches; `most`: of them, in global ones.
+
+    Collectives need every rank: one without a batch of its own works on another's, and does not count it.
+    """
+    batches = list(loader.validation(step.evaluation_rows, most * step.evaluation_batches))
+    total, tokens = 0.0, 0.0
+    with step.evaluating():
+        for first in range(0, len(batches), mesh.dp):
+            mine = first + mesh.index("dp")
+            counts = mine < len(batches) and step.takes(batches[mine])
+            if not step.takes(batches[0]):
+                break  # less text than one batch
+            losses, counted = step.evaluate(to_device(batches[mine] if counts else batches[0]))
+            total, tokens = (total + losses, tokens + counted) if counts else (total, tokens)
+    total, tokens = mesh.sum([total, tokens])
+    return total / tokens if tokens else float("nan")
+
+
+def finished_ledger(
+    observed: Observations, plan: Ledger, config: RunConfig, step: Step, unigram_loss: float | None, *,
+    train_loss: float, validation_loss: float, **facts: Any,
+) -> Ledger:  # fmt: skip
+    """Of all sessions of the run, on its first rank. `facts`: how it ended, and what its data were."""
+    facts |= {
+        "machine_slowdown": interference.middle(observed.probes), "other_load": interference.others(observed.probes),
+        "virtual": host.is_virtual(), "started": facts["sessions"][0]["started"], "finished": now(),
+    }  # fmt: skip
+    if step.device.type == "cuda":
+        observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
+    ledger = measured_ledger(
+        observed,
+        planned=plan,
+        held=step.held() | observed.copies(),
+        batch_bytes=batch_bytes(batch_of(config)),
+        tokens_per_step=config.tokens_per_step,
+        facts=plan.facts | facts | step.facts(),
+    )
+    total = sum(observed.wall_seconds.values())
+    measured = {
+        "train_loss": (train_loss, "loss of the last step, nats per token"),
+        "validation_loss": (validation_loss, "mean over the last validation batches, nats per token"),
+        "total_seconds": (total, "wall time of the training command, start-up and every session included"),
+    }
+    for name, (value, basis) in measured.items():
+        if np.isfinite(value):
+            ledger.totals[name] = Estimate(value, Origin.MEASURED, basis)
+    if unigram_loss is not None:
+        basis = "token frequencies of the training text alone"
+        ledger.totals["unigram_loss"] = Estimate(unigram_loss, Origin.CALCULATED, basis)
+    return ledger
