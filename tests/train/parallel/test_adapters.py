@@ -67,7 +67,8 @@ def test_adapters_on_ranks_are_those_of_one_process(
             }
             for f in ("plan.json", "ledger.json")
         ]
-        assert sent[0] == sent[1] and sent[0]  # gradients of adapters only
+        # Gradients of adapters only; stages also tell each other once what they will send.
+        assert sent[0] == pytest.approx(sent[1], rel=1e-3) and sent[0]
         files = [load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in (name, f"{name}-one")]
         assert files[0].keys() == files[1].keys()
         for key, tensor in files[1].items():
