@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer, rotary_tables, rotate
 
@@ -59,6 +60,14 @@ def test_a_later_token_does_not_change_earlier_logits(family: str) -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :13], after[:, :13])
     assert (before[:, 13:] != after[:, 13:]).any()
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_more_tokens_than_positions_are_refused(family: str) -> None:
+    """A table of one row would otherwise stand for every position."""
+    model = build(**FAMILIES[family] | {"context": 1})
+    with pytest.raises(UserError, match=r"20 tokens are more than model\.context = 1"):
+        model(tokens_of(model))
 
 
 def test_a_window_hides_what_is_further_back() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.errors import UserError
 from ironlaw.kernels.attention import causal_attention
 from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.cached import LayerCache
@@ -224,10 +225,14 @@ class Transformer(nn.Module):
         `balance` (B,): what balancing losses count beside that; 1 unless given.
 
         A pipeline stage has some of the parts only: without an embedding `tokens` are hidden states (B, S, H), without
-        an output layer the result is.
+        an output layer the result is. Raises UserError for more tokens than the model has positions.
         """
         place = self.place
         sequence = place.sequence(tokens)
+        if sequence > self.config.context and self.config.positions in ("learned", "rope"):
+            raise UserError(
+                f"{sequence} tokens are more than model.context = {self.config.context}, of which positions are known"
+            )
         draw = None
         if samples is not None and self.config.dropout and self.training:
             draw = Draw(self.dropout_seed, self.config, samples, place, sequence)
