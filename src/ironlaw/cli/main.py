@@ -6,10 +6,12 @@ to stop (SIGTERM), 129 hung up (SIGHUP). Ended by a signal, `train` has saved be
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +140,8 @@ def main() -> None:
         code = 0
     except (Exception, KeyboardInterrupt) as error:
         code = fail(error, "--json" in arguments)
+    finally:  # the work is done: Ctrl-C while libraries are taken down would only print their tracebacks
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code or 0)
 
 
