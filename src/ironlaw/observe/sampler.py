@@ -18,7 +18,7 @@ import torch
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.observe.partition import Interval, Partition
-from ironlaw.observe.user_code import user_line
+from ironlaw.observe.user_code import stacks, user_line
 
 EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 _TORCH = str(Path(torch.__file__).parent)
@@ -73,21 +73,25 @@ class StackSampler:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            running = self._partition.running
-            frames = sys._current_frames()
-            frame = frames.pop(self._thread_id, None)
-            frames.pop(threading.get_ident(), None)
-            if frame is not None and self._partition.intervals:
-                inner, outer = user_line(frame) or "?", user_line(frame, self._loop) or "?"
-                self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter()))
-                if running in (None, Phase.HOST):
-                    self._gaps[logs(frame)] += 1
-                elif running is Phase.DATA:
-                    stage, place = classify(frame, list(frames.values()))
-                    self._stages[stage] += 1
-                    self._places[place] += 1
-            del frame, frames  # or tensors of a function that returns now are freed late, and by this thread
+            with stacks() as frames:
+                self._look(frames)
+            del frames  # or tensors of a function that returns now are freed late, and by this thread
             time.sleep(EVERY_SECONDS)
+
+    def _look(self, frames: dict[int, FrameType]) -> None:
+        running = self._partition.running
+        frame = frames.pop(self._thread_id, None)
+        frames.pop(threading.get_ident(), None)
+        if frame is None or not self._partition.intervals:
+            return
+        inner, outer = user_line(frame) or "?", user_line(frame, self._loop) or "?"
+        self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter()))
+        if running in (None, Phase.HOST):
+            self._gaps[logs(frame)] += 1
+        elif running is Phase.DATA:
+            stage, place = classify(frame, list(frames.values()))
+            self._stages[stage] += 1
+            self._places[place] += 1
 
     def lines(self) -> dict[str, list[tuple[str, float]]]:
         """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time the

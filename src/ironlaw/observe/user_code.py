@@ -8,6 +8,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -44,6 +45,20 @@ def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str
         frame = frame.f_back
     frame = frame or inner
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@contextmanager
+def stacks() -> Iterator[dict[int, FrameType]]:
+    """The innermost frame of each thread, by its number; other threads' are only to be read in this context. CPython
+    3.11 may collect garbage within `f_back`, and what is called then lets another thread run, whose frame ends while
+    it is looked at: a segmentation fault."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield sys._current_frames()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def user_frames() -> Iterator[FrameType]:

@@ -53,6 +53,7 @@ from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 
 REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary
+WORTH_SAYING_SECONDS = 10.0  # of the run, still to come
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
@@ -206,6 +207,8 @@ class Trainer:
         step = float(np.median([times.wall_seconds for times in self.observed.steps]))
         total += (step - before) * self.config.train.steps
         self._replanned = {"after_steps": self.step, "step_seconds": step, "total_seconds": total}
+        if (self.config.train.steps - self.step) * step < WORTH_SAYING_SECONDS:
+            return
         self.say(
             f"Plan       after {self.step} steps: {units.seconds(step)} per step, {units.seconds(total)} in all "
             f"(before the run: {units.seconds(before)})"

@@ -14,17 +14,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ironlaw.observe.user_code import stacks
 from ironlaw.train.parallel import communication, flight_recorder
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
 from ironlaw.train.parallel.hang import Note, report
@@ -100,8 +99,9 @@ class Watcher:
             return False
 
     def _in_torch(self) -> bool:
-        frame = sys._current_frames().get(self._main)
-        return frame is not None and frame.f_code.co_filename.startswith(TORCH)
+        with stacks() as frames:
+            frame = frames.get(self._main)
+            return frame is not None and frame.f_code.co_filename.startswith(TORCH)
 
     def _look(self) -> None:
         note = self.note()
@@ -144,15 +144,16 @@ class Watcher:
 
     def _place(self) -> tuple[str, bool]:
         """The innermost line outside PyTorch, and whether it waits for a message between pipeline stages."""
-        frame: FrameType | None = sys._current_frames().get(self._main)
         message = False
-        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
-            message = message or frame.f_code.co_name == "_wait_batch_p2p"
-            frame = frame.f_back
-        if frame is None:
-            return "PyTorch", message
-        name = frame.f_code.co_filename.removeprefix(SOURCE).lstrip("/")
-        return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})", message
+        with stacks() as frames:
+            frame = frames.get(self._main)
+            while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+                message = message or frame.f_code.co_name == "_wait_batch_p2p"
+                frame = frame.f_back
+            if frame is None:
+                return "PyTorch", message
+            name = frame.f_code.co_filename.removeprefix(SOURCE).lstrip("/")
+            return f"{name}:{frame.f_lineno} ({frame.f_code.co_name})", message
 
     def _report(self) -> None:
         if self.store.add("reports", 1) != 1:
