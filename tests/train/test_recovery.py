@@ -28,11 +28,6 @@ Losses = Callable[[Path], dict[int, float]]
 DEFAULT = RecoveryConfig()
 
 
-def remarks(said: list[str]) -> list[str]:
-    """Without the line of the plan that is made again after the first steps."""
-    return [line for line in said if not line.startswith("Plan ")]
-
-
 # -- what is a spike ---------------------------------------------------------------------------------------------
 
 
@@ -223,7 +218,7 @@ def test_a_run_that_went_back_is_the_run_without_those_batches(
     assert skipped[0] == ((34, 39) if rise == 6.0 else (34, 38))
     assert found[0]["spike"]["first_step"] == 36
     assert len(found[0]["evidence"]) >= 8 and all(isinstance(e["grad_norm"], float) for e in found[0]["evidence"])
-    assert "back to step 30, leaving out batches 34 to" in remarks(said)[0]
+    assert "back to step 30, leaving out batches 34 to" in said[0]
     assert outcome.step == 50
     assert outcome.ledger.facts["rollbacks"] == len(found)
     assert outcome.ledger.facts["wall_seconds"]["repeated"] > 0
@@ -290,7 +285,7 @@ def test_three_strikes_stop_the_run_and_it_can_go_on(
     poison(lambda step, batch: 0.0)
     said: list[str] = []
     assert train(config, tmp_path / "run", resume=True, say=said.append).step == 50
-    assert remarks(said) == ["resumed from step 30"]
+    assert said == ["resumed from step 30"]
     assert len(losses(tmp_path / "run")) == 50
 
 
@@ -316,7 +311,7 @@ def test_with_nothing_to_go_back_to(
     poison(lambda step, batch: 6.0 if batch in BAD else 0.0)
     said: list[str] = []
     assert train(never, tmp_path / "spike", say=said.append).step == 50
-    assert len(remarks(said)) == 1 and "no checkpoint before it, training goes on" in remarks(said)[0]
+    assert len(said) == 1 and "no checkpoint before it, training goes on" in said[0]
     assert [event["event"] for event in events(tmp_path / "spike")] == ["spike"]
     poison(lambda step, batch: math.nan if batch in BAD else 0.0)
     with pytest.raises(UserError, match=r"the loss is not finite in step 36, and there is no checkpoint") as error:
