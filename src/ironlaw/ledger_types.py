@@ -45,6 +45,7 @@ def _record(**types: Any) -> Any:
 def _facts() -> dict[str, Any]:
     """Name of a fact -> what it holds where it holds anything."""
     at, text = _record(place=str | None, per_step=Number), str | None
+    part: Any = _record(part=Number, place=text)
     kernels = _record(fused=Number, native=Number)
     segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
     update: Any = _record(
@@ -59,14 +60,15 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
         **dict.fromkeys(("added_gradients", "left_in_eval", "retained_graphs", "unscaled", "zeroed_gradients"), at),
-        **dict.fromkeys(("idle_gradients", "padding", "untouched_rows"), _record(part=Number, place=text)),
+        **dict.fromkeys(("graphs_again", "idle_gradients", "padding", "untouched_rows"), part),
         "places": dict[str, str],
+        "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         "float64": _record(saved=Number, place=text),
         "forward_lines": list[str],
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
         "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],
-        "lines": dict[str, list[tuple[str, Number]]],
+        **dict.fromkeys(("line_work", "lines"), dict[str, list[tuple[str, Number]]]),
         **dict.fromkeys(("machine_slowdown", "slowdown"), _record(compute=Number, memory=Number)),
         "memory_curve": list[tuple[Number, Number]],
         "memory_growth": _record(bytes_per_step=Number, holder=text, place=text),

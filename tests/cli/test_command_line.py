@@ -220,6 +220,7 @@ def test_a_terminal_that_goes_away_loses_nothing(
     process = subprocess.Popen(
         [sys.executable, "-m", "ironlaw", "train", str(config), "--out", "run"], cwd=tmp_path, stdin=terminal,
         stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where the tests are under nohup
     )  # fmt: skip
     os.close(terminal)
     metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
+import ironlaw
 from ironlaw.observe.sampler import classify, logs
+from ironlaw.observe.user_code import stacks
 
 
 def while_running(work: Callable[[threading.Event], None], look: Callable[[FrameType], Any]) -> Any:
@@ -84,3 +90,20 @@ def test_a_logger_on_the_stack_is_logging() -> None:
     logger.addHandler(Handler())
     logger.warning("a line")
     assert found.get_nowait() and not logs(sys._getframe())
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_nothing_is_collected_while_stacks_are_read(collecting: bool) -> None:
+    """A collection within `f_back` may let the other thread run: CPython 3.11 crashes when its frame has ended."""
+    (gc.enable if collecting else gc.disable)()
+    try:
+        with stacks() as frames:
+            assert threading.get_ident() in frames and not gc.isenabled()
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
+
+
+def test_stacks_of_other_threads_are_read_in_one_way() -> None:
+    files = [f for f in Path(ironlaw.__file__).parent.rglob("*.py") if "_current_frames" in f.read_text("utf-8")]
+    assert [file.name for file in files] == ["user_code.py"]

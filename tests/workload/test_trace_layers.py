@@ -120,11 +120,6 @@ def test_a_hybrid_config_is_planned_by_tracing(hybrid: Path) -> None:
     assert [one["name"] for one in answer.more["assumed"]] == ["planned by", "global batch"]
 
 
-def test_a_cluster_of_a_traced_config_is_refused_and_says_where_it_can_be_planned(hybrid: Path) -> None:
-    with pytest.raises(UserError, match="--on this or one accelerator"):
-        plan_request(str(hybrid), on="8xh100-sxm-80gb")
-
-
 def test_what_is_no_decoder_is_offered_tracing(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.ViTConfig().save_pretrained(tmp_path)
