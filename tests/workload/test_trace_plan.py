@@ -212,7 +212,7 @@ def test_wrong_modules(package: str, spec: str, says: str) -> None:
         ([], "h200", "add --input"),
         (TOKENS, "h2000", "did you mean"),
         (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
-        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check the names, shapes"),
+        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", r"640 tokens are more than model\.context"),
     ],
 )
 def test_wrong_questions(package: str, inputs: list[str], on: str, says: str) -> None:

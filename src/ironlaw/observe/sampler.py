@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Self
@@ -167,10 +168,15 @@ def classify(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple
 def logs(frame: FrameType | None) -> bool:
     """Whether a logger is anywhere on the stack."""
     while frame is not None:
-        if any(name in Path(frame.f_code.co_filename).parts for name in _LOGGERS):
+        if _is_loggers(frame.f_code.co_filename):
             return True
         frame = frame.f_back
     return False
+
+
+@cache  # a look must end before it has to let go of the interpreter's lock: see `_run`
+def _is_loggers(file: str) -> bool:
+    return any(name in Path(file).parts for name in _LOGGERS)
 
 
 def _waits(frame: FrameType) -> bool:

@@ -26,6 +26,7 @@ _FILLING = ("pad", "longest", "max_len", "maxlen")
 MOST_NODES = 2000
 
 
+@cache
 def is_users(file: str) -> bool:
     return not file.startswith((*LIBRARIES, "<"))
 
