@@ -28,9 +28,11 @@ def while_running(work: Callable[[threading.Event], None], look: Callable[[Frame
     thread.start()
     try:
         assert thread.ident is not None
-        while not _is_in(inside, frame := sys._current_frames()[thread.ident]):
+        while True:
+            with stacks() as frames:
+                if _is_in(inside, frames[thread.ident]):
+                    return look(frames[thread.ident])
             time.sleep(0.01)
-        return look(frame)
     finally:
         ended.set()
         thread.join()

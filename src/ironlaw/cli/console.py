@@ -7,12 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
-from ironlaw.cli.failure import silence
+from ironlaw.cli.failure import Unfailing
 from ironlaw.errors import printable
 from ironlaw.report.document import Document
 
@@ -35,30 +35,6 @@ class _PrintableOnly(RenderHook):
         return [_Printable(drawn) for drawn in renderables]
 
 
-class _Unfailing:
-    """A stream whose reader may go away: a closed terminal, a log on a full disk. What cannot be written is dropped,
-    since a run is worth more than its remarks."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            silence(self._stream)
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            silence(self._stream)
-
-
 def _console(stream: Any) -> Console:
     """No markup: square brackets are text, and styles are given as such."""
     width = None if stream.isatty() else PLAIN_WIDTH
@@ -74,7 +50,7 @@ def output() -> Console:
 
 def messages() -> Console:
     """Progress and remarks, on stderr."""
-    return _console(_Unfailing(sys.stderr))
+    return _console(Unfailing(sys.stderr))
 
 
 def recorder() -> Console:

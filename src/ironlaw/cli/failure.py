@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import typer
 
@@ -89,19 +89,35 @@ def fail(error: BaseException, as_json: bool) -> int:
         _leave_it_to_the_first()
     document = {"schema_version": 1, "error": message, "exit_code": code}
     if as_json:
-        _write(sys.stdout, json.dumps(document, indent=1))
-    _write(sys.stderr, json.dumps(document) if as_json else f"ironlaw: {message}")
+        print(json.dumps(document, indent=1), file=Unfailing(sys.stdout), flush=True)
+    print(json.dumps(document) if as_json else f"ironlaw: {message}", file=Unfailing(sys.stderr), flush=True)
     if code == WRONG_INPUT:
         _end_torchrun()
     return code
 
 
-def _write(stream: TextIO, line: str) -> None:
-    """To whoever still listens: a stream that takes nothing, a full disk's for one, gives up what it holds."""
-    try:
-        print(line, file=stream, flush=True)
-    except OSError:
-        silence(stream)
+class Unfailing:
+    """A stream whose reader may go away: a closed terminal, a log on a full disk. What cannot be written is dropped,
+    with what the stream still holds: a run is worth more than its remarks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
 
 
 def silence(stream: TextIO) -> None:
