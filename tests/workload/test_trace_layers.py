@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ironlaw.workload.trace as trace_of
 from ironlaw.errors import UserError
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.request import Options, plan_request
@@ -104,6 +106,44 @@ def test_recurrent_and_hybrid_decoders(kind: str) -> None:
     inputs = [Input(name, (2, 32), "int64") for name in ("input_ids", "labels")]
     _, repeated = same_rows(lambda: decoder(kind), inputs)
     assert repeated.parameters == sum(p.numel() for p in decoder(kind).parameters())
+
+
+class Recurrence(nn.Module):
+    """A loop over tokens, whose steps look back no further than `window` tokens."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window, self.embedding, self.mix = window, nn.Embedding(50, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        state, states = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = torch.sigmoid(state) * x[:, t]
+            states.append(state)
+        recent = torch.stack(states, 1)[:, -self.window :]
+        return (self.mix(recent) @ recent.transpose(1, 2)).mean()
+
+
+@pytest.mark.parametrize("window, short", [(1000, True), (97, False)])
+def test_a_loop_over_tokens_is_known_from_short_sequences(
+    window: int, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [Input("tokens", (2, 100), "int64", "zeros")]
+    whole = trace(lambda: Recurrence(window), inputs)
+    traced = [0]
+
+    def counted(*given: Any, **how: Any) -> Any:
+        traced[0] += 1
+        return original(*given, **how)
+
+    original = trace_of.__dict__["_traced"]
+    monkeypatch.setattr(trace_of, "_traced", counted)
+    monkeypatch.setattr(trace_of, "ROWS", 100)
+    monkeypatch.setattr(trace_of, "SHORTEST", 10)
+    found = trace(lambda: Recurrence(window), inputs, repeated=True)
+    assert replace(found, assumptions=()) == whole
+    assert traced == [5 if short else 1]  # too long, then four lengths; the whole where a window lies between
 
 
 @pytest.fixture

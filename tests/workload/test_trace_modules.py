@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.module_source import Input
+from ironlaw.workload.module_source import Input, install_advice
 from ironlaw.workload.operations import saved_bytes, total_flops
 from ironlaw.workload.trace import trace, trace_operations
 
@@ -234,3 +234,19 @@ def test_an_encoder_decoder_of_hugging_face() -> None:
     cross = 3 * layers * 2 * 2 * batch * source * target * width
     assert total_flops(found.operations) in (counter.get_total_flops(), counter.get_total_flops() + cross)
     assert found.parameters == sum(p.numel() for p in module.parameters())
+
+
+def test_what_is_missing_is_named() -> None:
+    def build() -> nn.Module:
+        try:
+            import sklearn_of_nobody  # noqa: F401
+        except ImportError as error:
+            raise RuntimeError("the module cannot be built because:\nits metric is missing") from error
+        raise AssertionError
+
+    with pytest.raises(UserError, match=r"because: its metric is missing: pip install sklearn-of-nobody$"):
+        trace(build, [Input("x", (2, 4))])
+    named = ModuleNotFoundError("No module named 'sklearn.base'", name="sklearn.base")
+    assert install_advice(named) == "pip install scikit-learn"
+    assert install_advice(named, own="sklearn.models") == ""
+    assert install_advice(ImportError("'radius_graph' requires 'pyg-lib>=0.6.0'")).endswith("that this names")

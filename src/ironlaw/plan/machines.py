@@ -176,7 +176,10 @@ def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[
         seconds, moved = timing.seconds * count, float(op.bytes_moved * count)
         return Line(op.phase, op.kind, line_name(op.name), count, flops, moved, seconds, bound=timing.bound)
 
-    lines = merged(line(op, count) for op, count in operations)
+    calls: dict[int, tuple[Operation, int]] = {}
+    for op, count in operations:  # a loop over tokens lists the same objects again and again
+        calls[id(op)] = op, count + calls.get(id(op), (op, 0))[1]
+    lines = merged(line(op, count) for op, count in calls.values())
     passes = (Phase.FORWARD, Phase.BACKWARD)
     lines += [_dispatch(phase, lines, machine) for phase in passes]
     return lines + [Line(phase, Kind.OTHER, UNNAMED, count=0, seconds=0.0) for phase in passes]

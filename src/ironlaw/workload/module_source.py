@@ -107,7 +107,9 @@ def resolve_module(spec: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(where)
     except Exception as error:
         reason = _one_line(error)
-        hint = " (is it installed, or are you in its folder?)" if isinstance(error, ModuleNotFoundError) else ""
+        advice = install_advice(error, where)
+        own = isinstance(error, ModuleNotFoundError)
+        hint = f": {advice}" if advice else " (is it installed, or are you in its folder?)" if own else ""
         raise UserError(f"cannot import {where}: {type(error).__name__}: {reason}{hint}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -119,6 +121,25 @@ def resolve_module(spec: str) -> Callable[..., Any]:
         raise UserError(f"{spec} is not callable but {found!r:.40}: name what builds a torch module")
     resolved: Callable[..., Any] = found
     return resolved
+
+
+_PACKAGES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml", "skimage":
+             "scikit-image", "open_clip": "open-clip-torch", "Bio": "biopython", "attr": "attrs"}  # fmt: skip
+"""Of modules whose package has another name than they have."""
+
+
+def install_advice(error: BaseException, own: str = "") -> str:
+    """What to install where a failure is, or comes from, a package that is missing; `own`: the user's module."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ImportError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return ""
+    module = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+    if not module:
+        return "install or renew the package that this names"
+    package = _PACKAGES.get(module, module.replace("_", "-"))
+    return "" if module == own.partition(".")[0] else f"pip install {package}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -26,11 +26,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
+from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.trace_failure import CONSTRUCTION, Untraceable, explained
 from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
-from ironlaw.workload.trace_layers import longest_stack, one_of_each, whole
-from ironlaw.workload.trace_recorder import Recorder
+from ironlaw.workload.trace_layers import Stack, longest_stack, one_of_each, whole
+from ironlaw.workload.trace_lengths import LONGEST, ROWS, SHORTEST, NotAlike, at_length, changes_between
+from ironlaw.workload.trace_recorder import LongLoop, Recorder
 from ironlaw.workload.trace_table import TracedOperation, operations_of
 from ironlaw.workload.trace_values import TraceMode, tracing
 
@@ -90,30 +92,65 @@ def trace(
     how = (loss, training, precision)
     if repeated:
         try:
-            return _traced(source, inputs, *how, real=False, repeated=True)
+            return _repeated(source, inputs, how)
         except UserError:
             pass  # layers that are more than a chain: all of them run
     if real:
-        return _traced(source, inputs, *how, real=True)
+        return _traced(source, inputs, *how, real=True)[0]
     try:
-        return _traced(source, inputs, *how, real=False)
+        return _traced(source, inputs, *how, real=False)[0]
     except Untraceable as failure:
         if real is False or failure.parameter_bytes is None or failure.parameter_bytes > REAL_UNASKED_BYTES:
             raise
         stepped: Assumed = ("a step on real tensors", "run", failure.reason, "")
-    found = _traced(source, inputs, *how, real=True)
+    found, _ = _traced(source, inputs, *how, real=True)
     return replace(found, assumptions=(*found.assumptions, stepped))
+
+
+def _repeated(source: Source, inputs: Inputs, how: tuple[Loss | None, bool, Precision]) -> ModuleTrace:
+    """Of one layer of each kind; a loop over more tokens than anyone waits for from shorter sequences."""
+    stacks: list[Stack | None] = []
+
+    def at(length: int, tokens: int | None = None) -> ModuleTrace:
+        given = [replace(each, shape=(*each.shape[:-1], length)) for each in described_inputs] if length else inputs
+        found, stack = _traced(source, given, *how, real=False, repeated=True, tokens=tokens)
+        stacks.append(stack)
+        return found
+
+    described_inputs = [each for each in inputs if isinstance(each, Input) and each.shape]
+    sequences = {each.shape[-1] for each in described_inputs} if len(described_inputs) == len(inputs) else set()
+    sequence = max(sequences) if len(sequences) == 1 else 0
+    try:
+        found = at(0, sequence if sequence > SHORTEST else None)
+    except LongLoop as loop:
+        try:
+            begun = operations_of(loop.recorder)
+            found = at_length(at, sequence, begun)
+            said: Assumed = (
+                "loop over tokens",
+                f"as in shorter sequences, of up to {LONGEST} tokens",
+                "its length",
+                "",
+            )
+            inputs_given = described(named_inputs(inputs))
+            found = replace(found, inputs=inputs_given, assumptions=(*found.assumptions, said))
+        except NotAlike:
+            found = at(0)
+    return replace(found, operations=whole(found.operations, stacks[-1])) if stacks[-1] else found
 
 
 def _traced(
     source: Source, inputs: Inputs, loss: Loss | None, training: bool, precision: Precision, *,
-    real: bool, repeated: bool = False,
-) -> ModuleTrace:  # fmt: skip
-    mode, recorder = TraceMode(real), Recorder()
+    real: bool, repeated: bool = False, tokens: int | None = None,
+) -> tuple[ModuleTrace, Stack | None]:  # fmt: skip
+    """A step, of layers in a stack those that are first of their kind; LongLoop where it is one over `tokens`."""
+    mode, recorder, stack = TraceMode(real), Recorder(), None
     where, parameters = CONSTRUCTION, None
     try:
         with tracing(mode):
             module, notes = _built(source, mode)
+            if tokens and not changes_between(module, tokens):
+                recorder.most = ROWS
             parameters, buffers = _stand_ins(module, mode)
             state = parameters | buffers
             vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
@@ -137,8 +174,8 @@ def _traced(
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
         raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    return ModuleTrace(
-        operations=whole(operations_of(recorder), stack) if stack else operations_of(recorder),
+    found = ModuleTrace(
+        operations=operations_of(recorder),
         name=type(module).__name__,
         parameters=sum(p.numel() for p in _unique(parameters)),
         trained_parameters=sum(p.numel() for p in _unique(trained)),
@@ -152,6 +189,7 @@ def _traced(
         inputs=described(given),
         assumptions=(*notes, *assumed),
     )
+    return found, stack
 
 
 def _unique(named: Mapping[Any, Tensor]) -> list[Tensor]:

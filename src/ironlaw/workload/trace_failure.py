@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ironlaw.errors import UserError
+from ironlaw.workload.module_source import install_advice
 
 CONSTRUCTION = "its construction"
 _READS_VALUES = ("not supported for tensor subclasses", "data-dependent", "Cannot access data pointer")
@@ -34,19 +35,20 @@ def explained(
     place = f"{where}, in {path}" if path else where
     line, own = _line(error)
     place += f" ({line})" if line else ""
-    message = str(error).strip().splitlines() or [type(error).__name__]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    message = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     known = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
     if known or (not real and any(words in str(error) for words in _READS_VALUES)):
-        reason = f"{name} looks at the values of a tensor ({getattr(error, 'func', message[0])}) in {place}"
+        reason = f"{name} looks at the values of a tensor ({getattr(error, 'func', message)}) in {place}"
         advice = "run one step on real tensors with --real, which takes its memory and time"
         if own:
             advice = f"make that decision from shapes or plain Python numbers, or {advice}"
         return Untraceable(reason, advice, parameter_bytes)
-    reason = f"{name} fails in {place}: {type(error).__name__}: {message[0]}"
+    reason = f"{name} fails in {place}: {type(error).__name__}: {message}"
     advice = "check the names, shapes, dtypes and values of its inputs"
     if where == CONSTRUCTION:
         advice = "check that it can be built by calling it in Python"
-    return Untraceable(reason, advice, parameter_bytes)
+    return Untraceable(reason, install_advice(error) or advice, parameter_bytes)
 
 
 def _line(error: Exception) -> tuple[str, bool]:

@@ -132,5 +132,7 @@ def _repeated(rows: list[TracedOperation], stack: Stack, order: Any) -> list[Tra
     for i in order:
         first = stack.first[i]
         made += before[i] if i == first else []
-        made += [replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for op in blocks[first]]
+        different = {id(op): op for op in blocks[first]}  # a loop's rows are the same objects again and again
+        mine = {k: replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for k, op in different.items()}
+        made += [mine[id(op)] for op in blocks[first]]
     return made + waiting

@@ -9,6 +9,7 @@ Private parts of torch used here (tried: 2.13; 2.11 has the same names):
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, storages, tensors
@@ -65,11 +67,20 @@ class Lifetime:
     merged: bool = False  # shares the bytes of another storage, because it is written in place
 
 
+class LongLoop(UserError):
+    """A step of more kernels than were asked for, and who recorded so many."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(f"more than {len(recorder.records):,} kernels")
+        self.recorder = recorder
+
+
 class Recorder(TorchDispatchMode):
     """Records kernels and storages while it is active; `phase` is set from outside."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.most = math.inf  # kernels, before LongLoop is raised
         self.phase = Phase.FORWARD
         self.records: list[RecordedKernel] = []
         self.lifetimes: list[Lifetime] = []
@@ -148,6 +159,8 @@ class Recorder(TorchDispatchMode):
             return out  # a view
         operands = [self._lifetime(t) for t in tensors(args)] if base_name(func) == "add" else []
         index = len(self.records)
+        if index > self.most:
+            raise LongLoop(self)
         if base_name(func) not in NO_KERNEL:
             for call in calls_of(func, args, kwargs, out, self.phase):
                 if call.attention is not None:

@@ -1,0 +1,126 @@
+"""A recurrent decoder at a length that nobody waits for: its rows from those at four short ones.
+
+A loop over tokens in Python makes the same calls for every token, a hundred per layer and pass. So the rows of a trace
+are some that come once and bodies that repeat; how often, and every size in a row, is a polynomial of the length, as
+products of shapes are: of degree one for the repeats, at most two for sizes. Three lengths determine it, a longer one
+must agree to the last unit, as must the first kernels at the length wanted; else, and where windows or chunks lie
+between, the whole sequence is traced. The rows that a body repeats are the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from ironlaw.workload.trace_table import TracedOperation
+
+if TYPE_CHECKING:
+    from ironlaw.workload.trace import ModuleTrace
+
+ROWS = 10_000
+"""More kernels than this in one pass over layers of each kind are a loop over tokens: 5 seconds of tracing."""
+
+STEP, LENGTHS = 16, (1, 2, 3, 5)
+"""Multiples of 16 tokens; the last is past the chunks of 64 that recurrences are computed in."""
+
+LONGEST = STEP * (LENGTHS[-1] + 1) - 1
+"""Tokens of a sequence that is traced."""
+
+SHORTEST = 2 * STEP * sum(LENGTHS)
+"""Tokens from which four short sequences take less than the whole."""
+
+LONGEST_BODY, LEAST_REPEATS = 1024, 6
+
+
+_COMPUTED = ("name", "kernel", "phase", "flops", "matmul", "attention", "elements", "bytes_moved")
+
+
+def changes_between(module: nn.Module, length: int) -> bool:
+    """Whether a window or a chunk of the module is longer than what would be traced and shorter than `length`."""
+    settings = [vars(getattr(module, "config", None) or module), *(vars(child) for child in module.modules())]
+    numbers = [
+        value
+        for each in settings
+        for name, value in each.items()
+        if ("window" in name or "chunk" in name) and isinstance(value, int)
+    ]
+    return any(LONGEST < number < length for number in numbers)
+
+
+class NotAlike(Exception):
+    """Rows or sizes are no polynomial of the length."""
+
+
+def at_length(traced: Callable[[int], ModuleTrace], length: int, begun: Sequence[TracedOperation] = ()) -> ModuleTrace:
+    """What `traced` gives for that many tokens, from shorter ones; NotAlike where it has to be run, also where it
+    does not begin with the kernels of `begun`."""
+    lengths = [length % STEP + STEP * n for n in LENGTHS]
+    found = [traced(short) for short in lengths]
+    segments = [_segments(one.operations) for one in found]
+    if len({tuple(len(body) for body, _ in each) for each in segments}) > 1:
+        raise NotAlike
+    operations: list[TracedOperation] = []
+    for parts in zip(*segments, strict=True):
+        times = _value([times for _, times in parts], length)
+        operations += [_value(rows, length) for rows in zip(*(body for body, _ in parts), strict=True)] * times
+    same = zip(operations, begun[:-1], strict=False)  # the last may have been cut short
+    if any(getattr(mine, name) != getattr(theirs, name) for mine, theirs in same for name in _COMPUTED):
+        raise NotAlike
+    others: ModuleTrace = _value([replace(one, operations=[], inputs={}) for one in found], length)
+    return replace(others, operations=operations)
+
+
+def _value(values: Sequence[Any], length: int) -> Any:
+    """At `length`, of what is known at the four: numbers by their polynomial, the rest must be equal."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if any(type(value) is not type(first) for value in values):
+        raise NotAlike
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [each.name for each in fields(first)]
+        return replace(first, **{n: _value([getattr(v, n) for v in values], length) for n in names})
+    if isinstance(first, tuple) and len({len(value) for value in values}) == 1:
+        return tuple(_value(parts, length) for parts in zip(*values, strict=True))
+    if type(first) is not int:
+        raise NotAlike
+
+    def polynomial(at: int) -> int:
+        """Through the first three, by differences."""
+        u = at - LENGTHS[0]
+        slope, bend = values[1] - first, values[2] - 2 * values[1] + first
+        return first + u * slope + u * (u - 1) // 2 * bend
+
+    if polynomial(LENGTHS[3]) != values[3]:
+        raise NotAlike
+    return polynomial(length // STEP)
+
+
+def _segments(rows: Sequence[TracedOperation]) -> list[tuple[Sequence[TracedOperation], int]]:
+    """Rows in order as bodies and how often each comes."""
+    number: dict[TracedOperation, int] = {}
+    ids = np.array([number.setdefault(row, len(number)) for row in rows])
+    return [(rows[start:end], times) for start, end, times in _loops(ids, 0)]
+
+
+def _loops(ids: np.ndarray[Any, Any], offset: int) -> list[tuple[int, int, int]]:
+    """Start and end of each body and its repeats: the longest loop first, then what is before and behind it."""
+    size, best, start, period = len(ids), 0, 0, 0
+    for p in range(1, min(LONGEST_BODY, size // LEAST_REPEATS) + 1):
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], ids[:-p] == ids[p:], [0]))))
+        begins, ends = edges[::2], edges[1::2]
+        covered = ends - begins + p
+        covered[covered < LEAST_REPEATS * p] = 0
+        if len(covered) and covered.max() > best:
+            best, period = int(covered.max()), p
+            start = int(begins[covered.argmax()])
+    if not best:
+        return [(offset, offset + size, 1)] if size else []
+    times = best // period
+    after = start + times * period
+    loop = (offset + start, offset + start + period, times)
+    return [*_loops(ids[:start], offset), loop, *_loops(ids[after:], offset + after)]
