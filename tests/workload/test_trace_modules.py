@@ -250,3 +250,20 @@ def test_what_is_missing_is_named() -> None:
     assert install_advice(named) == "pip install scikit-learn"
     assert install_advice(named, own="sklearn.models") == ""
     assert install_advice(ImportError("'radius_graph' requires 'pyg-lib>=0.6.0'")).endswith("that this names")
+
+
+class Keeps(nn.Module):
+    """What a module keeps beside parameters and buffers is there before the step, and is not saved by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.constant = nn.Linear(64, 64), torch.randn(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        written = torch.zeros(64, 64)
+        written[:, :32] = self.inner(x)[:, :32]  # nothing needs its values: freed
+        return (self.inner(x) * self.constant.detach()).sum() + written.sum()
+
+
+def test_constants_and_what_is_written_into_are_not_saved() -> None:
+    assert saved_bytes(trace_operations(Keeps, [Input("x", (64, 64))])) == 0

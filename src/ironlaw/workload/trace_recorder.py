@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         return self._running[-1].path
 
     def ignore(self, value: Any) -> None:
-        """Storages that exist before the step: parameters, buffers, inputs."""
+        """Storages that exist before the step: parameters, buffers, inputs, other tensors that a module keeps."""
         for storage in (s for tensor in tensors(value) for s in storages(tensor)):
             self._remember(storage, None)
 
@@ -152,6 +152,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if base_name(func) != "lift_fresh":  # which makes a tensor of the numbers that a module writes out
+            self.ignore((args, kwargs))  # what no call made was there before: a constant of the module
         origin = self._origin()  # before the call, within which fakes may take numbers of nodes
         out = func(*args, **kwargs)
         written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,8 +86,9 @@ class TraceMode(FakeTensorMode):
     def forget(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
-                storage = tensor.untyped_storage()
-                self._unknown[storage._cdata] = storage  # held, so that no other storage takes its place
+                storage, unknown = tensor.untyped_storage(), self._unknown
+                # Until it is freed and another takes its place: held, it would count as saved.
+                unknown[storage._cdata] = weakref.ref(storage, lambda _, key=storage._cdata: unknown.pop(key, None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,7 +138,9 @@ class TraceMode(FakeTensorMode):
         """Whether what was computed without values may be computed with them."""
         made = list(tensors(out))
         return bool(made) and all(
-            t.device.type == "cpu" and t.numel() * t.element_size() <= KNOWN_BYTES[t.is_floating_point()] for t in made
+            t.device.type == "cpu"
+            and t.numel() * t.element_size() <= KNOWN_BYTES[t.is_floating_point() or t.is_complex()]
+            for t in made
         )
 
 
