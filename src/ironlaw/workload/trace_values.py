@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -86,9 +87,10 @@ class TraceMode(FakeTensorMode):
     def forget(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
-                storage, unknown = tensor.untyped_storage(), self._unknown
-                # Until it is freed and another takes its place: held, it would count as saved.
-                unknown[storage._cdata] = weakref.ref(storage, lambda _, key=storage._cdata: unknown.pop(key, None))
+                storage = tensor.untyped_storage()
+                # Until it is freed, and another may take its place: held, it would count as saved.
+                known_again = partial(self._unknown.pop, storage._cdata)
+                self._unknown[storage._cdata] = weakref.ref(storage, known_again)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
