@@ -29,7 +29,19 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
-    "machine": ("config", "cores", "catalog", "kernels", "model", "data", "ledger", "files", "errors", "units"),
+    "machine": (
+        "workload",
+        "config",
+        "cores",
+        "catalog",
+        "kernels",
+        "model",
+        "data",
+        "ledger",
+        "files",
+        "errors",
+        "units",
+    ),
     "numerics": ("model", "kernels", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
