@@ -268,6 +268,12 @@ class RunConfig(Section):
             raise ValueError(f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]")
         if self.communication.local_steps or self.communication.gradients == "powersgd":
             raise ValueError(f"{asked} has little to send: leave out communication.local_steps and powersgd")
+        if self.finetune.modules_to_save and layout is not None and layout.tp * layout.pp > 1:
+            raise ValueError(
+                "finetune.modules_to_save trains whole tables on each rank: use dp, cp or zero of [layout]"
+            )
+        if self.finetune.modules_to_save and self.objective.kind == "dpo":
+            raise ValueError('the reference of objective.kind = "dpo" is the base: leave finetune.modules_to_save out')
         if layout is not None and layout.ranks > 1 and self.finetune.dropout:
             raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:

@@ -36,7 +36,7 @@ from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offloa
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply
-from ironlaw.workload.finetune import Adapters, targets_of
+from ironlaw.workload.finetune import adapters_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
@@ -206,8 +206,7 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
     if config.model.moe is not None:
         raise UserError("adapters of experts are not planned: give a dense model")
     names = names_of(Path(config.train.start_from or ""), config.model)
-    targets = targets_of(config.model, names, config.finetune)
-    return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
+    return replace(recipe, adapters=adapters_of(config.model, names, config.finetune))
 
 
 def with_objective(program: Program, config: RunConfig) -> Program:

@@ -161,7 +161,8 @@ class _Stage:
         if self.adapters is not None:
             product_bytes = FP32 if recipe.precision == "fp32" else BF16
             frozen = self.adapters.frozen(self.parameters, product_bytes) if layout.zero == 3 else ()
-            self.parameters = [*self.adapters.trained(self.layers, layout), *frozen]
+            self.parameters = [*self.adapters.trained(model, self.layers, layout), *frozen]
+        self.freezes_embedding = self.adapters is not None and not self.adapters.trains("embedding.weight", model)
         self.ranks, self.copies = replicas_of(layout)
         self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
         self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
@@ -216,7 +217,7 @@ class _Stage:
     def unasked_gathers(self, unit: str) -> int:
         """Of a unit of whose input nobody asks a gradient, FSDP does not see when its backward pass is over: it is
         given back with the step's. An embedding is fetched ahead even so, and stays until the next forward pass."""
-        if self.adapters is None or self.layout.pp > 1:
+        if not self.freezes_embedding or self.layout.pp > 1:
             return 0
         if unit == "embedding.weight":
             return self.micro_batches + 1
@@ -265,7 +266,7 @@ class _Stage:
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.again) * (2 if self.model.dropout else 1)
         # Of what is before the first adapters nobody asks a gradient.
-        unasked = int(self.first and self.adapters is not None)
+        unasked = int(self.first and self.freezes_embedding)
         if self.layout.sp:
             # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
             widened = 2 * blocks + 2 * len(self.again) + ends - unasked
