@@ -45,7 +45,7 @@ def launch(
 
         check(settings, nodes * per_node)  # a layout that cannot run should not wait in a queue
     name = as_name(f"ironlaw-{settings.model.name.lower().replace('_', '-').replace('.', '-')}", 52)
-    request = jobs.Request(
+    request = jobs.LaunchRequest(
         name, config, out or Path("runs") / name, nodes, per_node, tuple(set_ or ()),
         tuple(hosts.split(",")) if hosts else (), image, claim, min_nodes, time, partition, account,
     )  # fmt: skip
