@@ -83,12 +83,10 @@ class MeasuredClock:
         key = (decoding, round(length / LENGTHS), new, prompts)
         if key not in self.known:
             tokens, chunks = [Chunk(1, key[1] * LENGTHS)] * decoding, [Chunk(max(1, new // prompts))] * prompts
-            prompt_seconds = 0.0
-            if new:
-                alone = self._seconds(tokens) if decoding else 0.0
-                prompt_seconds = self._seconds([*tokens, *chunks]) - alone
-            found = {"decode": self._decode(decoding, key[1] * LENGTHS) if decoding else 0.0,
-                     "prompts": prompt_seconds * self._at("prefill", new, self.over["prefill"])}  # fmt: skip
+            found = {"decode": self._decode(decoding, key[1] * LENGTHS) if decoding else 0.0, "prompts": 0.0}
+            if new:  # what they add to a pass over all tokens, whose weights and launches decoding alone has too
+                whole = self._seconds([*tokens, *chunks]) * self._at("prefill", decoding + new, self.over["prefill"])
+                found["prompts"] = max(0.0, whole - found["decode"])
             phase, count = ("decode", decoding) if decoding else ("prefill", new)
             for part in ("sample", "host"):
                 if self.passes[phase]:
