@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ironlaw import __version__
 from ironlaw.ledger import Estimate, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.package import __version__
 from ironlaw.serve.trace import bucket
 
 if TYPE_CHECKING:

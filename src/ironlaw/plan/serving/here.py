@@ -23,8 +23,8 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
+from ironlaw.machine.timing import MeasuredMachine, measured_precision
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.machines import MeasuredMachine, measured_precision
 from ironlaw.plan.serving.demand import demand_of
 from ironlaw.workload.serving import Chunk, forward_pass
 
@@ -43,7 +43,7 @@ class MeasuredClock:
         self.model, self.precision = model, measured_precision(weights, profile)
         width = number_format(self.precision).bytes_per_element()
         self.read = min(1.0, number_format(weights).bytes_per_element(weight=True) / width)
-        self.machine = MeasuredMachine(profile, interference.typical(profile), whole_steps=False)
+        self.machine = MeasuredMachine(profile, interference.typical(profile), self.precision, whole_steps=False)
         self.known: dict[tuple[int, int, int, int], dict[str, float]] = {}
         self.passes = {phase: sorted((p for p in passes if p["phase"] == phase), key=lambda p: float(p["tokens"]))
                        for phase in ("decode", "prefill")}  # fmt: skip
@@ -111,9 +111,9 @@ class MeasuredClock:
         return float(np.interp(tokens, at, means))
 
     def _seconds(self, chunks: list[Chunk]) -> float:
-        total, dispatch = 0.0, self.machine.dispatch_seconds(Phase.FORWARD)
+        total, dispatch = 0.0, self.machine.dispatch_seconds(Phase.FORWARD, 1, 0.0)
         for op, times in forward_pass(self.model, chunks, precision=self.precision).operations():  # type: ignore[arg-type]
-            seconds = self.machine.time(op, self.precision).seconds
+            seconds = self.machine.time(op).seconds
             if op.kind is Kind.MATMUL and op.matmul is not None and op.matmul[0] < ROWS_READ:
                 seconds *= self.read
             total += (seconds + dispatch) * times
