@@ -22,9 +22,9 @@ PACKAGE = Path(ironlaw.__file__).parent
 GROUND = ("cores", "errors", "package", "units")
 BASE = ("catalog", "config", "data", "files", "kernels", "ledger", "model", "schema", *GROUND)
 ROOMS: dict[str, tuple[str, ...]] = {
-    "api": ("cli", "serve", "explain", "train", "observe", "plan", "machine", "report", *BASE),
     "__main__": ("cli",),
-    "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
+    "cli": ("api", "serve", "explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
+    "api": ("serve", "explain", "train", "observe", "plan", "machine", "report", *BASE),
     "serve": ("train", "observe", "machine", "numerics", *BASE),  # runs are loaded as training saved them
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),

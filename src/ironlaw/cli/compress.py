@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import answer, messages
 from ironlaw.errors import UserError
+from ironlaw.report.console import answer, messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, print_json
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, did_you_mean, printable
 from ironlaw.files import as_name
+from ironlaw.report.console import messages, print_json
 
 
 def launch(
