@@ -91,7 +91,7 @@ def plan(
         told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
         _print_emitted(more["emit"], told)
     else:
-        from ironlaw.report.plan_view import plan_views
+        from ironlaw.report.outcome_view import plan_views
 
         show(*plan_views(answer, why))
     if not answer.fits:
@@ -112,7 +112,7 @@ def _plan_serving(
     elif "emit" in answer.more:
         _print_emitted(answer.more["emit"])
     else:
-        from ironlaw.report.plan_view import plan_views
+        from ironlaw.report.outcome_view import plan_views
 
         show(*plan_views(answer))
     if not answer.fits:
