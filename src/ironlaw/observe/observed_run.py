@@ -15,6 +15,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import write_json, write_text
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Phase
 from ironlaw.observe.clock import StepTimes
+from ironlaw.observe.habits import LOOKED_AT
 from ironlaw.observe.measured import typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
 from ironlaw.observe.trials import attention_seconds, fused_calls, score_products
@@ -114,10 +115,10 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
 def observed_ledger(observed: Observed) -> Ledger:
     """The run's side of the table. What was not measured stays absent."""
     ledger, measured = Ledger("run", facts=dict(observed.facts)), Origin.MEASURED
-    usable = [t for number, t in enumerate(observed.steps, 1) if number not in observed.recorded]
-    after = {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
-    usable = [t for number, t in enumerate(observed.steps, 1) if number not in observed.recorded | after]
-    kept = usable[warmup_steps(len(usable)) :] or usable
+    slowed = {LOOKED_AT + 1, *observed.recorded}
+    slowed |= {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
+    usable = [t for number, t in enumerate(observed.steps, 1) if number not in slowed]
+    kept = usable[warmup_steps(len(usable)) :] or usable or observed.steps
     steps = typical(kept)
     walls = np.array([step.wall_seconds for step in steps])
     step_seconds = float(walls.mean())

@@ -7,14 +7,19 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ironlaw.kernels.attention import causal_attention
+from ironlaw.workload.trace_kernels import tensors
 
+TURNS, LEAST_TURNS, MOST_SECONDS = 7, 3, 1.0
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
 LEAST_ROWS, REPEATS = 256, 5
 THREAD_TURNS, THREAD_CALLS = 9, 8
@@ -25,6 +30,60 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
 }
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # have a fused kernel on a CPU
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module with what it was called with: its passes can be run again, on copies of its weights."""
+
+    module: nn.Module
+    inputs: Any  # args and kwargs
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return cls(module, tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)), cast)
+
+    def passes(self, dtype: torch.dtype | None = None) -> Callable[[], None] | None:
+        """Forward and backward, with another type of floating-point numbers if asked; None where that cannot be run."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            floating = dtype is not None and tensor.is_floating_point()
+            made = tensor.detach().to(dtype if floating else tensor.dtype, copy=True)
+            return made.requires_grad_(tensor.requires_grad)
+
+        state = {n: copied(t) for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
+        args, kwargs = tree_map_only(torch.Tensor, copied, self.inputs)
+        weights = [t for t in state.values() if t.requires_grad]
+
+        def both_ways() -> None:
+            with torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext():
+                output = torch.func.functional_call(self.module, state, args, kwargs)
+            roots = [t.float().sum() for t in tensors(output) if t.requires_grad]
+            torch.autograd.grad(roots, weights, allow_unused=True)
+
+        try:
+            both_ways()
+        except Exception:  # of code that is not ours, and nothing rests on it
+            return None
+        return both_ways
+
+
+def share_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
+    """Share of the time that the second way saves, both in turn."""
+    shares, until = [], time.perf_counter() + MOST_SECONDS
+    for turn in range(TURNS):
+        if turn >= LEAST_TURNS and time.perf_counter() > until:
+            break
+        seconds = []
+        for work in (now, then):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        shares.append(1 - seconds[1] / seconds[0])
+    return max(0.0, statistics.median(shares[1:]))
 
 
 def threads_unlike_cores(
