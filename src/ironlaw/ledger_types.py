@@ -60,9 +60,8 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
         **dict.fromkeys(("added_gradients", "left_in_eval", "retained_graphs", "unscaled", "zeroed_gradients"), at),
-        **dict.fromkeys(
-            ("graphs_again", "idle_gradients", "padding", "unread_values", "untouched_rows", "zero_products"), part
-        ),
+        **dict.fromkeys(("graphs_again", "idle_gradients", "padding", "untouched_rows"), part),
+        **dict.fromkeys(("unread_values", "zero_products"), part),
         "places": dict[str, str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),

@@ -15,6 +15,8 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
 
+SHAPE, NEXT_TO = 0.25, 0.001  # of the step, that the shapes of a model cost; just below is a notice
+
 
 def _off_plan(e: RunEvidence) -> float | None:
     worst = e.most_off_plan()
@@ -57,8 +59,9 @@ def _throughout_figures(e: RunEvidence) -> list[str]:
 
 
 def _beyond(e: RunEvidence, share: float | None) -> float | None:
-    """In a loop that is not ours the model is given: its shape is a fault only where it costs half of the step."""
-    return None if share is None else max(0.0, share - e.tolerance)
+    """In a loop that is not ours the model is given: its shape is no fault, and a notice where it costs half of the
+    step."""
+    return share if share is None or not e.tolerance else min(share - e.tolerance, SHAPE - NEXT_TO)
 
 
 def _slow(e: RunEvidence, neighbours: bool) -> float | None:
@@ -276,16 +279,17 @@ RULES: tuple[Rule, ...] = (
         lambda e: _wall(e, "checkpoint"),
     ),
     Rule(
-        "attention_slow", Axis.ALGORITHM, 0.25,
+        "attention_slow", Axis.ALGORITHM, SHAPE,
         lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _attention_sentence,
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
         "time above what the same FLOPs take as matrix products of this run", _attention_figures, promised=True,
+        noticed=SHAPE - NEXT_TO,
     ),
     Rule(
-        "model_narrow", Axis.ALGORITHM, 0.25, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
+        "model_narrow", Axis.ALGORITHM, SHAPE, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
         _narrow_sentence, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
         "time above what the same FLOPs take at the rate of large products on this machine", _narrow_figures,
-        promised=True,
+        promised=True, noticed=SHAPE - NEXT_TO,
     ),
     Rule(
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),

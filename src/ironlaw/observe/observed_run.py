@@ -95,11 +95,10 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
     wanted: dict[str, tuple[list[Input], str]] = {}
     if observed.facts["precision"] == "fp32":
         wanted["bf16"] = observed.signature, "bf16"
-    batch = observed.facts.get("batch")
-    if batch:
-        factor = larger_by(observed.facts)
-        larger = [replace(i, shape=(factor * batch, *i.shape[1:])) if i.shape and i.shape[0] == batch else i
-                  for i in observed.signature]  # fmt: skip
+    batches = {i.shape[0] for i in observed.signature if i.shape}
+    if len(batches) == 1:  # else it is no batch: nodes and edges of one graph
+        factor = larger_by(observed.facts) * batches.pop()
+        larger = [replace(i, shape=(factor, *i.shape[1:])) if i.shape else i for i in observed.signature]
         wanted["larger_batch"] = larger, precision or "as is"
     made = {}
     for name, (inputs, cast) in wanted.items():
