@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ironlaw import __version__
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase, subtract
@@ -43,7 +42,7 @@ from ironlaw.observe.gradients import parameters_of
 from ironlaw.observe.habits import LOOKED_AT, Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
-from ironlaw.observe.memory_peak import Held
+from ironlaw.observe.memory_peak import KnownStorages
 from ironlaw.observe.module_profile import ModuleProfile, ModuleRecording, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
@@ -59,6 +58,7 @@ from ironlaw.observe.trials import (
     threads_unlike_cores,
 )
 from ironlaw.observe.updates import updates_of
+from ironlaw.package import __version__
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
@@ -119,7 +119,7 @@ class Watch:
         self._recorder: profile | None = None
         self._recording: list[list[Interval]] = []
         self._recording_stack = ExitStack()
-        self._held = Held()
+        self._held = KnownStorages()
         self._stack = ExitStack()
         self._sampled = 0.0
         self._probed = 0.0
@@ -310,7 +310,7 @@ class Watch:
         self._stop_at, self._wanted, self._asked = self._wanted, 0, False
         self._probe()
         self._recording = []
-        self._held = Held(
+        self._held = KnownStorages(
             weights=_storages([*self.model.parameters(), *self.model.buffers()]),
             gradients=self._gradients(),
             optimizer=_storages(_state_tensors(self.optimizers)),
