@@ -123,6 +123,7 @@ class Habits:
         self.gradients = GradientUse(self.module, self.optimizers)
         self._closely: CloseLook | None = None
         self._looking = ExitStack()
+        self._outputs: dict[int, Callable[[], Any]] = {}  # of this step's passes: what to call where one is used
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
@@ -130,13 +131,15 @@ class Habits:
             self.paddings.append(found)
         self._place = user_line() or "?"
         self.forward_lines[self._place] += 1
+        for tensor in input_tensors(args, kwargs):  # of one part of the model, for another: detached, and of use
+            self._outputs.pop(tensor.untyped_storage().data_ptr(), bool)()
 
     def forward_ended(self, output: Any) -> None:
         """A gradient that comes to any of its outputs tells that the pass was of use."""
         place, come = self._place, False
         self.unread_lines[place] += 1
 
-        def comes(gradient: torch.Tensor) -> None:
+        def comes(gradient: torch.Tensor | None = None) -> None:
             nonlocal come
             if not come:
                 come = True
@@ -146,6 +149,7 @@ class Habits:
         for tensor in input_tensors((output,), {}):
             if tensor.requires_grad:
                 tensor.register_hook(comes)
+                self._outputs[tensor.untyped_storage().data_ptr()] = comes
                 if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
                     self.graphs.append(tensor.grad_fn._sequence_nr())
 
@@ -190,6 +194,7 @@ class Habits:
         self.backward_seconds += sum(self.passes)
         self.again_seconds += sum(sorted(self.passes)[: max(0, len(self.passes) - max(1, forwards))])
         self.passes = []
+        self._outputs.clear()
         self.resident.append(host.resident_bytes())
         if len(self.resident) == LOOKED_AT:
             self._begin_look()

@@ -16,7 +16,7 @@ from ironlaw.files import write_json, write_text
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.habits import LOOKED_AT
-from ironlaw.observe.measured import typical, warmup_steps
+from ironlaw.observe.measured import add_steps, typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
 from ironlaw.observe.trials import attention_seconds, fused_calls, score_products
 from ironlaw.workload.module_source import Input
@@ -118,27 +118,11 @@ def observed_ledger(observed: Observed) -> Ledger:
     slowed |= {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
     usable = [t for number, t in enumerate(observed.steps, 1) if number not in slowed]
     kept = usable[warmup_steps(len(usable)) :] or usable or observed.steps
-    steps = typical(kept)
-    walls = np.array([step.wall_seconds for step in steps])
-    step_seconds = float(walls.mean())
-    low, high = (float(q) for q in np.percentile([s.wall_seconds for s in kept], [10, 90]))
+    seen = {phase for phase in STEP_PHASES if any(step.phase_seconds.get(phase) for step in typical(kept))}
+    tokens = (observed.facts.get("tokens_per_micro_batch") or 0) * observed.facts["accumulation"]
+    add_steps(ledger, kept, seen, tokens)
     totals = ledger.totals
-    basis = f"mean of the middle 80% of {len(kept)} steps; the interval holds 80% of them"
-    totals["step_seconds"] = Estimate(step_seconds, measured, basis, low, high)
-    ledger.phase_seconds = {
-        phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in steps]))
-        for phase in STEP_PHASES
-        if any(step.phase_seconds.get(phase) for step in steps)
-    }
-    excess = sum(step.wall_seconds for step in kept) - step_seconds * len(kept)
-    ledger.facts["slow_steps_fraction"] = max(0.0, excess) / sum(s.wall_seconds for s in kept)
     ledger.facts["steps_done"] = len(observed.steps)
-    tokens = observed.facts.get("tokens_per_micro_batch")
-    if tokens:
-        tokens *= observed.facts["accumulation"]
-        totals["tokens_per_second"] = Estimate(
-            tokens / step_seconds, measured, "tokens per step / step time", tokens / high, tokens / low
-        )
     totals["parameters"] = Estimate(observed.facts["model"]["parameters"], Origin.CALCULATED, "of the module, once")
     totals["total_seconds"] = Estimate(observed.seconds, measured, "wall time inside `with ironlaw.observe`")
     totals["resident_bytes"] = Estimate(

@@ -71,18 +71,21 @@ class Call:
         return both_ways
 
 
-def share_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
-    """Share of the time that the second way saves, both in turn."""
-    shares, until = [], time.perf_counter() + MOST_SECONDS
-    for turn in range(TURNS):
-        if turn >= LEAST_TURNS and time.perf_counter() > until:
-            break
-        seconds = []
-        for work in (now, then):
+def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[list[float]]:
+    """Seconds of each way, tried one after the other, so often or as often as there is time for."""
+    seconds: list[list[float]] = [[] for _ in works]
+    until = time.perf_counter() + MOST_SECONDS
+    while len(seconds[0]) < turns and (len(seconds[0]) < LEAST_TURNS or time.perf_counter() < until):
+        for work, times in zip(works, seconds, strict=True):
             began = time.perf_counter()
             work()
-            seconds.append(time.perf_counter() - began)
-        shares.append(1 - seconds[1] / seconds[0])
+            times.append(time.perf_counter() - began)
+    return seconds
+
+
+def share_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
+    """Share of the time that the second way saves."""
+    shares = [1 - other / one for one, other in zip(*in_turn((now, then), TURNS), strict=True)]
     return max(0.0, statistics.median(shares[1:]))
 
 
@@ -149,15 +152,9 @@ def attention_seconds(products: list[list[int]], precision: str | None) -> dict[
             for out, three in zip(reversed(outs), reversed(leaves), strict=True):
                 torch.autograd.grad(out, three, gradient)
 
-        for name in KERNELS:
-            both_ways(name)
-        seconds: dict[str, list[float]] = {name: [] for name in KERNELS}
-        for name in [*KERNELS] * REPEATS:
-            began = time.perf_counter()
-            both_ways(name)
-            seconds[name].append(time.perf_counter() - began)
-        for name, times in seconds.items():
-            total[name] += count / layers * statistics.median(times)
+        times = in_turn([partial(both_ways, name) for name in KERNELS], REPEATS + 1)
+        for name, seconds in zip(KERNELS, times, strict=True):
+            total[name] += count / layers * statistics.median(seconds[1:])
     return total
 
 
@@ -189,11 +186,7 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
                 parameter.grad = torch.zeros_like(parameter)
             kind: Any = type(optimizer)
             made.append(kind(parameters, lr=1e-9, **extra))
-        seconds: list[list[float]] = [[], []]
-        for turn in range(2 * (REPEATS + 1)):
-            began = time.perf_counter()
-            made[turn % 2].step()
-            seconds[turn % 2].append(time.perf_counter() - began)
+        seconds = in_turn([optimizer.step for optimizer in made], REPEATS + 1)
         now, then = now + statistics.median(seconds[0][1:]), then + statistics.median(seconds[1][1:])
     return {"seconds": now, "fused_seconds": then, "name": type(optimizers[-1]).__name__} if now else None
 
@@ -244,7 +237,7 @@ def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
         torch.mm(gradient, weight)
         torch.mm(gradient.t(), x)
 
-    return _best(both_ways)
+    return min(in_turn([both_ways], REPEATS + 1)[0][1:])
 
 
 def _mean(work: Callable[[], Any]) -> float:
@@ -254,17 +247,3 @@ def _mean(work: Callable[[], Any]) -> float:
     for _ in range(THREAD_CALLS):
         work()
     return (time.perf_counter() - began) / THREAD_CALLS
-
-
-def _best(work: Callable[[], None]) -> float:
-    return min(_repeated(work))
-
-
-def _repeated(work: Callable[[], None]) -> list[float]:
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return seconds

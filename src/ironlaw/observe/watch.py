@@ -295,7 +295,6 @@ class Watch:
         if self._recorder is None and now - self._probed > PROBE_EVERY_SECONDS:
             self._probe()
             self.partition.start()  # the probe is in no step
-            self.partition.intervals[0].after = Phase.OPTIMIZER
         if now - self._sampled > SAMPLE_EVERY_SECONDS:
             self._sampled = now
             self.peak_resident = max(self.peak_resident, host.resident_bytes())
@@ -329,7 +328,6 @@ class Watch:
             self._recorder.start()
         self.partition.on_mark = mark
         self.partition.start()
-        self.partition.intervals[0].after = Phase.OPTIMIZER
         self.profiling_seconds += time.perf_counter() - began
 
     def _stop_recording(self) -> None:
@@ -347,7 +345,6 @@ class Watch:
                 self.sampler,
             )  # fmt: skip
         self.partition.start()
-        self.partition.intervals[0].after = Phase.OPTIMIZER
         self.profiling_seconds += time.perf_counter() - began
 
     sync_steps = 1
