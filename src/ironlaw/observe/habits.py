@@ -26,7 +26,7 @@ from ironlaw.observe.close_look import CloseLook
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.inputs import input_tensors, padding
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.trials import Call, share_saved
+from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
     files_of,
     growing_line,
@@ -113,7 +113,7 @@ class Habits:
     learns_in_eval: bool = False  # the step before was of passes in evaluation mode only
     eval_steps: int = 0
     paddings: list[tuple[float, float]] = field(default_factory=list)  # of the first batches, as `inputs.padding`
-    call: Call | None = None  # the first one of the model
+    call: ModuleCall | None = None  # the first one of the model
     profiled: bool = False  # by a profiler that is not ours
 
     def __post_init__(self) -> None:
@@ -338,7 +338,7 @@ def _switched(mode: Mode, on: bool) -> Iterator[None]:
         mode.switch(before)
 
 
-def _saved_without(mode: Mode, call: Call | None) -> float:
+def _saved_without(mode: Mode, call: ModuleCall | None) -> float:
     """Share of the model's passes that another position of the switch saves."""
     passes = call.passes() if call is not None else None
     if passes is None:

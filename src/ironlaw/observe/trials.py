@@ -33,7 +33,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """A module with what it was called with: its passes can be run again, on copies of its weights."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class Call:
     autocast: torch.dtype | None
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
         device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return cls(module, tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)), cast)

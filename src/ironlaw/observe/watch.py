@@ -50,7 +50,7 @@ from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import (
-    Call,
+    ModuleCall,
     fused_update_saves,
     head_size,
     misaligned_weights,
@@ -227,7 +227,7 @@ class Watch:
             self.gradients_found = "kept" if self._gradients() else "none"
         if not self.inputs and (args or kwargs):
             self.inputs = describe_inputs(_inner(module), args, kwargs, self.device.type)
-            self._habits.call = Call.of(_inner(module), args, kwargs)
+            self._habits.call = ModuleCall.of(_inner(module), args, kwargs)
             if module is not self.model:  # a part of it: no plan of the whole can be made from these
                 self.inputs["signature"] = None
         if self._recorder is not None:
