@@ -21,14 +21,14 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Held
+from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
 from ironlaw.train.finetune import add_adapters, base_digest, merge
 from ironlaw.train.peft import check_adapter
 from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
-from ironlaw.workload.finetune import FinetuneConfig, targets_of
+from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
 STORES: dict[str, Store] = {
     store.name: store for store in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))
@@ -90,7 +90,7 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
             f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
         )
     check_first_weights(source, config)
-    targets_of(config, names_of(Path(source), config), finetune)
+    adapters_of(config, names_of(Path(source), config), finetune)
     if start is not None and base_digest(source) != start.index["base"]["sha256"]:
         raise UserError(f"{source} has changed since {start.path} was trained on it: put its old weights back")
     if start is None and finetune.start_from:
@@ -116,7 +116,7 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transform
     return model.eval()
 
 
-def held_weights(checkpoint: Checkpoint) -> dict[str, Held]:
+def held_weights(checkpoint: Checkpoint) -> dict[str, CompressedWeight]:
     """Of a compressed checkpoint, what its weights in few bits are held as; of others nothing."""
     if checkpoint.index.get("store") != QuantizedFiles.name:
         return {}
@@ -131,7 +131,9 @@ class Trained:
     tokenizer: Tokenizer | None  # None for a run on mock data
     step: int | None = None
     passed_over: tuple[str, ...] = ()
-    held: Mapping[str, Held] = field(default_factory=dict)  # of a compressed run, its weights in few bits by name
+    held: Mapping[str, CompressedWeight] = field(
+        default_factory=dict
+    )  # of a compressed run, its weights in few bits by name
 
     def about(self) -> dict[str, Any]:
         """For JSON: which checkpoint of a run this is."""
