@@ -20,7 +20,7 @@ from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
-from ironlaw.schema import Section
+from ironlaw.schema import Section, section
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
@@ -180,20 +180,20 @@ class RunConfig(Section):
     """A whole run. `model` is a table of ModelConfig fields, or `name = "gpt2"` with fields to override."""
 
     model: ModelConfig
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    scaler: ScalerConfig = ScalerConfig()
-    recompute: RecomputeConfig = RecomputeConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    data: DataConfig = section()
+    train: TrainConfig = section()
+    optimizer: OptimizerConfig = section()
+    schedule: ScheduleConfig = section()
+    scaler: ScalerConfig = section()
+    recompute: RecomputeConfig = section()
+    checkpoint: CheckpointConfig = section()
+    evaluation: EvaluationConfig = section()
+    recovery: RecoveryConfig = section()
+    tracking: TrackingConfig = section()
     layout: LayoutConfig | None = None
-    communication: CommunicationConfig = CommunicationConfig()
-    finetune: FinetuneConfig = FinetuneConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    communication: CommunicationConfig = section()
+    finetune: FinetuneConfig = section()
+    objective: ObjectiveConfig = section()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

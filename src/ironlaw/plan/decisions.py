@@ -17,7 +17,7 @@ from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.machines import measured_precision
+from ironlaw.machine.timing import measured_precision
 from ironlaw.plan.recipe import batch_of
 from ironlaw.workload.blocks import FP32, Policy, Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
