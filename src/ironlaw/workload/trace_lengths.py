@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from ironlaw.workload.trace_table import TracedOperation
-
-if TYPE_CHECKING:
-    from ironlaw.workload.trace import ModuleTrace
 
 ROWS = 10_000
 """More kernels than this in one pass over layers of each kind are a loop over tokens: 5 seconds of tracing."""
@@ -55,7 +52,7 @@ class NotAlike(Exception):
     """Rows or sizes are no polynomial of the length."""
 
 
-def at_length(traced: Callable[[int], ModuleTrace], length: int, begun: Sequence[TracedOperation] = ()) -> ModuleTrace:
+def at_length(traced: Callable[[int], Any], length: int, begun: Sequence[TracedOperation] = ()) -> Any:
     """What `traced` gives for that many tokens, from shorter ones; NotAlike where it has to be run, also where it
     does not begin with the kernels of `begun`."""
     lengths = [length % STEP + STEP * n for n in LENGTHS]
@@ -70,7 +67,7 @@ def at_length(traced: Callable[[int], ModuleTrace], length: int, begun: Sequence
     same = zip(operations, begun[:-1], strict=False)  # the last may have been cut short
     if any(getattr(mine, name) != getattr(theirs, name) for mine, theirs in same for name in _COMPUTED):
         raise NotAlike
-    others: ModuleTrace = _value([replace(one, operations=[], inputs={}) for one in found], length)
+    others = _value([replace(one, operations=[], inputs={}) for one in found], length)
     return replace(others, operations=operations)
 
 
