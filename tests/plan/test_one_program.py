@@ -23,7 +23,7 @@ from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute import RecomputeConfig, policies
+from ironlaw.workload.recompute import policies
 
 SEQUENCE, BATCH = 1024, 64
 MODELS = ("llama3-8b", "gpt2", "olmo-2-7b", "gemma-2-9b", "mixtral-8x7b", "deepseek-v2-lite", "qwen2-57b-a14b")
@@ -34,8 +34,7 @@ ONLY_PLANNED = {("host", "step"), ("other", "pipeline_bubble"), ("host", "dispat
 
 
 def program_of(model, layout):
-    mode = RecomputeConfig(mode="full") if layout.recompute == "full" else RecomputeConfig()
-    recipe = Recipe("bf16", cuda=True, gloo=False, recompute=policies(mode, model))
+    recipe = Recipe("bf16", cuda=True, gloo=False, recompute=policies(layout.recompute, model))
     return step(model, StepBatch(BATCH, SEQUENCE), layout, recipe)
 
 

@@ -28,7 +28,7 @@ from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
-from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
+from ironlaw.workload.recompute import kept_bytes, weight_copies
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
     everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
     if not engine.fused:  # products and attention stay, and casts of weights until the forward pass is over
         entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
-        partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
+        partly = entrance
+        for kind, of_layers in kinds:
+            for policy, share in candidates.policies(kind).items():
+                beside = everything - entrance if policy is None else kept_bytes(shape, policy)
+                partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
     elif engine.widens_again(candidates.model):
