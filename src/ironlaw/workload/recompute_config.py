@@ -87,7 +87,10 @@ def every(blocks: int) -> Recompute:
 
 def _budget(text: str) -> Recompute:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)?", text)
-    if match is None or not float(match[1]):
-        raise UserError(f"layout: recompute=budget:{text} is not a size: write for example recompute=budget:60GiB")
-    unit = (match[2] or "gib").upper().replace("I", "i")
-    return Recompute(mode="budget", budget=f"{match[1]}{unit}")
+    size = match[1] + (match[2] or "gib").upper().replace("I", "i") if match else ""
+    try:
+        if parse_bytes(size):
+            return Recompute(mode="budget", budget=size)
+    except ValueError:
+        pass
+    raise UserError(f"layout: recompute=budget:{text} is not a size: write for example recompute=budget:60GiB")
