@@ -60,7 +60,7 @@ class Recompute(Section):
 
     def section(self) -> dict[str, Any]:
         """As a config file says it."""
-        return {"mode": self.mode} | self.model_dump(mode="json", exclude_defaults=True)
+        return {"mode": self.mode} | self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
 
 KEPT = Recompute()
