@@ -15,12 +15,10 @@ is imported before it is used, so that a plan never waits for PyTorch.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
-CALLABLE = ("plan", "train", "explain", "observe", "serve")
+from ironlaw.package import CALLABLE as CALLABLE
+from ironlaw.package import __version__ as __version__
 
 if TYPE_CHECKING:
     from ironlaw.api import explain as explain
@@ -29,18 +27,6 @@ if TYPE_CHECKING:
     from ironlaw.api import serve as serve
     from ironlaw.api import train as train
     from ironlaw.errors import UserError as UserError
-
-
-class Room(ModuleType):
-    """A package that is called as the function of its name in `ironlaw.api`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module("ironlaw.api"), self.__name__.rpartition(".")[2])(*args, **kwargs)
-
-
-def callable_room(name: str) -> None:
-    """Called by the rooms of `CALLABLE`, in their first line."""
-    sys.modules[name].__class__ = Room
 
 
 def __getattr__(name: str) -> object:

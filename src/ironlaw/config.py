@@ -20,7 +20,7 @@ from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
-from ironlaw.schema import Section
+from ironlaw.schema import Section, section
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
@@ -180,20 +180,20 @@ class RunConfig(Section):
     """A whole run. `model` is a table of ModelConfig fields, or `name = "gpt2"` with fields to override."""
 
     model: ModelConfig
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    scaler: ScalerConfig = ScalerConfig()
-    recompute: Recompute = Recompute()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    data: DataConfig = section()
+    train: TrainConfig = section()
+    optimizer: OptimizerConfig = section()
+    schedule: ScheduleConfig = section()
+    scaler: ScalerConfig = section()
+    recompute: Recompute = section()
+    checkpoint: CheckpointConfig = section()
+    evaluation: EvaluationConfig = section()
+    recovery: RecoveryConfig = section()
+    tracking: TrackingConfig = section()
     layout: LayoutConfig | None = None
-    communication: CommunicationConfig = CommunicationConfig()
-    finetune: FinetuneConfig = FinetuneConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    communication: CommunicationConfig = section()
+    finetune: FinetuneConfig = section()
+    objective: ObjectiveConfig = section()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -268,6 +268,12 @@ class RunConfig(Section):
             raise ValueError(f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]")
         if self.communication.local_steps or self.communication.gradients == "powersgd":
             raise ValueError(f"{asked} has little to send: leave out communication.local_steps and powersgd")
+        if self.finetune.modules_to_save and layout is not None and layout.tp * layout.pp > 1:
+            raise ValueError(
+                "finetune.modules_to_save trains whole tables on each rank: use dp, cp or zero of [layout]"
+            )
+        if self.finetune.modules_to_save and self.objective.kind == "dpo":
+            raise ValueError('the reference of objective.kind = "dpo" is the base: leave finetune.modules_to_save out')
         if layout is not None and layout.ranks > 1 and self.finetune.dropout:
             raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ironlaw.errors import LARGEST
 
@@ -14,7 +14,10 @@ LONGEST = 4096  # characters, as the longest path
 class Section(BaseModel):
     """A table of a config. Types are strict: `true` is no number, 1 is no switch, "3" is text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(),
+        defer_build=True,  # at the first use: most tables are only ever read as parts of a whole config
+    )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod
@@ -23,6 +26,11 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         return {key: _as_meant(key, value) for key, value in values.items()}
+
+
+def section() -> Any:
+    """A table that may be left out: it then has its defaults."""
+    return Field(default_factory=dict, validate_default=True)
 
 
 def _as_meant(key: str, value: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -176,6 +177,52 @@ def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_i
     for command in BEGIN:
         assert run(*shlex.split(command)[1:])[0] == 0
     follow([c for c in commands() if c not in BEGIN], run, start_ironlaw, Path(sys.executable))
+
+
+# What placeholders and the reader's own files are on the pages for maintainers.
+OWN = (
+    ("./hf-model", "./mine-hf"), ("=DIR", "=./mine-hf"), ("runs/NAME", "runs/lora"), ("runs/big", "runs/demo"),
+    (" --submit", ""), ("-node 8", "-node 2"), ("-node 4", "-node 2"), ("dp=2 pp=2", "dp=2"), ("0min", "0s"),
+    ("5min", "5s"), ("--requests 200", "--requests 4"), ("out/ --to gguf", "gguf/ --to gguf"),
+    ("--from ENGINE", "--from megatron"), ("trace.json.gz", "trace.json"), ("inference.csv", "served.csv"),
+    ("CONFIG --set model.from=./mine-hf --set fine", "CONFIG --out runs/lora --set model.from=./mine-hf --set fine"),
+    ("ironlaw tune --serve", "ironlaw tune --out runs/tuned-server --serve"),
+    ("CONFIG --set model.from=./mine-hf", "whole.toml --set model.from=./mine-hf"),
+)  # fmt: skip
+
+SERVED = """\
+id,group,engine,date,model,accelerator,accelerators,weight_format,scenario,input_tokens,output_tokens,concurrency,output_tokens_per_second
+a,mine,vllm,2025-06,llama-3-8b,h100-sxm-80gb,1,bf16,decode,128,128,1,150
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_every_command_for_maintainers_runs(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
+    """Indented on the other pages."""
+    pytest.importorskip("uvicorn")
+
+    def run(*words: str) -> tuple[int, str]:
+        code, _, messages = ironlaw_here(*words)
+        return code, messages
+
+    for name in ("my", "student"):
+        shutil.copy(reader / "examples" / "gpt-tiny.toml", reader / f"{name}.toml")
+    whole = re.sub(r"(packing|mask_documents) = .*", "", (reader / "examples" / "finetune.toml").read_text("utf-8"))
+    (reader / "whole.toml").write_text(whole)
+    (reader / "corpus").symlink_to((reader / "my_texts").resolve())
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a machine answers"}]
+    (reader / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
+    pair = json.dumps({"prompt": "a machine", "chosen": " answers", "rejected": " waits"}) + "\n"
+    (reader / "pairs.jsonl").write_text(pair * 200)
+    (reader / "served.csv").write_text(SERVED)
+    for command in (*BEGIN, "ironlaw export runs/gpt2 ./mine-hf --to hf"):
+        assert run(*shlex.split(command)[1:])[0] == 0
+    (reader / "mine-hf" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    chosen = sketched() - {*BEGIN}
+    for printed, own in OWN:
+        chosen = {command.replace(printed, own) for command in chosen}
+    follow(sorted(chosen), run, start_ironlaw, Path(sys.executable))
 
 
 @pytest.mark.long

@@ -90,7 +90,9 @@ def test_passes_timed_at_the_start_set_the_level_and_curves_the_rest(machine_pro
     clock = MeasuredClock(MODEL, machine_profile, "fp32", passes)
     assert clock.parts(4, 64.0, 0) == pytest.approx({"decode": 2e-3, "prompts": 0.0, "sample": 1e-4, "host": 2e-4})
     assert 2e-3 < clock.parts(8, 64.0, 0)["decode"] < 5e-3 < clock.parts(16, 640.0, 0)["decode"]
-    assert 0.03 < clock.parts(0, 0.0, 128, 4)["prompts"] < 0.07
+    assert clock.parts(0, 0.0, 128, 4)["prompts"] == pytest.approx(0.05)
+    mixed = clock.parts(4, 64.0, 124, 4)  # a pass over as many tokens, of which decode alone has its part
+    assert mixed["decode"] == pytest.approx(2e-3) and 0.04 < mixed["prompts"] + mixed["decode"] < 0.06
     long = MeasuredClock(
         MODEL, machine_profile, "fp32", [*passes, passes[1] | {"length": 320.0, "model_seconds": 3e-3}]
     )

@@ -20,7 +20,7 @@ from ironlaw.plan.requests.communication_savings import (
 )
 from ironlaw.plan.step import plan_step
 from ironlaw.plan.work import Work
-from ironlaw.workload.collectives import compressed_elements, traffic
+from ironlaw.workload.collectives import collectives, compressed_elements, table_of
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.recipe import Recipe, StepBatch
@@ -79,7 +79,8 @@ def test_a_plan_of_ranks_sends_what_the_config_says(gradients: str, machine_prof
     layout = parse_layout("dp=2 micro_batch=2")
     plan = plan_step(config, machine_profile, layout, RankFabric(COSTS), 2)
     (talk,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
-    (table,) = traffic(config.model, layout, StepBatch(4, 64), Recipe(communication=config.communication))
+    recipe = Recipe(communication=config.communication)
+    table = table_of(collectives(config.model, layout, StepBatch(4, 64), recipe, position=0))
     assert talk.bytes == table["replicate", "all_reduce"].bytes < 4 * config.model.parameters
     plain = plan_step(build_config(document), machine_profile, replace(layout), RankFabric(COSTS), 2)
     assert plan.step_seconds < plain.step_seconds

@@ -12,8 +12,8 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import MatmulFit, Profile
+from ironlaw.machine.timing import MeasuredMachine
 from ironlaw.plan import record
-from ironlaw.plan.machines import MeasuredMachine
 from ironlaw.plan.step import choose_precision, plan_run
 from ironlaw.plan.totals import fits
 from ironlaw.workload.operations import Operation
@@ -126,7 +126,7 @@ def test_products_of_experts_by_onednn_are_copied_into_place(machine_profile: Pr
     experts = Operation("expert_up", Kind.MATMUL, Phase.FORWARD, "moe_block", "matmul", matmul=(64, 256, 128), batch=8)
     seconds = {
         (known, op.group): MeasuredMachine(measured, dict.fromkeys(("compute", "memory"), 1.0), whole_steps=False)
-        .time(op, "fp32")
+        .time(op)
         .seconds
         for known, measured in (("onednn", profile), ("other", replace(profile, onednn={})))
         for op in (experts, replace(experts, group="block"))

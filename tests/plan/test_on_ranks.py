@@ -13,9 +13,9 @@ from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.schedule import simulate_pipeline
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
-from ironlaw.workload.collectives import traffic
+from ironlaw.workload.collectives import collectives, table_of
 from ironlaw.workload.layout import Layout, parse_layout
-from ironlaw.workload.recipe import StepBatch
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
@@ -60,8 +60,8 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
         narrow = (model.latent.query_rank or 0) + model.latent.down_size
         flops += (chosen.tp - 1) * 6 * model.layers * model.hidden * narrow * 16 * 64
     assert ledger.totals["flops_per_step"].value == pytest.approx(flops, rel=1e-3)
-    tables = traffic(config(family).model, chosen, StepBatch(16, 64))
-    for stage, table in zip(plan.stages, tables, strict=True):
+    for position, stage in enumerate(plan.stages):
+        table = table_of(collectives(config(family).model, chosen, StepBatch(16, 64), Recipe(), position))
         sent = {(t.dimension, t.kind): t.bytes for t in stage.communication}
         assert sent == {key: value.bytes for key, value in table.items()}
         assert sum(stage.phase_seconds.values()) == pytest.approx(plan.step_seconds, rel=1e-6)

@@ -84,6 +84,9 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
     assert phases[Phase.HOST] * 3 == pytest.approx(0.1 + 0.1 + 0.4 + 0.5)  # scheduling, and the gap while some ran
     assert phases[Phase.IDLE] * 3 == pytest.approx(0.5)
     assert sum(phases.values()) * 3 == pytest.approx(7.0)
+    # No step of that size only decodes: what the server timed when it started stands for it.
+    timed = {"passes": [{"phase": "decode", "tokens": 4, "model_seconds": 0.6}]}
+    assert serving_ledger(steps[1:2], timed, {}).phase_seconds[Phase.PREFILL] == pytest.approx(2.8 - 0.6)
 
 
 OPERATIONS = [(Kind.MATMUL, name) for name in ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head")]

@@ -71,10 +71,12 @@ def adapted(folder: Path, config: ModelConfig, finetune: FinetuneConfig, drawn: 
 @pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
 @pytest.mark.parametrize("every", [True, False])
 def test_peft_computes_the_same_logits(tmp_path: Path, name: str, method: str, every: bool) -> None:
+    """With every matrix adapted, with some, and with the ends trained in full (GPT-2's are one)."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = write_base(tmp_path / "base", MODELS[name])
     some = ("mlp.down_proj", "v_proj") if name == "llama" else ("attn.c_proj",)
-    finetune = FinetuneConfig(**LORA | {"method": method, "targets": ("all-linear",) if every else some})
+    ends: dict[str, Any] = {"modules_to_save": ("embed_tokens", "lm_head") if name == "llama" else ("wte",)}
+    finetune = FinetuneConfig(**LORA | {"method": method} | (ends if every else {"targets": some}))
     model = adapted(tmp_path / "base", config, finetune)
     (tmp_path / "adapter").mkdir()
     names = names_of(tmp_path / "base", config)

@@ -11,8 +11,8 @@ import pytest
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
+from ironlaw.machine.timing import AS_MATMUL, COPY_RATE
 from ironlaw.plan import module as traced_plan
-from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
 from ironlaw.plan.module import plan_module, plan_traced
 from ironlaw.plan.request import Options, plan_request
 from ironlaw.plan.totals import fits

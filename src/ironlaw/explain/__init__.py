@@ -1,8 +1,8 @@
 """The gap between a plan and a run, its diagnosis, and remedies with their planned gain."""
 
-import ironlaw
 from ironlaw.explain.explanation import Explanation, explain_run
+from ironlaw.package import callable_room
 
 __all__ = ["Explanation", "explain_run"]
 
-ironlaw.callable_room(__name__)
+callable_room(__name__)

@@ -28,6 +28,7 @@ from ironlaw.explain.remedy import EFFECTS, Effect, Remedy
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
+from ironlaw.train.session import run_training
 
 LEAST_STEPS, MOST_STEPS = 12, 200
 TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps
@@ -282,8 +283,6 @@ class TrialRunner:
     trial_seconds: float = TRIAL_SECONDS
 
     def __call__(self, config: RunConfig, name: str) -> Measured:
-        from ironlaw.train.session import run_training
-
         out = self.folder / name
         outcome = run_training(self._short(config), out, self.profile)
         if outcome.interrupted:  # a run ends by itself on Ctrl-C; so does what started it

@@ -72,63 +72,73 @@ static inline void fetch(const void *from, int bytes) {
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
 }
 
-static void attend_one(const Layer *layer, const Step *step, const activation *query, activation *out, int n, int h) {
-    float q[GROUP][KEY], o[GROUP][VALUE], most[GROUP], sum[GROUP], s[GROUP][PAGE];
+/* Queries of the heads from `head` on that share keys, over the places [from, to) of the page at `row`; `back`: how far
+   the first place of the page lies behind the query. */
+static inline void attend_page(const Layer *layer, long row, int from, int to, int back, float q[][KEY],
+                               float o[][VALUE], float *most, float *sum, int head) {
+    float s[GROUP][PAGE];
+    for (int t = from; t < to; t++) {
+        const stored *k = layer->keys + (row + t) * KEY;
+        for (int g = 0; g < GROUP; g++) {
+            float dot = 0;
+            for (int d = 0; d < KEY; d++) dot += q[g][d] * LOAD(k[d]);
+            s[g][t] = dot;
+        }
+    }
+    for (int g = 0; g < GROUP; g++) {
+        float larger = most[g], total = 0;
+        /* All places of the page, for whole vectors, one rule after the other. */
+        for (int t = 0; layer->key_scales && t < PAGE; t++) s[g][t] *= layer->key_scales[row + t];
+        for (int t = 0; layer->cap != 0 && t < PAGE; t++) s[g][t] = layer->cap * hyperbolic_tangent(s[g][t] / layer->cap);
+        for (int t = 0; layer->slopes && t < PAGE; t++) s[g][t] -= layer->slopes[head + g] * (back - t);
+        for (int t = 0; t < PAGE; t++) s[g][t] = t < from || t >= to ? -3e38f : s[g][t];
+        for (int t = 0; t < PAGE; t++) larger = s[g][t] > larger ? s[g][t] : larger;
+        float factor = exponential(most[g] - larger);
+        for (int t = 0; t < PAGE; t++) {
+            s[g][t] = exponential(s[g][t] - larger);
+            total += s[g][t];
+        }
+        sum[g] = sum[g] * factor + total;
+        most[g] = larger;
+        for (int d = 0; d < VALUE; d++) o[g][d] *= factor;
+        for (int t = 0; layer->value_scales && t < PAGE; t++) s[g][t] *= layer->value_scales[row + t];
+    }
+    for (int t = from; t < to; t++) {
+        const stored *v = layer->values + (row + t) * VALUE_STRIDE;
+        float value[VALUE];
+        for (int d = 0; d < VALUE; d++) value[d] = LOAD(v[d]);
+        for (int g = 0; g < GROUP; g++)
+            for (int d = 0; d < VALUE; d++) o[g][d] += s[g][t] * value[d];
+    }
+}
+
+/* Of one token the heads from `head` to `end`. Those of a page lie together: pages outside, heads inside. */
+static void attend_some(const Layer *layer, const Step *step, const activation *query, activation *out, int n, int head,
+                        int end) {
+    float q[HEADS][KEY], o[HEADS][VALUE], most[HEADS], sum[HEADS];
     int last = step->positions[n], first = 0;
     if (layer->window && last >= layer->window) first = last - layer->window + 1;
-    for (int g = 0; g < GROUP; g++) {
-        int head = h * GROUP + g;
-        for (int d = 0; d < KEY; d++) q[g][d] = READ(query[head * KEY + d]) * layer->scale;
-        for (int d = 0; d < VALUE; d++) o[g][d] = 0;
-        most[g] = layer->sinks ? layer->sinks[head] : -3e38f;
-        sum[g] = layer->sinks ? 1 : 0;
+    for (int i = head * GROUP; i < end * GROUP; i++) {
+        for (int d = 0; d < KEY; d++) q[i][d] = READ(query[i * KEY + d]) * layer->scale;
+        for (int d = 0; d < VALUE; d++) o[i][d] = 0;
+        most[i] = layer->sinks ? layer->sinks[i] : -3e38f;
+        sum[i] = layer->sinks ? 1 : 0;
     }
     for (int start = first / PAGE * PAGE; start <= last; start += PAGE) {
-        long row = row_of(step, n, start, h);
-        if (start + PAGE <= last) { /* pages lie anywhere: no processor guesses where the next one is */
-            long next = row_of(step, n, start + PAGE, h);
-            fetch(layer->keys + next * KEY, PAGE * KEY * sizeof(stored));
-            fetch(layer->values + next * VALUE_STRIDE, PAGE * VALUE_STRIDE * sizeof(stored));
-        }
         int from = first > start ? first - start : 0, to = last - start + 1 < PAGE ? last - start + 1 : PAGE;
-        for (int t = from; t < to; t++) {
-            const stored *k = layer->keys + (row + t) * KEY;
-            for (int g = 0; g < GROUP; g++) {
-                float dot = 0;
-                for (int d = 0; d < KEY; d++) dot += q[g][d] * LOAD(k[d]);
-                s[g][t] = dot;
+        for (int h = head; h < end; h++) {
+            long row = row_of(step, n, start, h), next = row + PAGE;
+            if (h + 1 == end && start + PAGE <= last) next = row_of(step, n, start + PAGE, head);
+            if (h + 1 < end || start + PAGE <= last) { /* pages lie anywhere: no processor guesses where the next is */
+                fetch(layer->keys + next * KEY, PAGE * KEY * sizeof(stored));
+                fetch(layer->values + next * VALUE_STRIDE, PAGE * VALUE_STRIDE * sizeof(stored));
             }
-        }
-        for (int g = 0; g < GROUP; g++) {
-            float larger = most[g];
-            for (int t = from; t < to; t++) {
-                if (layer->key_scales) s[g][t] *= layer->key_scales[row + t];
-                if (layer->cap != 0) s[g][t] = layer->cap * hyperbolic_tangent(s[g][t] / layer->cap);
-                if (layer->slopes) s[g][t] -= layer->slopes[h * GROUP + g] * (last - start - t);
-                larger = s[g][t] > larger ? s[g][t] : larger;
-            }
-            if (larger > most[g]) {
-                float factor = exponential(most[g] - larger);
-                sum[g] *= factor;
-                for (int d = 0; d < VALUE; d++) o[g][d] *= factor;
-                most[g] = larger;
-            }
-            for (int t = from; t < to; t++) {
-                s[g][t] = exponential(s[g][t] - larger);
-                sum[g] += s[g][t];
-            }
-        }
-        for (int t = from; t < to; t++) {
-            const stored *v = layer->values + (row + t) * VALUE_STRIDE;
-            float scale = layer->value_scales ? layer->value_scales[row + t] : 1;
-            for (int g = 0; g < GROUP; g++) {
-                float weight = s[g][t] * scale;
-                for (int d = 0; d < VALUE; d++) o[g][d] += weight * LOAD(v[d]);
-            }
+            attend_page(layer, row, from, to, last - start, q + h * GROUP, o + h * GROUP, most + h * GROUP,
+                        sum + h * GROUP, h * GROUP);
         }
     }
-    for (int g = 0; g < GROUP; g++)
-        for (int d = 0; d < VALUE; d++) out[(h * GROUP + g) * VALUE + d] = WRITE(o[g][d] / sum[g]);
+    for (int i = head * GROUP; i < end * GROUP; i++)
+        for (int d = 0; d < VALUE; d++) out[i * VALUE + d] = WRITE(o[i][d] / sum[i]);
 }
 
 /* The first `size` elements of `heads` heads of KEY elements, first half against second half, in place; `cosines` and
@@ -163,10 +173,13 @@ void norm(const float *x, const float *weight, float *out, long rows, long size,
 
 /* Queries (tokens, HEADS, KEY) to (tokens, HEADS, VALUE); keys and values of the tokens are in their places. */
 void attend(const Layer *layer, const Step *step, const activation *query, long query_stride, activation *out) {
+    int parts = (2 * step->threads + step->tokens - 1) / step->tokens; /* of a token's heads, so that no thread waits */
+    parts = step->threads < 2 ? 1 : parts < SHARED ? parts : SHARED;
 #pragma omp parallel for num_threads(step->threads) if (step->threads > 1) schedule(dynamic)
-    for (int i = 0; i < step->tokens * SHARED; i++) {
-        int n = i / SHARED;
-        attend_one(layer, step, query + n * query_stride, out + (long)n * HEADS * VALUE, n, i % SHARED);
+    for (int i = 0; i < step->tokens * parts; i++) {
+        int n = i / parts, part = i % parts;
+        attend_some(layer, step, query + n * query_stride, out + (long)n * HEADS * VALUE, n, SHARED * part / parts,
+                    SHARED * (part + 1) / parts);
     }
 }
 

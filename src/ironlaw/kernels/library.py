@@ -23,7 +23,9 @@ log = logging.getLogger("ironlaw.kernels")
 _HERE = Path(__file__).parent
 # Of -ffast-math what needs no start-up code: that would change the arithmetic of the whole process.
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
-          "-fassociative-math", "-freciprocal-math", "-fno-semantic-interposition")  # fmt: skip
+          "-fassociative-math", "-freciprocal-math", "-fno-semantic-interposition",
+          "-fno-tree-pre")  # fmt: skip
+# -fno-tree-pre: or GCC gives the bound of `exponential` a branch of its own, and no loop with it becomes vectors.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}  # by their numbers in C
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
 

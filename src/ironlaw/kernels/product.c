@@ -8,6 +8,7 @@
    the other 16 in the high ones. A group's sums start at -8 times its inputs added up, which takes the 8 off again;
    inputs are signed codes, and these starts lie behind the codes of all rows. */
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "numbers.h"
@@ -105,9 +106,10 @@ INLINE __m512i multiplied_codes(__m512i sum, __m512i weight, __m512i x) {
     return sum;
 }
 
-/* Sums of one tile's outputs for `rows` rows of `steps` times 4 bytes. */
+/* Sums of one tile's outputs for `rows` rows of `steps` times 4 bytes, which lie (steps, rows). What is at
+   `next`, `along` further with every step, is fetched meanwhile: the tile after this one, while its products are made. */
 INLINE void tile(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
-                 float out[ROWS][TILE]) {
+                 const char *next, long along, float out[ROWS][TILE]) {
     __m512 sums[ROWS][2];
     __m512i whole[ROWS][2]; /* sums of int8 */
 #pragma GCC unroll 12
@@ -115,11 +117,13 @@ INLINE void tile(const char *weight, const int32_t *x, const int32_t *first, lon
         for (int half = 0; half < 2; half++)
             if (format == INT8) whole[r][half] = _mm512_loadu_si512(first + 16 * half);
             else sums[r][half] = _mm512_setzero_ps();
-    for (long k = 0; k < steps; k++, weight += 4 * TILE) {
+    for (long k = 0; k < steps; k++, weight += 4 * TILE, next += along, x += rows) {
         __m512i parts[2] = {_mm512_loadu_si512(weight), _mm512_loadu_si512(weight + 64)};
+        _mm_prefetch(next, _MM_HINT_T1);
+        _mm_prefetch(next + 64, _MM_HINT_T1);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            __m512i here = _mm512_set1_epi32(x[r * steps + k]);
+            __m512i here = _mm512_set1_epi32(x[r]);
             for (int half = 0; half < 2; half++)
                 if (format == INT8) whole[r][half] = multiplied_codes(whole[r][half], parts[half], here);
                 else sums[r][half] = multiplied(sums[r][half], parts[half], here, format);
@@ -171,9 +175,9 @@ static void tiles4(const char *weight, const uint16_t *groups, const int32_t *x,
     switch (rows) { CASE4(1) CASE4(2) CASE4(3) CASE4(4) CASE4(5) CASE4(6) }
 }
 
-#define CASE(n) case n: tile(weight, x, first, steps, n, format, out); break;
+#define CASE(n) case n: tile(weight, x, first, steps, n, format, next, along, out); break;
 INLINE void tiles(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
-                  float out[ROWS][TILE]) {
+                  const char *next, long along, float out[ROWS][TILE]) {
     switch (rows) { /* constants: all sums stay in registers */
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
@@ -200,6 +204,22 @@ static void finish(const Linear *l, const Result *to, const float *scale, long r
         for (int n = 0; n < count; n++) ((float *)to->out)[at + n] = sums[n];
 }
 
+/* (rows, steps) as (rows / each, steps, each): the rows of a part lie together, on different lines of the cache. */
+static const int32_t *interleaved(const int32_t *x, long rows, long steps, long each) {
+    static __thread int32_t *space;
+    static __thread long held;
+    if (rows < 2) return x;
+    if (held < rows * steps) {
+        free(space);
+        space = malloc(4 * (held = 2 * rows * steps));
+    }
+    int32_t *to = space;
+    for (long row = 0; row < rows; row += each)
+        for (long k = 0; k < steps; k++)
+            for (long r = row; r < rows && r < row + each; r++) *to++ = x[r * steps + k];
+    return space;
+}
+
 /* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. */
 void product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
     if (rows < 1) return;
@@ -207,6 +227,9 @@ void product(const Linear *l, const void *x, const float *scales, const Result *
     long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + most - 1) / most;
     long each = (rows + parts - 1) / parts, count4 = l->inputs / SHARED_BY;
     const int32_t *starts = (const int32_t *)x + rows * steps; /* of int4 */
+    const int32_t *inputs = l->format == INT4 ? x : interleaved(x, rows, steps, each);
+    long ahead = parts < 4 ? parts : 4; /* of the first parts, which fetch the next tile; of few rows memory is all there is */
+    ahead = rows < 6 ? 0 : ahead;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long first = 0; first < l->outputs; first += TILE) {
         const char *weight = (const char *)l->weight + first * steps * (l->format == INT4 ? 2 : 4);
@@ -214,10 +237,12 @@ void product(const Linear *l, const void *x, const float *scales, const Result *
         float out[ROWS][TILE];
         for (long row = 0; row < rows; row += each) {
             int count = rows - row < each ? rows - row : each;
-            const int32_t *here = (const int32_t *)x + row * steps;
-            if (l->format == FP32) tiles(weight, here, start, steps, count, FP32, out);
-            else if (l->format == BF16) tiles(weight, here, start, steps, count, BF16, out);
-            else if (l->format == INT8) tiles(weight, here, start, steps, count, INT8, out);
+            const int32_t *here = inputs + row * steps;
+            long part = row / each, along = part < ahead ? 4 * TILE / ahead : 0;
+            const char *next = along ? weight + (4 * TILE + part * along) * steps : weight;
+            if (l->format == FP32) tiles(weight, here, start, steps, count, FP32, next, along, out);
+            else if (l->format == BF16) tiles(weight, here, start, steps, count, BF16, next, along, out);
+            else if (l->format == INT8) tiles(weight, here, start, steps, count, INT8, next, along, out);
             else tiles4(weight, l->groups + first * count4, here, starts + row * count4, scales + row, count4, count, out);
             for (int r = 0; r < count; r++) finish(l, to, scales + row + r, row + r, first, out[r]);
         }

@@ -13,6 +13,7 @@ from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine import host
 from ironlaw.machine.profile import load_profile, profile_path
+from ironlaw.package import __version__
 
 SCHEMA_VERSION = 1
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)  # that the tests run on
@@ -37,9 +38,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 def examine() -> dict[str, Any]:
     """The document of `ironlaw doctor --json`. `problems` keep Ironlaw from working, `advice` would make its figures
     better. Imports PyTorch, for its devices."""
-    import ironlaw
 
-    versions = {"ironlaw": ironlaw.__version__, "python": platform.python_version()} | _versions(CORE)
+    versions = {"ironlaw": __version__, "python": platform.python_version()} | _versions(CORE)
     problems, advice, measured = _of_torch(versions["torch"]), [], None
     if not profile_path().is_file():
         advice.append("this machine is not measured: `ironlaw measure` takes half a minute; `plan` on it needs that")

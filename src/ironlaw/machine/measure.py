@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import ironlaw
 from ironlaw import files
 from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
@@ -43,6 +42,7 @@ from ironlaw.machine.kernels import (
 from ironlaw.machine.load import OtherLoad
 from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import onednn_available
+from ironlaw.package import __version__
 
 # From what fits the first cache to what no cache holds.
 ELEMENTWISE_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
@@ -328,7 +328,7 @@ def _identity(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "name": torch.cuda.get_device_name(device) if cuda else host.cpu_name(),
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "versions": {"ironlaw": ironlaw.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         "threads": torch.get_num_threads(),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
     }

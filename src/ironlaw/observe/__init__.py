@@ -5,6 +5,6 @@ The room can be called, so that a user's own loop needs one line:
     with ironlaw.observe(model, optimizer, out="runs/mine") as watch: ...
 """
 
-import ironlaw
+from ironlaw.package import callable_room
 
-ironlaw.callable_room(__name__)
+callable_room(__name__)

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ironlaw import __version__
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase, subtract
@@ -52,6 +51,7 @@ from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
 from ironlaw.observe.updates import updates_of
+from ironlaw.package import __version__
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5

@@ -1,5 +1,5 @@
 """Predictions: memory, time and cost of a run before it starts. `ironlaw.plan(...)` is `ironlaw.api.plan`."""
 
-import ironlaw
+from ironlaw.package import callable_room
 
-ironlaw.callable_room(__name__)
+callable_room(__name__)

@@ -9,15 +9,12 @@ share the base too (ZeRO 3) where one does not hold it; what they send passes be
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.plan.module import accelerator_target, ledger_on
-from ironlaw.plan.module_timing import CataloguedAccelerator
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
@@ -74,8 +71,6 @@ def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunCon
 
 def _ledger(config: RunConfig, cluster: Cluster, zero: int, precision: str) -> Ledger:
     target = accelerator_target(cluster, precision)
-    assert isinstance(target.machine, CataloguedAccelerator)
-    target = replace(target, machine=replace(target.machine, precision=target.precision))
     recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
     layout = Layout(dp=cluster.count, zero=zero, micro_batch=config.micro_batch)
     program = step(config.model, batch_of(config), layout, recipe)

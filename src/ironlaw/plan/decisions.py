@@ -21,8 +21,8 @@ from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
+from ironlaw.machine.timing import measured_precision
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.machines import measured_precision
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of
 from ironlaw.workload.blocks import FP32, Policy, Shape

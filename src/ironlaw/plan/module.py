@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Decisions, Kind, Ledger, Line, Phase
+from ironlaw.ledger import Decisions, Ledger, Line, Phase
 from ironlaw.machine import interference
-from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.profile import Profile, load_profile
+from ironlaw.machine.timing import Machine, MeasuredForModules
+from ironlaw.plan.catalogued import CataloguedAccelerator
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.named import engine_of_framework
-from ironlaw.plan.machines import Machine, MeasuredMachine, fold
+from ironlaw.plan.lines import collective_costs, fold
 from ironlaw.plan.memory import peak_memory
-from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
 from ironlaw.workload.program import Program, replicated, step_of_trace
@@ -173,21 +173,11 @@ def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line
     """What a replica sends, and how much of it the passes are too short for."""
     if target.replicas == 1:
         return []
-    assert target.cluster is not None
-    sent, fabric = dict[str, tuple[int, int, float]](), fabric_of(target.cluster.accelerator, target.cluster.node)
-    for dimension, kind, calls, size in program.collectives[0]:
-        count = calls or 1
-        took = count * float(collective_seconds(kind, size / count, target.replicas, fabric=fabric)) if size else 0.0
-        name = f"{dimension} {kind}"
-        known = sent.get(name, (0, 0, 0.0))
-        sent[name] = known[0] + count, known[1] + size, known[2] + took
-    total = sum(took for _, _, took in sent.values())
+    sent = collective_costs(program, program.collectives[0], target.machine)
+    total = sum(cost.seconds for cost in sent)
     passes = sum(line.seconds or 0.0 for line in lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
     exposed = max(0.0, total - passes) / total if total else 0.0
-    return [
-        Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, count, None, float(size), exposed * took)
-        for name, (count, size, took) in sent.items()
-    ]
+    return [replace(cost, exposed_seconds=exposed * cost.seconds).line() for cost in sent]
 
 
 # -- where it runs -----------------------------------------------------------------------------------------------
@@ -199,7 +189,7 @@ def _this_machine(profile: Profile, precision: str) -> PlannedTarget:
     system = PlannedOn.measured(profile, wanted if wanted in profile.matmul else "fp32")
     guessed = f"{system.time_basis}; bytes at copy rate where there is no curve"
     return PlannedTarget(
-        machine=ThisMachine(MeasuredMachine(profile, slowdown, own_products=False)),
+        machine=MeasuredForModules(profile, slowdown),
         system=replace(system, time_basis=guessed),
         precision=wanted,
         precision_reason="the module's own types" if wanted == "as is" else "asked for, by autocast",
@@ -226,7 +216,9 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
     peak = hardware.peak(dtype)
     engine = engine_of_framework(EAGER_FRAMEWORK).on(found.generation)
     return PlannedTarget(
-        machine=CataloguedAccelerator(hardware, engine),
+        machine=CataloguedAccelerator(
+            hardware, engine, "fp32" if wanted == "as is" else wanted, fabric_of(found, cluster.node)
+        ),
         system=PlannedOn(
             found.name,
             found.memory_bytes.value,

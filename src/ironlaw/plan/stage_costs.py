@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ironlaw.ledger import Kind, Line, Phase
-from ironlaw.plan.communication import CollectiveCost, Links
-from ironlaw.plan.machines import SharedMachine, fold
+from ironlaw.machine.timing import MeasuredMachine
+from ironlaw.plan.lines import CollectiveCost, collective_costs, fold, seconds_over, tied_seconds
 from ironlaw.plan.schedule import simulate_pipeline
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import rank_of_last
@@ -42,7 +42,7 @@ class StageCosts:
         return self.update_seconds + self.accumulate_seconds
 
 
-def stage_costs(program: Program, stage: int, machine: SharedMachine) -> StageCosts:
+def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> StageCosts:
     here, times = program.stages[stage], program.micro_batches
     seconds, calls = dict.fromkeys("FIW", 0.0), dict.fromkeys("FIW", 0)
     for op, count in here.operations():
@@ -67,11 +67,11 @@ def stage_costs(program: Program, stage: int, machine: SharedMachine) -> StageCo
     return StageCosts(seconds["F"], seconds["I"], seconds["W"], update, added, lines)
 
 
-def _wrapping(program: Program, stage: int, machine: SharedMachine) -> Iterator[tuple[Phase, float]]:
+def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> Iterator[tuple[Phase, float]]:
     """What FSDP, DTensor and the pipeline add to a micro-batch beside their collectives: measured on tiny layers."""
-    layout, costs, turns = program.layout, machine.costs, machine.turns
-    if costs is None:
+    if machine.fabric is None:
         return
+    layout, costs, turns = program.layout, machine.fabric.costs, machine.turns
     assert program.model is not None
     names = [layer.name for layer in program.stages[stage].layers]
     ends = sum(name in (EMBEDDING, HEAD) for name in names)
@@ -91,19 +91,18 @@ def _wrapping(program: Program, stage: int, machine: SharedMachine) -> Iterator[
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 
-def alike(program: Program, costs: StageCosts, links: Links | None) -> tuple[Phases, Costs]:
+def alike(program: Program, costs: StageCosts, machine: MeasuredMachine) -> tuple[Phases, Costs]:
     """No pipeline: every rank does the same at the same time."""
-    sent = links.costs(program, program.collectives[0]) if links is not None else []
-    layout = program.layout
-    if links is not None and layout.zero == 0 and layout.tp == 1 and layout.dp * layout.cp > 1:
+    layout, fabric = program.layout, machine.fabric
+    sent = collective_costs(program, program.collectives[0], machine) if fabric is not None else []
+    if fabric is not None and layout.zero == 0 and layout.tp == 1 and layout.dp * layout.cp > 1:
         buckets = bucket_bytes(list(program.stages[0].parameters))
-        hidden = _hidden_behind(
-            costs.backward_seconds, buckets, [links.seconds("replicate", "all_reduce", b) for b in buckets]
-        )
+        reductions = [seconds_over(program, machine, "replicate", "all_reduce", b) for b in buckets]
+        hidden = _hidden_behind(costs.backward_seconds, buckets, reductions)
         # What the processor does for a bucket it does not do for the backward pass, where ranks fill all cores.
-        on_cores = links.fabric.costs
-        if links.local >= on_cores.cores:
-            hidden -= min(hidden, sum(on_cores.collective_seconds("all_reduce", b, links.ranks) for b in buckets))
+        on_cores = fabric.costs
+        if machine.local_ranks >= on_cores.cores:
+            hidden -= min(hidden, sum(on_cores.collective_seconds("all_reduce", b, machine.ranks) for b in buckets))
         sent = [
             replace(t, exposed_seconds=max(0.0, t.seconds - hidden)) if t.dimension == "replicate" else t for t in sent
         ]
@@ -124,10 +123,11 @@ def _hidden_behind(window: float, buckets: list[int], seconds: list[float]) -> f
     return sum(seconds) - max(0.0, free - window)
 
 
-def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> tuple[Phases, Costs]:
+def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredMachine) -> tuple[Phases, Costs]:
     """Passes played on one replica's ranks; then gradients are reduced, and all meet to agree on loss and norm."""
-    layout, micro_batches = program.layout, program.micro_batches
-    sent = [links.costs(program, collectives) for collectives in program.collectives]
+    layout, micro_batches, fabric = program.layout, program.micro_batches, machine.fabric
+    assert fabric is not None
+    sent = [collective_costs(program, collectives, machine) for collectives in program.collectives]
     orders = passes(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
     between = ("pp", "world")
     apart = [[t for t in some if t.dimension not in between] for some in sent]
@@ -143,17 +143,17 @@ def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> t
         }[p.kind]  # fmt: skip
         return took + (0.0 if p.kind == "W" else per_pass[holder[p.stage]])
 
-    took, latency = links.seconds("pp", "send", program.message_bytes), 0.0
-    local, per_stage = links.local, links.ranks // layout.pp
-    if links.fabric.between and local < links.ranks:
-        latency = links.fabric.between.latency_seconds
-    room = links.fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
+    took, latency = seconds_over(program, machine, "pp", "send", program.message_bytes), 0.0
+    local, per_stage = machine.local_ranks, machine.ranks // layout.pp
+    if fabric.between and local < machine.ranks:
+        latency = fabric.between.latency_seconds
+    room = fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
     played = simulate_pipeline(
         orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip
     after = [sum(t.seconds for t in some if not _inside(t, layout)) for some in apart]
-    tied, ends = links.tied_seconds(program), (0, rank_of_last(layout.schedule, layout.pp))
+    tied, ends = tied_seconds(program, machine), (0, rank_of_last(layout.schedule, layout.pp))
     after = [extra + tied * (rank in ends) for rank, extra in enumerate(after)]
     met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
     held = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]

@@ -27,16 +27,16 @@ from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
 from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
+from ironlaw.machine.timing import MeasuredMachine, is_emulated, measured_precision
 from ironlaw.model.huggingface.configs import names_of
-from ironlaw.plan.communication import CollectiveCost, Links
 from ironlaw.plan.decisions import AttentionChoice, choose_attention, within_budget
-from ironlaw.plan.machines import MeasuredMachine, SharedMachine, fold, is_emulated, measured_precision
+from ironlaw.plan.lines import CollectiveCost, fold
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply
-from ironlaw.workload.finetune import Adapters, targets_of
+from ironlaw.workload.finetune import adapters_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
@@ -206,8 +206,7 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
     if config.model.moe is not None:
         raise UserError("adapters of experts are not planned: give a dense model")
     names = names_of(Path(config.train.start_from or ""), config.model)
-    targets = targets_of(config.model, names, config.finetune)
-    return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
+    return replace(recipe, adapters=adapters_of(config.model, names, config.finetune))
 
 
 def with_objective(program: Program, config: RunConfig) -> Program:
@@ -271,10 +270,10 @@ def plan_step(
     check_supported(config, profile.device)
     precision = precision or choose_precision(config, profile)
     measured = measured_precision(precision.value, profile)
-    machine = MeasuredMachine(profile, interference.typical(profile))
+    machine = MeasuredMachine(profile, interference.typical(profile), measured)
     if layout is None:
         fabric, layout = None, Layout(micro_batch=config.micro_batch)
-        here = SharedMachine(MeasuredMachine(profile, interference.expected(profile, now)), measured)
+        here = replace(machine, slowdown=interference.expected(profile, now))
     else:
         assert fabric is not None
         batch, sequence = config.train.global_batch, config.sequence
@@ -282,14 +281,14 @@ def plan_step(
         layout = layout.filled(batch)
         local = fabric.local_ranks(layout.accelerators)
         at_once = min(local, fabric.costs.cores) if layout.pp > 1 else local
-        here = SharedMachine(machine, measured, fabric.costs, at_once)
+        here = replace(machine, fabric=fabric, ranks=layout.accelerators, at_once=at_once)
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
     recipe = recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda)
     recipe = with_adapters(recipe, config)
     if config.recompute.mode == "budget":
         recipe = within_budget(
             config.model, batch_of(config), layout, recipe, config.recompute.budget_bytes,
-            lambda op: machine.time(op, recipe.precision).seconds,
+            lambda op: machine.time(op).seconds,
         )  # fmt: skip
     kernel = None
     if fabric is None:
@@ -298,12 +297,7 @@ def plan_step(
     program = with_objective(program, config)
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
-    if fabric is None:
-        phases, communication = alike(program, costs[0], None)
-    elif layout.pp == 1:
-        phases, communication = alike(program, costs[0], Links(fabric, layout))
-    else:
-        phases, communication = pipelined(program, costs, Links(fabric, layout))
+    phases, communication = alike(program, costs[0], here) if layout.pp == 1 else pipelined(program, costs, here)
     stages, aliases = [], aliases_of(config.model, layout, batch_of(config), recipe)
     for position in range(layout.pp):
         lines = [line for stage in program.stages_at(position) for line in costs[stage].lines]
@@ -317,7 +311,7 @@ def plan_step(
     seconds = max(sum(phase.values()) for phase in phases)
     return StepPlan(
         config, program, precision, seconds, stages, profile, fabric, offload, kernel, now,
-        machine.composition[measured],
+        here.composition(measured),
     )  # fmt: skip
 
 
@@ -339,11 +333,10 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         if is_emulated(wanted, profile):
             as_other = f"; its products are emulated here: planned as {planned}'s, their rounding is not planned"
         return PrecisionChoice(wanted, f"train.precision in the config{as_other}")
-    machine = MeasuredMachine(profile, interference.typical(profile))
-    seconds = {
-        p: sum(line.seconds or 0.0 for line in fold(step_operations(config, p, profile), SharedMachine(machine, p)))
-        for p in profile.matmul
-    }
+    seconds = {}
+    for p in profile.matmul:
+        machine = MeasuredMachine(profile, interference.typical(profile), p)
+        seconds[p] = sum(line.seconds or 0.0 for line in fold(step_operations(config, p, profile), machine))
     # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
     best = min(seconds, key=lambda p: seconds[p])
     if best != "fp32" and seconds[best] > 0.9 * seconds["fp32"]:
@@ -352,7 +345,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
     return PrecisionChoice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
 
 
-def _offload(program: Program, machine: SharedMachine, profile: Profile) -> Offload | None:
+def _offload(program: Program, machine: MeasuredMachine, profile: Profile) -> Offload | None:
     """What goes to the host and how much of its time shows behind the blocks of a micro-batch."""
     if program.recipe.offload == "none":
         return None

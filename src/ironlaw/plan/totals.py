@@ -12,7 +12,7 @@ from ironlaw.data.supply import recall
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine.interference import NOW_COUNTS
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
+from ironlaw.machine.timing import AS_MATMUL, COPY_RATE
 from ironlaw.plan.record import time_interval
 from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.recompute import AGAIN

@@ -1,5 +1,5 @@
 """Serving: an engine with continuous batching, its HTTP server, and a load generator for any server."""
 
-import ironlaw
+from ironlaw.package import callable_room
 
-ironlaw.callable_room(__name__)
+callable_room(__name__)

@@ -18,6 +18,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
+from ironlaw.train.restore import load_trained
 
 _SMALL = 30_000_000  # parameters: products of fewer take longer to divide among threads than to compute, one token's
 _KV_SHARE = 0.4  # of the memory that is free once the weights are there
@@ -62,7 +63,6 @@ class Served:
 def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Served:
     """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory. Without a tokenizer
     prompts are token ids; `needs_text`: that is not enough."""
-    from ironlaw.train.restore import load_trained
 
     trained = load_trained(path, needs_text)
     folder = path if path.is_dir() else path.parent

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ironlaw import __version__
 from ironlaw.ledger import Estimate, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.package import __version__
 from ironlaw.serve.trace import bucket
 
 if TYPE_CHECKING:
@@ -80,12 +80,13 @@ def serving_ledger(
 def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     measured, count = Origin.MEASURED, len(steps)
     sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST), 0.0)
-    beside = decode_seconds(steps)
+    by_batch = decode_seconds(steps)
+    alone = _started(ledger.facts.get("passes") or ()) | by_batch
     for step, gap in zip(steps, gaps(steps), strict=True):
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
         if step["phase"] == "mixed":  # what the same decode takes alone; what prompts add delays it
-            decode = min(model, beside.get(bucket(step["decode_tokens"]), model * _share(step)))
+            decode = min(model, alone.get(bucket(step["decode_tokens"]), model * _share(step)))
         sums[Phase.DECODE] += decode
         sums[Phase.PREFILL] += model - decode
         sums[Phase.SAMPLING] += step["sample_seconds"]
@@ -110,7 +111,7 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
         "prefill_tokens": sum(s["prefill_tokens"] for s in steps),
         "decode_tokens": sum(s["decode_tokens"] for s in steps), "accepted": sum(s["accepted"] for s in steps),
         "produced": sum(s["produced"] for s in steps), "mixed": sum(s["phase"] == "mixed" for s in steps),
-        "decode_seconds_by_batch": {str(batch): value for batch, value in sorted(beside.items())},
+        "decode_seconds_by_batch": {str(batch): value for batch, value in sorted(by_batch.items())},
     }  # fmt: skip
 
 
@@ -139,6 +140,11 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
         if step["phase"] == "decode":
             found.setdefault(bucket(step["decode_tokens"]), []).append(step["model_seconds"])
     return {bucket: float(np.median(values)) for bucket, values in found.items()}
+
+
+def _started(passes: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """The same of what the server timed when it started, where a run has no step of that size that only decodes."""
+    return decode_seconds([p | {"decode_tokens": p["tokens"]} for p in passes])
 
 
 def _share(step: dict[str, Any]) -> float:

@@ -18,12 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from ironlaw.cores import usable_cores
+from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
 from ironlaw.serve.request import Request, Sampling
 from ironlaw.serve.runner import Work
+from ironlaw.train.compression import text_of
+from ironlaw.train.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,6 @@ class Load:
 
 def prompts_of(path: Path, count: int, tokens: int, data: str | None, say: Any) -> tuple[list[list[int]], bool]:
     """Held-out text of a run, or of `data`, cut into prompts; random tokens, and False, where there is none."""
-    from ironlaw.data.loader import Loader
-    from ironlaw.train.compression import text_of
-    from ironlaw.train.run_directory import RunDirectory
 
     if data is None and not RunDirectory(path).is_run:
         say("no --data: the prompts are random, so that neither formats nor speculation are tried")

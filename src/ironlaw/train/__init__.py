@@ -1,5 +1,5 @@
 """One trainer for one process or many. `ironlaw.train(...)` is `ironlaw.api.train`."""
 
-import ironlaw
+from ironlaw.package import callable_room
 
-ironlaw.callable_room(__name__)
+callable_room(__name__)

@@ -28,7 +28,7 @@ from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.peft import read_adapter, write_adapter
 from ironlaw.train.precision import AUTOCAST
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
-from ironlaw.workload.finetune import FinetuneConfig, targets_of
+from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
 SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a file of weights: another training changes all of them
 
@@ -41,12 +41,14 @@ def add_adapters(
     In 16 bits frozen matrices are held so, but DoRA's: products would round them anyway, each time anew.
     """
     names = names_of(Path(source), config)
-    targets = targets_of(config, names, finetune)
+    chosen = adapters_of(config, names, finetune)
     model.requires_grad_(False)
+    for entry in chosen.saved:
+        model.get_parameter(entry.ours).requires_grad_(True)
     linears = [module for module in model.get_submodule("blocks").modules() if isinstance(module, Linear)]
     for module in linears if finetune.method == "qlora" else ():
         hold_quantized(module)
-    for layer, group in groupby(targets, key=lambda target: target.layer):
+    for layer, group in groupby(chosen.targets, key=lambda target: target.layer):
         linear = model.get_submodule(layer)
         assert isinstance(linear, Linear)
         adapters = {
@@ -61,7 +63,7 @@ def add_adapters(
     assert isinstance(model, Transformer) and model.embedding is not None
     model.embedding.register_forward_hook(lambda module, inputs, found: found.float())  # the stream stays in fp32
     for held_so in (model.embedding, model.head, *linears):
-        if "weight" in held_so._parameters:  # and not codes
+        if "weight" in held_so._parameters and not held_so.weight.requires_grad:  # no codes, and not trained
             held_so.weight.data = held_so.weight.data.to(held)
 
 

@@ -18,13 +18,13 @@ from ironlaw.files import read_json, write_json
 from ironlaw.model.adapters import AdaptedLinear, Adapter
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.spec import Names
-from ironlaw.workload.finetune import FinetuneConfig, Target, linear_layers, targets_of
+from ironlaw.workload.finetune import FinetuneConfig, Target, adapters_of, linear_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # What changes what an adapter computes or where it lies, and the one value of each that we have.
 _ONLY = {
-    "peft_type": "LORA", "bias": "none", "use_rslora": False, "modules_to_save": None,
+    "peft_type": "LORA", "bias": "none", "use_rslora": False,
     "layers_to_transform": None, "exclude_modules": None, "layer_replication": None, "lora_bias": False,
     "target_parameters": None, "use_qalora": False, "trainable_token_indices": None,
 }  # fmt: skip
@@ -42,7 +42,8 @@ def write_adapter(
     folder: Path, trained: Mapping[str, Tensor], config: ModelConfig, names: Names, finetune: FinetuneConfig, base: str
 ) -> None:
     """`trained`: whole tensors by their names here. `base`: the model that they are for, as PEFT names it."""
-    targets = targets_of(config, names, finetune)
+    chosen = adapters_of(config, names, finetune)
+    targets = chosen.targets
     found: dict[str, list[tuple[Target, dict[str, Tensor]]]] = {}
     for target in targets:
         parts = {p.name.rpartition(".")[2]: trained[p.name].detach() for p in target.parameters(finetune)}
@@ -62,12 +63,19 @@ def write_adapter(
         if finetune.method == "dora":
             lengths = torch.cat([_theirs(t, parts["magnitude"]) for t, parts in adapters])
             tensors[f"{prefix}.lora_magnitude_vector"] = lengths
+    whole: dict[str, Tensor] = {}
+    for entry in chosen.saved:
+        entry.put(trained[entry.ours].detach(), whole)
+    if config.tied and whole:  # PEFT trains copies of the two
+        whole[f"{names.head}.weight"] = whole[f"{names.embedding}.weight"]
+    tensors |= {PREFIX + name: tensor for name, tensor in whole.items()}
     save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS,
               metadata={"format": "pt"})  # fmt: skip
     fields: dict[str, Any] = _ONLY | {
         "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "r": finetune.rank,
         "lora_alpha": _whole(finetune.alpha), "lora_dropout": finetune.dropout, "use_dora": finetune.method == "dora",
         "target_modules": _module_names(targets, linear_layers(config, names)), "init_lora_weights": True,
+        "modules_to_save": sorted({_tail(name.rpartition(".")[0]) for name in whole}) or None,
         "fan_in_fan_out": any(target.transposed for target in targets),
     }  # fmt: skip
     if ranks:
@@ -141,8 +149,23 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
         there = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} cannot be read ({error})") from None
-    known = set()
-    for target in targets_of(config, names, finetune):
+    known, chosen = set(), adapters_of(config, names, finetune)
+    for entry in chosen.saved:
+        theirs = [PREFIX + name for name in entry.theirs]
+        if entry.ours == "embedding.weight" and config.tied:
+            theirs.append(f"{PREFIX}{names.head}.weight")
+        parts = [there[name] for name in theirs if name in there]
+        if len(parts) < len(theirs) or not all(torch.equal(part, parts[0]) for part in parts):
+            both = " and ".join(theirs)
+            raise UserError(
+                f"the adapter in {folder} has no {both}, one tensor: set finetune.modules_to_save as it was"
+            )
+        known |= set(theirs)
+        table = model.get_parameter(entry.ours)
+        if parts[0].shape != table.shape:
+            raise UserError(f"{theirs[0]} in {folder} has shape {list(parts[0].shape)}, of another model")
+        table.copy_(parts[0])
+    for target in chosen.targets:
         adapter = adapter_at(model, target)
         for part, ours in (("lora_A.weight", adapter.a), ("lora_B.weight", adapter.b),
                            ("lora_magnitude_vector", adapter.magnitude)):  # fmt: skip
@@ -160,7 +183,9 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
             ours.copy_(tensor)
     left = sorted(there.keys() - known)
     if left:
-        raise UserError(f"the adapter in {folder} has {left[0]} as well: give finetune.targets the modules it has")
+        raise UserError(
+            f"the adapter in {folder} has {left[0]} as well: give finetune.targets and modules_to_save what it has"
+        )
 
 
 def _ours(target: Target, tensor: Tensor, rank: int, rows: bool) -> Tensor:

@@ -28,7 +28,7 @@ from ironlaw.train.peft import check_adapter
 from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
-from ironlaw.workload.finetune import FinetuneConfig, targets_of
+from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
 STORES: dict[str, Store] = {
     store.name: store for store in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))
@@ -90,7 +90,7 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
             f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
         )
     check_first_weights(source, config)
-    targets_of(config, names_of(Path(source), config), finetune)
+    adapters_of(config, names_of(Path(source), config), finetune)
     if start is not None and base_digest(source) != start.index["base"]["sha256"]:
         raise UserError(f"{source} has changed since {start.path} was trained on it: put its old weights back")
     if start is None and finetune.start_from:

@@ -17,8 +17,8 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
+from ironlaw.machine.timing import is_emulated
 from ironlaw.plan import record
-from ironlaw.plan.machines import is_emulated
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.journal import write_event

@@ -26,6 +26,9 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
     last: tuple[Operation, ...] = ()
     unasked = own.first and bool(own.rows) and kind != "head"  # of what is before the first adapter no gradient is
     for op in operations:
+        if kind in own.ends and (op.matmul is not None or op.kernel == "cast" or op.name == "embedding"):
+            yield op  # trained in full
+            continue
         if op.kernel == "matmul_weight_gradient":  # of a loss in chunks
             left = op.frees_temporary_bytes - op.temporary_bytes
             yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_temporary_bytes=left)
@@ -41,7 +44,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
         rows = rows if op.summed else tuple(count // shape.division.tp for count in rows)
         gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, not unasked)]
         last = ()
-        if kind == "embedding":
+        if kind == "embedding" and kind not in own.ends:
             op, gradient = replace(op, saved_bytes=0 if own.starts_plain else op.saved_bytes), []
         if own.first and own.starts_plain and op.name == "attention_norm" and op.kind is Kind.NORM:
             statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)

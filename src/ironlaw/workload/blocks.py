@@ -44,6 +44,7 @@ class BlockAdapters:
     rows: tuple[tuple[str, tuple[int, ...]], ...]  # of a product, by its name, rows that each of its adapters gives
     first: bool = False  # no block is before it
     starts_plain: bool = False  # nothing before the first block's adapters waits for the backward pass
+    ends: frozenset[str] = frozenset()  # embedding, head: of the model, trained in full
 
     def rows_of(self, name: str) -> tuple[int, ...]:
         return dict(self.rows).get(name, ())
@@ -103,8 +104,12 @@ class Shape:
         return self.precision != "fp32" and self.conventions.autocast
 
     @property
+    def head_is_frozen(self) -> bool:
+        return bool(self.adapters) and "head" not in self.adapters[0].ends
+
+    @property
     def casts_head(self) -> bool:
-        return self.casts and (not self.adapters or self.adapters[0].casts_weights)
+        return self.casts and (not self.head_is_frozen or self.adapters[0].casts_weights)
 
     @property
     def normed_bytes(self) -> Size:

@@ -1,7 +1,7 @@
 """What every rank of a layout sends in a step of Ironlaw's own trainer, by mesh dimension and kind of collective.
 
-    table = traffic(model, layout, Batch(sequences=512, tokens=4096), recipe)   # one mapping per pipeline rank
-    table[0]["shard", "all_gather"]                                                # Sent(count, bytes)
+    sent = collectives(model, layout, StepBatch(sequences=512, tokens=4096), Recipe(), position=0)
+    table_of(sent)["shard", "all_gather"]          # Sent(count, bytes) of a rank at this pipeline position
 
 All that a step calls is there, as counted in a run (`tests/train/parallel/test_traffic.py`) for every layout. Bytes are
 those of the whole buffer: what is reduced, what is gathered, what is sent; a ring moves 2 (n-1)/n of the first and
@@ -50,8 +50,7 @@ FP32, BF16, INT64 = 4, 2, 8
 
 @dataclass(frozen=True)
 class Sent:
-    """`count` collectives with buffers of `bytes` in all. Not counted: what PowerSGD makes of DDP's buckets, and a
-    meeting's chunks. Then it is 0."""
+    """`count` collectives with buffers of `bytes` in all. PowerSGD's count is 0: it depends on DDP's buckets."""
 
     count: int
     bytes: int
@@ -59,22 +58,6 @@ class Sent:
 
 Table = dict[tuple[str, str], Sent]
 Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
-
-
-def traffic(
-    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe | None = None, *, estimating: bool = False,
-    meeting: bool = False,
-) -> list[Table]:  # fmt: skip
-    """One table per pipeline rank, of a step. `layout.accumulation` follows from the batch.
-
-    `estimating`: a step that estimates the gradient noise scale, in two parts; `meeting`: with local updates, a step
-    at whose end the sites meet. Gradients are compressed as `recipe` says, PowerSGD's from its start step on.
-    """
-    recipe = recipe or Recipe()
-    return [
-        table_of(collectives(model, layout, batch, recipe, position, estimating=estimating, meeting=meeting))
-        for position in range(layout.pp)
-    ]
 
 
 def table_of(found: Iterable[Collective], aliases: Mapping[str, str] | None = None) -> Table:
@@ -100,31 +83,29 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, position: int, *, estimating: bool = False,
-    meeting: bool = False,
-) -> Iterator[Collective]:  # fmt: skip
-    """Of a rank at a pipeline position in a step."""
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, position: int
+) -> Iterator[Collective]:
+    """Of a rank at a pipeline position in a step. `layout.accumulation` follows from the batch. Gradients are
+    compressed as `recipe` says, PowerSGD's from its start step on; sites that train by themselves do not meet in it."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
     counting = counted_together(layout, batch)
     everybody, layout = layout, of_site(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
-    together, parts = counting * layout.cp, 2 if estimating else 1
+    together = counting * layout.cp
     for stage in stages:
-        one = _Stage(model, layout, batch, recipe, micro_batches, stage, together, parts, meeting)
+        one = _Stage(model, layout, batch, recipe, micro_batches, stage, together)
         yield from starmap(Collective, one.lines())
-    yield from starmap(Collective, _once(model, layout, batch, micro_batches, stages, together, sites, parts))
+    yield from starmap(Collective, _once(model, layout, batch, micro_batches, stages, together, sites))
 
 
 def _once(
     model: ModelConfig, layout: Layout, batch: StepBatch, micro_batches: int, stages: list[int], together: int,
-    sites: int, parts: int,
+    sites: int,
 ) -> Iterable[Line]:  # fmt: skip
-    """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; the norm of a part;
-    numbers of targets; loads of experts."""
+    """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; numbers of targets;
+    loads of experts."""
     yield "world", "all_reduce", 1, (2 + sites) * 8
-    if parts > 1:
-        yield "world", "all_reduce", 1, 8
     replicas = [name for name, ranks in zip(("shard", "replicate"), replicas_of(layout), strict=True) if ranks > 1]
     for dimension in replicas if batch.unequal else ():
         yield dimension, "all_reduce", 1, INT64
@@ -167,7 +148,7 @@ class _Stage:
 
     def __init__(
         self, model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, micro_batches: int, stage: int,
-        together: int, parts: int, meeting: bool,
+        together: int,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage
         self.sequence, self.micro_batches, self.together = batch.tokens, micro_batches, together
@@ -180,12 +161,11 @@ class _Stage:
         if self.adapters is not None:
             product_bytes = FP32 if recipe.precision == "fp32" else BF16
             frozen = self.adapters.frozen(self.parameters, product_bytes) if layout.zero == 3 else ()
-            self.parameters = [*self.adapters.trained(self.layers, layout), *frozen]
+            self.parameters = [*self.adapters.trained(model, self.layers, layout), *frozen]
+        self.freezes_embedding = self.adapters is not None and not self.adapters.trains("embedding.weight", model)
         self.ranks, self.copies = replicas_of(layout)
         self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
         self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
-        self.parts = parts  # in which gradients are reduced
-        self.meeting_now = meeting and bool(recipe.communication.local_steps)
         self.again = [layer for layer in self.layers if recipe.recompute and recipe.recompute[layer] is not None]
 
     def lines(self) -> Iterable[Line]:
@@ -199,15 +179,13 @@ class _Stage:
             yield from self.experts()
         if layout.pp > 1:
             yield from self.pipeline()
-        if self.meeting_now:
-            yield from self.meeting()
 
     # -- weights and gradients -----------------------------------------------------------------------------------
 
     @property
     def reductions(self) -> int:
         """A pipeline reduces when its schedule is through, whatever the stage of ZeRO."""
-        return self.micro_batches if self.layout.zero >= 2 and self.layout.pp == 1 else self.parts
+        return self.micro_batches if self.layout.zero >= 2 and self.layout.pp == 1 else 1
 
     def data_parallel(self) -> Iterable[Line]:
         layout, communication = self.layout, self.recipe.communication
@@ -231,15 +209,15 @@ class _Stage:
         if self.copies == 1 or not is_plain(layout):
             return
         if communication.gradients == "powersgd":
-            yield "replicate", "all_reduce", 0, compressed * self.parts
+            yield "replicate", "all_reduce", 0, compressed
             return
         for bucket in bucket_bytes(self.parameters):
-            yield "replicate", "all_reduce", self.parts, self.parts * bucket // FP32 * self.gradient_bytes
+            yield "replicate", "all_reduce", 1, bucket // FP32 * self.gradient_bytes
 
     def unasked_gathers(self, unit: str) -> int:
         """Of a unit of whose input nobody asks a gradient, FSDP does not see when its backward pass is over: it is
         given back with the step's. An embedding is fetched ahead even so, and stays until the next forward pass."""
-        if self.adapters is None or self.layout.pp > 1:
+        if not self.freezes_embedding or self.layout.pp > 1:
             return 0
         if unit == "embedding.weight":
             return self.micro_batches + 1
@@ -250,17 +228,17 @@ class _Stage:
         after a backward pass, until the next forward pass gives them back."""
         layout = self.layout
         if layout.zero < 3:
-            return self.parts
+            return 1
         if layout.pp == 1:
             return self.micro_batches * (1 if root else 2)
-        order = passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches // self.parts)
+        order = passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches)
         count, held = 0, False
         for one in order[self.rank_of(self.stage)] if not root else ():
             # Of split passes the first needs weights; on stage 0 it is nothing, and the second is a whole one.
             if one.stage == self.stage and one.kind != ("I" if self.first else "W"):
                 count += not held
                 held = one.kind != "F"
-        return self.parts * (count or 1)
+        return count or 1
 
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
         """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
@@ -276,11 +254,6 @@ class _Stage:
         yield "expert_shard", "all_gather", gathers, gathers * elements * FP32
         yield "expert_shard", "reduce_scatter", self.reductions, self.reductions * reduced
 
-    def meeting(self) -> Iterable[Line]:
-        """Each rank's part of the weights, once, to the same rank of other sites; the largest where parts differ."""
-        elements = sum(-(-p.shape[0] // self.ranks) * math.prod(p.shape[1:]) for p in self.parameters)
-        yield "site", "all_reduce", 0, elements * self.gradient_bytes
-
     # -- activations ---------------------------------------------------------------------------------------------
 
     def tensor_parallel(self) -> Iterable[Line]:
@@ -293,7 +266,7 @@ class _Stage:
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.again) * (2 if self.model.dropout else 1)
         # Of what is before the first adapters nobody asks a gradient.
-        unasked = int(self.first and self.adapters is not None)
+        unasked = int(self.first and self.freezes_embedding)
         if self.layout.sp:
             # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
             widened = 2 * blocks + 2 * len(self.again) + ends - unasked
@@ -323,7 +296,7 @@ class _Stage:
             ]
         if partial:
             size = sum(-(-p.shape[0] // self.ranks) * math.prod(p.shape[1:]) for p in partial) * FP32
-            yield "tp", "all_reduce", self.parts, size * self.parts
+            yield "tp", "all_reduce", 1, size
 
     def context_parallel(self) -> Iterable[Line]:
         m, layout = self.micro_batches, self.layout
@@ -368,7 +341,7 @@ class _Stage:
         ):
             (weight,) = [p for p in self.parameters if p.name in ("embedding.weight", "head.weight")]
             size = -(-weight.shape[0] // self.ranks) * weight.shape[1] * FP32
-            yield "pp", "send", self.parts, size * self.parts
+            yield "pp", "send", 1, size
 
     def rank_of(self, stage: int) -> int:
         layout = self.layout

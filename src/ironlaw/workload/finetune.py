@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.entry import Entry
 from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
 from ironlaw.schema import Section
@@ -25,6 +26,7 @@ from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.sharding import local_shape_of
 
 ALL = "all-linear"  # PEFT's word
+WHOLE = Layout()
 
 
 class FinetuneConfig(Section):
@@ -39,6 +41,9 @@ class FinetuneConfig(Section):
     # Names of the family's modules, as PEFT has them ("q_proj", "mlp.down_proj", "c_attn"); all-linear: every matrix of
     # the blocks.
     targets: tuple[str, ...] = Field((ALL,), min_length=1)
+    # Trained in full beside the adapters, by PEFT's names: the embedding ("embed_tokens", "wte"), the output layer
+    # ("lm_head"); both where they are one.
+    modules_to_save: tuple[str, ...] = ()
     start_from: str | None = None  # a directory with PEFT's adapter files, to go on from
 
     @property
@@ -101,26 +106,38 @@ class Adapters:
 
     config: FinetuneConfig
     targets: tuple[Target, ...]
+    saved: tuple[Entry, ...] = ()  # of the ends, what is trained in full
 
     def of_blocks(self, model: ModelConfig, recomputes_first: bool) -> tuple[BlockAdapters, ...]:
         # The input of a recomputed block is what it is made again from.
         qkv = any(target.layer == "blocks.0.attention.qkv" for target in self.targets)
-        plain, found = qkv and not recomputes_first and model.norm_place == "pre", []
+        ends = frozenset(end for end in ("embedding", "head") if self.trains(f"{end}.weight", model))
+        first = "embedding" not in ends
+        plain, found = first and qkv and not recomputes_first and model.norm_place == "pre", []
         for layer in range(model.layers):
             rows: dict[str, tuple[int, ...]] = {}
             for target in self.of_layer(layer):
                 name = PRODUCTS[target.layer.removeprefix(f"blocks.{layer}.")]
                 rows[name] = (*rows.get(name, ()), target.stop - target.start)
-            found.append(BlockAdapters(self.config.method, self.config.rank, tuple(rows.items()), layer == 0, plain))
+            method, rank = self.config.method, self.config.rank
+            found.append(BlockAdapters(method, rank, tuple(rows.items()), first and layer == 0, plain, ends))
         return tuple(found)
+
+    def trains(self, name: str, model: ModelConfig) -> bool:
+        """Whether a tensor of the ends is trained in full."""
+        tied = "embedding.weight" if model.tied and name == "head.weight" else name
+        return any(entry.ours == tied for entry in self.saved)
 
     def of_layer(self, layer: int) -> list[Target]:
         return [target for target in self.targets if target.layer.startswith(f"blocks.{layer}.")]
 
-    def trained(self, layers: Iterable[int], layout: Layout) -> list[Parameter]:
-        """Of one tensor parallel rank."""
-        whole = (p for layer in layers for target in self.of_layer(layer) for p in target.parameters(self.config))
-        return [replace(p, shape=local_shape_of(p, layout)) for p in whole]
+    def trained(self, model: ModelConfig, layers: Iterable[int], layout: Layout = WHOLE) -> list[Parameter]:
+        """Of one tensor parallel rank, in the order of the modules."""
+        ends = [p for p in model_parameters(model) if self.trains(p.name, model)]
+        found = [p for p in ends if p.embedding]
+        found += [p for layer in layers for target in self.of_layer(layer) for p in target.parameters(self.config)]
+        found += [p for p in ends if not p.embedding]
+        return [replace(p, shape=local_shape_of(p, layout)) for p in found]
 
     def messages_of_lengths(self, layers: Iterable[int]) -> list[int]:
         """Rows whose lengths tensor parallel ranks add up in a forward pass (DoRA)."""
@@ -132,8 +149,11 @@ class Adapters:
     def frozen(self, parameters: Iterable[Parameter], product_bytes: int) -> Iterator[Parameter]:
         """Tensors of a base as they are held: in fp32, but for matrices in 16 bits under autocast (DoRA's are not) and
         those of the blocks in nf4 with its scales' codes."""
+        ours = {entry.ours for entry in self.saved}
         for parameter in parameters:
             matrix = parameter.is_block_matrix
+            if parameter.name in ours:
+                continue
             if self.config.method == "dora" or not (matrix or parameter.name in ENDS):
                 yield replace(parameter, trained=False)
             elif self.config.method == "lora" or not matrix:
@@ -193,6 +213,23 @@ def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list
     return [target for target in there if target in chosen]
 
 
+def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Adapters:
+    """What is trained; UserError for a name in `finetune.targets` or `modules_to_save` that the model has not."""
+    modules = {"embedding": names.embedding, "head": names.head}
+    chosen: set[str] = set()
+    for wanted in config.modules_to_save:
+        found = [ours for ours, theirs in modules.items() if f".{theirs}".endswith(f".{wanted}")]
+        if not found:
+            known = [theirs.rpartition(".")[2] for theirs in modules.values()]
+            raise UserError(
+                f"finetune.modules_to_save has {wanted!r}: {' and '.join(known)} can be trained in full, matrices of "
+                "the blocks take adapters (finetune.targets)"
+            )
+        chosen |= set(modules if model.tied else found)
+    saved = tuple(entry for entry in entries(model, names) if entry.ours.partition(".")[0] in chosen)
+    return Adapters(config, tuple(targets_of(model, names, config)), saved)
+
+
 def adapter_parameters(model: ModelConfig, names: Names, config: FinetuneConfig) -> list[Parameter]:
     """Every tensor that is trained."""
-    return [p for target in targets_of(model, names, config) for p in target.parameters(config)]
+    return adapters_of(model, names, config).trained(model, range(model.layers))

@@ -282,7 +282,7 @@ def full_head(shape: Shape) -> list[Operation]:
     operations = [] if fused else final_norm(shape)
     operations += linear(
         shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
-        frees=0 if fused or shape.adapters else tokens * model.hidden * w,
+        frees=0 if fused or shape.head_is_frozen else tokens * model.hidden * w,
     )  # fmt: skip
     if fused:  # to fp32 and their log-sum-exp; backward, their gradient, as wide as the products
         back, there = (
@@ -323,7 +323,7 @@ def chunked_head(shape: Shape) -> list[Operation]:
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
     operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]
-    trained = 0 if shape.adapters else table
+    trained = 0 if shape.head_is_frozen else table
     gradients = hidden * w + trained * FP32
     operations[0] = replace(
         operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32,

@@ -108,7 +108,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     ]  # fmt: skip
     if residual:
         gradients.append(joined_gradient(shape))
-    dies = shape.casts or (bool(shape.adapters) and reader == "head")  # a frozen matrix does not keep its input
+    dies = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not keep its input
     operations = [
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
@@ -126,7 +126,7 @@ def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
     elements, w = shape.stream_tokens * shape.model.hidden, shape.matmul_bytes
     full, cast = elements * shape.stream_bytes, elements * w
     back = call(f"{reader}_cast", "cast", elements, full + cast, temporary=full, frees_temporary=cast)
-    saved = 0 if shape.adapters and reader == "head" else cast
+    saved = 0 if shape.head_is_frozen and reader == "head" else cast
     return [call(f"{reader}_cast", "cast", elements, full + cast, saved=saved, frees_temporary=frees, gradient=[back])]
 
 

@@ -165,7 +165,7 @@ def _adapted(
 ) -> tuple[list[Parameter], list[Parameter], int]:
     """What FSDP or DDP has of a stage, this rank's part of what is trained, and bytes of what is frozen. ZeRO 3 alone
     divides that."""
-    trained = adapters.trained(layers, layout)
+    trained = adapters.trained(model, layers, layout)
     product_bytes = FP32 if recipe.precision == "fp32" else BF16
     frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
     whole = [p for p in model_parameters(model) if any(p.name.startswith(f"blocks.{layer}.") for layer in layers)]

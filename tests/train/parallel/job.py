@@ -395,12 +395,8 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     with counted(run.ranks) as found:
         run.train(2, 3)
     layout = layout_of(run.ranks.config, run.step.micro_batch)
-    every = run.config.train.noise_scale_every
     asked = run.config.model, layout, batch_of(run.config), planned_recipe(run.config)
-    planned = collectives(
-        *asked, run.ranks.index("pp"), meeting=case.get("meeting", False),
-        estimating=every > 0 and (2 + 1) % every == 0,
-    )  # fmt: skip
+    planned = collectives(*asked, run.ranks.index("pp"))
 
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}

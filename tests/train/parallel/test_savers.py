@@ -49,18 +49,14 @@ TRAFFIC = [
     case("traffic", BF16, "llama", zero=3),
     case("traffic", POWER, model=WIDE),
     case("traffic", {"local_steps": 4}),
-    case("traffic", SITES, meeting=True),
 ]
 TRAFFIC_OF_FOUR = [
     case("traffic", BF16, "llama", zero=2, shard=2),
     case("traffic", BF16, pp=2, zero=1),
     case("traffic", BF16, "llama", tp=2),
     case("traffic", POWER, cp=2),
-    case("traffic", SITES | {"sites": 2}, meeting=True),
-    case("traffic", SITES | {"sites": 2, "gradients": "bf16"}, "llama", meeting=True, zero=3),
-    case("traffic", SITES | {"sites": 2}, meeting=True, zero=1),
-    case("traffic", SITES, meeting=True, tp=2),
-    case("traffic", SITES, meeting=True, pp=2),
+    case("traffic", {"local_steps": 4, "sites": 2, "gradients": "bf16"}, "llama", zero=3),
+    case("traffic", {"local_steps": 4}, pp=2),
 ]
 RESUME = [
     case("resume", POWER, model=WIDE | {"dropout": 0.1}),

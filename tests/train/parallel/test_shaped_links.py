@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from ironlaw.config import load_config
-from ironlaw.workload.collectives import traffic
+from ironlaw.workload.collectives import collectives, table_of
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recipe import StepBatch
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "shaped_links.py"
 _spec = importlib.util.spec_from_file_location("shaped_links", PROGRAM)
@@ -106,10 +106,9 @@ def test_a_step_over_slow_links_takes_as_long_as_its_bytes(
         made.torchrun(["-m", "ironlaw", "train", config, "--out", tmp_path / "two"], tmp_path, timeout_seconds=240)
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text("utf-8").splitlines()]
     loaded = load_config(config)
-    table = traffic(
-        loaded.model, Layout(dp=2, zero=zero, micro_batch=loaded.train.global_batch // 2),
-        StepBatch(loaded.train.global_batch, loaded.sequence),
-    )[0]  # fmt: skip
+    layout = Layout(dp=2, zero=zero, micro_batch=loaded.train.global_batch // 2)
+    batch = StepBatch(loaded.train.global_batch, loaded.sequence)
+    table = table_of(collectives(loaded.model, layout, batch, Recipe(), position=0))
     wire = sum(
         sent.bytes * (0.5 if kind == "all_gather" else 1.0) for (_, kind), sent in table.items()
     )  # what gloo puts on a link between two

@@ -24,7 +24,6 @@ FULL, EVERY = {"recompute": {"mode": "full"}}, {"recompute": {"mode": "every", "
 SELECTIVE = {"recompute": {"mode": "selective"}}
 DOCUMENTS = {"data": {"mask_documents": True}}
 CHUNKED, BF16 = {"loss": "chunked"}, {"precision": "bf16"}
-NOISE = {"noise_scale_every": 1, "global_batch": 16}
 DROPOUT = {"dropout": 0.1}
 UNBALANCED = {"moe": {"experts": 4, "experts_per_token": 2, "balance_loss": 0.0}}  # which counts by micro-batch
 
@@ -84,13 +83,11 @@ SETTINGS_OF_TWO = [
     case("switch", tables=FULL, ep=2, micro_batch=2),
     case("switch", tables=FULL, dp=2, micro_batch=8),
     case("llama", tables=FULL | DOCUMENTS, train=CHUNKED, zero=3, micro_batch=2),
-    case("llama", train=NOISE | CHUNKED, zero=1, micro_batch=2),
-    case(train=NOISE, zero=2, micro_batch=2),
-    case(train=NOISE | BF16, dp=2, micro_batch=2),
-    case("llama", train=NOISE, tp=2, sp=True, micro_batch=2),
-    case(train=NOISE, tables=DOCUMENTS, cp=2, micro_batch=2),
-    case(train=NOISE | CHUNKED, pp=2, micro_batch=2),
-    case("mixtral", model=UNBALANCED, train=NOISE, ep=2, zero=1, micro_batch=2),
+    case("llama", train=CHUNKED, zero=1, micro_batch=2),
+    case(train=BF16, dp=2, micro_batch=2),
+    case(tables=DOCUMENTS, cp=2, micro_batch=2),
+    case(train=CHUNKED, pp=2, micro_batch=2),
+    case("mixtral", model=UNBALANCED, ep=2, zero=1, micro_batch=2),
     case("mixtral", tables=FULL | DOCUMENTS, train=BF16, pp=2, micro_batch=2),
     case(train=CHUNKED | BF16, pp=2, virtual_stages=2, schedule="zbv", micro_batch=2),
     case(train={"average_decay": 0.8}, zero=3, micro_batch=2),
@@ -99,11 +96,10 @@ SETTINGS_OF_FOUR = [
     case("llama", tables=FULL, tp=2, zero=3, sp=True, micro_batch=2),
     case(tables=SELECTIVE, model=DROPOUT, train=BF16, tp=2, cp=2, sp=True, micro_batch=2),
     case("llama", tables=EVERY | DOCUMENTS, train=CHUNKED | BF16, tp=2, pp=2, sp=True, micro_batch=1),
-    case(tables=FULL | DOCUMENTS, train=NOISE, cp=2, zero=3, micro_batch=1),
-    case("llama", train=NOISE | CHUNKED, zero=3, shard=2, micro_batch=1),
-    case(train=NOISE, tp=2, pp=2, sp=True, micro_batch=1),
+    case(tables=FULL | DOCUMENTS, cp=2, zero=3, micro_batch=1),
+    case("llama", train=CHUNKED, zero=3, shard=2, micro_batch=1),
     case(tables=FULL, pp=2, zero=3, micro_batch=1),
-    case("llama", train=NOISE | CHUNKED, pp=2, zero=3, micro_batch=1),
+    case("llama", train=CHUNKED, pp=2, zero=3, micro_batch=1),
     case(pp=2, zero=3, virtual_stages=2, micro_batch=1),
     case("llama", pp=2, zero=2, virtual_stages=2, schedule="zbv", micro_batch=1),
     case("mixtral", tables=FULL | DOCUMENTS, train=BF16, zero=3, ep=2, micro_batch=2),
@@ -111,7 +107,7 @@ SETTINGS_OF_FOUR = [
     case("deepseek", tables=FULL, train=BF16, cp=2, zero=3, ep=2, micro_batch=2),
     case("switch", tables=EVERY, train=BF16, tp=2, sp=True, ep=2, micro_batch=2),
     case("deepseek", tables=FULL, pp=2, ep=2, micro_batch=1),
-    case("mixtral", model=UNBALANCED, train=NOISE, tp=2, sp=True, ep=2, micro_batch=1),
+    case("mixtral", model=UNBALANCED, tp=2, sp=True, ep=2, micro_batch=1),
 ]
 
 

@@ -3,15 +3,14 @@
     clock = MeasuredClock(model, load_profile(), "fp32", passes)
     clock.parts(decoding=8, length=300.0, new=0)      # seconds by what they are spent on
 
-The server times some passes when it starts (`serve/warmup.py`). Curves say how a pass grows with its tokens, the
-nearest such passes how long it takes: what they take over their own plan is interpolated over the logarithm of tokens.
+The server times some passes when it starts (`serve/warmup.py`): a line through them says how long a pass of so many
+tokens takes, curves how much longer or shorter it is where chunks or caches have another length.
 What a cached token adds is the difference between passes behind short and long caches.
 Without them the curves stand alone, and what the host does between passes is not planned.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -24,8 +23,8 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
+from ironlaw.machine.timing import MeasuredMachine, measured_precision
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.machines import MeasuredMachine, measured_precision
 from ironlaw.plan.serving.demand import demand_of
 from ironlaw.workload.serving import Chunk, forward_pass
 
@@ -44,17 +43,12 @@ class MeasuredClock:
         self.model, self.precision = model, measured_precision(weights, profile)
         width = number_format(self.precision).bytes_per_element()
         self.read = min(1.0, number_format(weights).bytes_per_element(weight=True) / width)
-        self.machine = MeasuredMachine(profile, interference.typical(profile), whole_steps=False)
+        self.machine = MeasuredMachine(profile, interference.typical(profile), self.precision, whole_steps=False)
         self.known: dict[tuple[int, int, int, int], dict[str, float]] = {}
         self.passes = {phase: sorted((p for p in passes if p["phase"] == phase), key=lambda p: float(p["tokens"]))
                        for phase in ("decode", "prefill")}  # fmt: skip
         self.cached_tokens = demand_of(model).cached_tokens
         self.token_seconds = self._token_seconds()
-        self.over = {
-            "decode": [self._over(p) for p in self.passes["decode"]],
-            "prefill": [p["model_seconds"] / self._seconds([Chunk(p["tokens"] // p["requests"])] * p["requests"])
-                        for p in self.passes["prefill"]],
-        }  # fmt: skip
 
     def _token_seconds(self) -> float | None:
         """Of a cached token in a decoding pass, where passes of as many requests behind caches of other lengths were
@@ -65,17 +59,29 @@ class MeasuredClock:
         squares = sum(m * m for m in more)  # least squares through 0
         return max(0.0, sum(map(mul, more, longer)) / squares) if squares > LENGTHS**2 else None
 
-    def _over(self, p: Mapping[str, Any]) -> float:
-        """What a decoding pass took over its curves."""
-        if self.token_seconds is None:
-            return float(p["model_seconds"] / self._seconds([Chunk(1, round(p["length"]))] * p["tokens"]))
-        reading = self.token_seconds * p["tokens"] * float(self.cached_tokens(p["length"]))
-        return float(max(0.0, p["model_seconds"] - reading) / self._seconds([Chunk(1)] * p["tokens"]))
+    def _took(self, p: Mapping[str, Any]) -> float:
+        reading = (self.token_seconds or 0.0) * p["tokens"] * float(self.cached_tokens(p["length"]))
+        return max(0.0, float(p["model_seconds"]) - (reading if p["phase"] == "decode" else 0.0))
+
+    def _alike(self, p: Mapping[str, Any], tokens: int) -> float:
+        """What curves say of a pass as `p` over so many tokens."""
+        if p["phase"] == "decode":
+            return self._seconds([Chunk(1, round(p["length"]) if self.token_seconds is None else 0)] * tokens)
+        size = p["tokens"] // p["requests"]
+        return self._seconds([Chunk(size)] * (tokens // size) + [Chunk(tokens % size)] * (tokens % size > 0))
+
+    def _pass(self, phase: str, chunks: list[Chunk]) -> float:
+        seconds, timed, tokens = self._seconds(chunks), self.passes[phase], sum(chunk.tokens for chunk in chunks)
+        if not timed:
+            return seconds
+        line, most = self._at(phase, tokens, [self._took(p) for p in timed]), timed[-1]
+        is_line = timed[0]["tokens"] < most["tokens"]  # else curves alone say how a pass grows with its tokens
+        return line * seconds / self._alike(most, tokens if is_line else most["tokens"])
 
     def _decode(self, decoding: int, length: float) -> float:
         behind = 0 if self.token_seconds is not None else round(length)
-        seconds = self._seconds([Chunk(1, behind)] * decoding) * self._at("decode", decoding, self.over["decode"])
-        return seconds + (self.token_seconds or 0.0) * decoding * float(self.cached_tokens(length))
+        reading = (self.token_seconds or 0.0) * decoding * float(self.cached_tokens(length))
+        return self._pass("decode", [Chunk(1, behind)] * decoding) + reading
 
     def parts(self, decoding: int, length: float, new: int, prompts: int = 1) -> dict[str, float]:
         """Seconds of a token of each of `decoding` sequences behind `length` others, and of `new` tokens of so many
@@ -83,12 +89,9 @@ class MeasuredClock:
         key = (decoding, round(length / LENGTHS), new, prompts)
         if key not in self.known:
             tokens, chunks = [Chunk(1, key[1] * LENGTHS)] * decoding, [Chunk(max(1, new // prompts))] * prompts
-            prompt_seconds = 0.0
-            if new:
-                alone = self._seconds(tokens) if decoding else 0.0
-                prompt_seconds = self._seconds([*tokens, *chunks]) - alone
-            found = {"decode": self._decode(decoding, key[1] * LENGTHS) if decoding else 0.0,
-                     "prompts": prompt_seconds * self._at("prefill", new, self.over["prefill"])}  # fmt: skip
+            found = {"decode": self._decode(decoding, key[1] * LENGTHS) if decoding else 0.0, "prompts": 0.0}
+            if new:  # what they add to a pass over all tokens, whose weights and launches decoding alone has too
+                found["prompts"] = max(0.0, self._pass("prefill", [*tokens, *chunks]) - found["decode"])
             phase, count = ("decode", decoding) if decoding else ("prefill", new)
             for part in ("sample", "host"):
                 if self.passes[phase]:
@@ -97,17 +100,20 @@ class MeasuredClock:
         return self.known[key]
 
     def _at(self, phase: str, tokens: int, values: Sequence[float]) -> float:
-        """Between the timed passes, over the logarithm of their tokens; 1 where there are none."""
-        by_tokens: dict[float, list[float]] = {}
+        """On the line through what some passes were timed at, extended by its last piece where that rises."""
+        by_tokens: dict[int, list[float]] = {}
         for one, value in zip(self.passes[phase], values, strict=True):
-            by_tokens.setdefault(math.log(one["tokens"]), []).append(value)
-        means = [statistics.mean(found) for found in by_tokens.values()]
-        return float(np.interp(math.log(max(tokens, 1)), [*by_tokens], means)) if means else 1.0
+            by_tokens.setdefault(one["tokens"], []).append(value)
+        at, means = [*by_tokens], [statistics.mean(found) for found in by_tokens.values()]
+        if len(at) > 1 and tokens > at[-1]:
+            slope = max(0.0, (means[-1] - means[-2]) / (at[-1] - at[-2]))
+            return means[-1] + slope * (tokens - at[-1])
+        return float(np.interp(tokens, at, means))
 
     def _seconds(self, chunks: list[Chunk]) -> float:
-        total, dispatch = 0.0, self.machine.dispatch_seconds(Phase.FORWARD)
+        total, dispatch = 0.0, self.machine.dispatch_seconds(Phase.FORWARD, 1, 0.0)
         for op, times in forward_pass(self.model, chunks, precision=self.precision).operations():  # type: ignore[arg-type]
-            seconds = self.machine.time(op, self.precision).seconds
+            seconds = self.machine.time(op).seconds
             if op.kind is Kind.MATMUL and op.matmul is not None and op.matmul[0] < ROWS_READ:
                 seconds *= self.read
             total += (seconds + dispatch) * times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ class SharedAdapterFiles(AdapterFiles):
         names = names_of(Path(config.train.start_from or ""), config.model)
         place = {p.name.rpartition(".")[0]: number for number, p in enumerate(model_parameters(config.model))}
         trained = adapter_parameters(config.model, names, config.finetune)
-        trained.sort(key=lambda p: place[p.name.partition(".adapters.")[0]])  # as modules stand in one process
+        trained.sort(
+            key=lambda p: place[re.sub(r"\.adapters\..*|\.\w+$", "", p.name)]
+        )  # as modules stand in one process
         assigned = assign(trained, config.optimizer)
         self.groups: dict[tuple[float, float], list[str]] = {}  # of an optimizer of one process
         for parameter, to in zip(trained, assigned, strict=True):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import ironlaw
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.package import __version__
 
 CLOCK_SECONDS = 5.0
 """Clocks further apart than this make checkpoints and logs of one job contradict each other."""
@@ -32,7 +32,7 @@ def facts(config: RunConfig) -> dict[str, Any]:
     dist.barrier()
     return {
         "torch": torch.__version__,
-        "ironlaw": ironlaw.__version__,
+        "ironlaw": __version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "config": hashlib.sha256(config.to_toml().encode()).hexdigest(),
         "devices": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

@@ -1,0 +1,236 @@
+"""What times operations and collectives of a program: this machine by its measured curves, alone or shared by ranks.
+
+A catalogued accelerator does by the constants of its generation (`plan/catalogued.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Protocol, cast
+
+from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.ledger import Origin, Phase
+from ironlaw.machine.links import RankFabric
+from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
+from ironlaw.workload.blocks import Precision, Shape
+from ironlaw.workload.kinds import has_experts
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import adamw_operations
+from ironlaw.workload.program import training_operations
+
+COPY_RATE = "memory (copy rate)"
+"""Bound of a kernel without a curve of its own: its bytes at the measured rate of a copy, plus one small operation."""
+
+AS_MATMUL = "compute (as matmul)"
+"""Bound of a convolution: timed as the matrix product that it implies."""
+
+
+PART_OF_LOSS = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
+"""The curve of the loss was measured with these inside."""
+
+NARROW = 16
+"""Products with fewer columns or terms than this, as of depthwise convolutions, are not run by matrix units."""
+
+
+def measured_precision(precision: str, profile: Profile) -> str:
+    """Itself, or where this machine was not measured in it, that of the tensors it multiplies."""
+    return next(name for name in (precision, number_format(precision).held_as, "bf16") if name in profile.matmul)
+
+
+def is_emulated(precision: str, profile: Profile) -> bool:
+    """Whether a run here rounds the operands of its products itself: no CPU multiplies few bits, and on CUDA the
+    recipes that no library runs are emulated too."""
+    recipe = precision_recipe(precision)
+    return recipe is not None and (profile.device != "cuda" or not recipe.library)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call and the ceiling that sets them: compute, memory or overhead (dispatch, launch)."""
+
+    seconds: float
+    bound: str
+    origin: Origin
+
+
+class Machine(Protocol):
+    """Anything that times a program."""
+
+    def time(self, op: Operation) -> Timing:
+        """Of one call."""
+        ...
+
+    def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
+        """What calling the kernels of a phase adds to the time that they take."""
+        ...
+
+    def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Of one collective over `ranks`, each `stride` behind the one before, with a buffer of `size` bytes; all such
+        groups are at it together."""
+        ...
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """This machine, by the profile that `ironlaw measure` made, in one precision that it was measured in.
+
+    `slowdown`: kind of kernel -> how much longer it typically takes than at best (`interference.typical`). With a
+    `fabric`, as one of a job's `ranks` sees it, `at_once` of which compute on it at a time.
+    """
+
+    profile: Profile
+    slowdown: Mapping[str, float]
+    precision: str = "fp32"
+    whole_steps: bool = True  # apply `composition`; off where a kernel is looked at alone
+    fabric: RankFabric | None = None  # None: one process alone
+    ranks: int = 1
+    at_once: int = 1
+    _compositions: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    own_products: ClassVar[bool] = True  # as our own models run them; else as any other module does
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def time(self, op: Operation) -> Timing:
+        timing = self._alone(op)
+        if self.fabric is None or self.at_once < 2:
+            return timing
+        kind = "compute" if op.matmul is not None or op.attention is not None else "memory"
+        # A call's fixed cost is one thread's work, whoever else computes.
+        fixed = min(timing.seconds, self.profile.small_operation_seconds)
+        grown = (timing.seconds - fixed) * self.fabric.costs.slowdown(kind, self.at_once)
+        return replace(timing, seconds=fixed * self.turns + grown)
+
+    def _alone(self, op: Operation) -> Timing:
+        """Of a process that has the machine for itself."""
+        profile = self.profile
+        precision = measured_precision(op.precision or self.precision, profile)
+        if op.matmul is not None:
+            fit = profile.product(precision, op.kernel) if self.own_products else profile.matmul[precision][op.kernel]
+            seconds = fit.at(*op.matmul) * op.batch
+            if op.batch > 1 and has_experts(op.group) and precision == "fp32" and profile.onednn:
+                # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
+                seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
+            bound = "compute"
+        elif op.attention is not None and op.kernel != "attention_decode":  # which reads its cache, as a copy does
+            _, sequence, _, _, head_size = op.attention
+            kernel, _, direction = op.kernel.partition("_")
+            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "native")
+            seconds = pair * op.elements + profile.small_operation_seconds
+            bound = "compute"
+        elif op.kernel in profile.curves["fp32"] or op.kernel in profile.curves[precision]:
+            seconds = profile.curve(op.kernel, precision).at(op.elements)
+            bound = "memory"
+        else:  # small kernels of a router, that nobody has measured: their bytes at the rate of a copy
+            seconds = op.bytes_moved / profile.copy_bytes_per_second + profile.small_operation_seconds
+            bound = "memory"
+        if seconds < 4 * profile.small_operation_seconds:
+            bound = "overhead"
+        seconds *= self.slowdown["memory" if op.matmul is None and op.attention is None else "compute"]
+        if self.whole_steps:
+            seconds *= self.composition(precision)
+        return Timing(seconds, bound, Origin.MEASURED)
+
+    def copy_seconds(self, size: float) -> float:
+        """Of bytes that are read and written."""
+        slower = 1.0 if self.fabric is None else self.fabric.costs.slowdown("memory", self.at_once)
+        return 2 * size / self.profile.copy_bytes_per_second * slower
+
+    # -- the host --------------------------------------------------------------------------------------------
+
+    def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
+        return calls * self._call_seconds[phase] * self.turns
+
+    @cached_property
+    def _call_seconds(self) -> dict[Phase, float]:
+        """Cost of one operation beyond its kernel: Python, module calls, the autograd engine.
+
+        From a tiny block, whose arithmetic is next to nothing: its measured time less its kernels' smallest times.
+        """
+        found, block = {}, [op for op in training_operations(Shape(TINY, 1, TINY.context)) if op.group == "block"]
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            operations = [op for op in block if op.phase is phase]
+            kernels = sum(self._at_best("fp32").time(op).seconds * op.repeat for op in operations) / TINY.layers
+            extra = max(0.0, self.profile.tiny_block_seconds[str(phase)] - kernels) / len(operations)
+            found[phase] = extra * self.slowdown["memory"]
+        return found
+
+    @property
+    def turns(self) -> float:
+        """How much longer one thread's work takes where there are more ranks than cores."""
+        return 1.0 if self.fabric is None else max(1.0, self.at_once / self.fabric.costs.cores)
+
+    def _at_best(self, precision: str) -> MeasuredMachine:
+        return MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), precision, whole_steps=False)
+
+    def composition(self, precision: str) -> float:
+        """A whole step over the sum of its kernels timed alone: colder caches, a busier allocator."""
+        if precision not in self._compositions:
+            at_best = self._at_best(precision)
+            shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
+            operations = training_operations(shape) + adamw_operations(
+                REFERENCE.parameters, REFERENCE.parameter_tensors
+            )
+            seconds = sum(at_best.time(op).seconds * op.repeat for op in operations)
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                seconds += at_best.dispatch_seconds(phase, sum(op.repeat for op in operations if op.phase is phase), 0)
+            self._compositions[precision] = max(1.0, self.profile.reference_step_seconds[precision] / seconds)
+        return self._compositions[precision]
+
+    # -- other ranks -----------------------------------------------------------------------------------------
+
+    @property
+    def local_ranks(self) -> int:
+        """Of the job on one host."""
+        return self.ranks if self.fabric is None else self.fabric.local_ranks(self.ranks)
+
+    def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
+        """By gloo, on one machine or on several alike."""
+        assert self.fabric is not None
+        if kind == "send":
+            inside, ranks = 2 if self.local_ranks >= stride * ranks else 1, 2
+        else:
+            inside = max(1, min(ranks, self.local_ranks // stride))
+        return self.fabric.collective_seconds(kind, size, ranks, inside=inside, job=self.ranks)
+
+
+@dataclass(frozen=True)
+class MeasuredForModules(MeasuredMachine):
+    """The same for kernels of any module that was traced: by curves where there are some, else by bytes."""
+
+    own_products: ClassVar[bool] = False
+
+    def time(self, op: Operation) -> Timing:
+        profile = self.profile
+        precision = element_type(op) if element_type(op) in profile.matmul else "fp32"
+        if op.matmul is not None and not (op.kernel.startswith("convolution") and is_narrow(op)):
+            return self._product(op, precision)
+        precision = precision if precision in profile.curves else "fp32"
+        if op.kernel in PART_OF_LOSS:
+            return super().time(replace(op, bytes_moved=0, precision=op.precision or precision))
+        curves = profile.curves[precision].keys() | profile.curves["fp32"].keys()
+        timing = super().time(replace(op, matmul=None, precision=op.precision or precision))
+        return timing if op.attention is not None or op.kernel in curves else replace(timing, bound=COPY_RATE)
+
+    def _product(self, op: Operation, precision: str) -> Timing:
+        """A batch counts as more rows; a convolution as its implicit product."""
+        assert op.matmul is not None
+        (m, n, k), fits = op.matmul, self.profile.matmul[precision]
+        alike = "matmul_weight_gradient" if op.kernel == "convolution_weight_gradient" else "matmul"
+        kernel = op.kernel if op.kernel in fits else alike
+        shaped = replace(op, kernel=kernel, matmul=(m * op.batch, n, k), batch=1)
+        timing = super().time(replace(shaped, precision=op.precision or precision))
+        return timing if kernel == op.kernel or timing.bound == "overhead" else replace(timing, bound=AS_MATMUL)
+
+
+def is_narrow(op: Operation) -> bool:
+    return op.matmul is not None and min(op.matmul[1:]) < NARROW and bool(op.batch > 1)
+
+
+def element_type(op: Operation, otherwise: str = "fp32") -> str:
+    """Of a traced operation; fp64 is timed as fp32, which nobody has constants beyond."""
+    dtype = str(getattr(op, "dtype", otherwise))
+    return "fp32" if dtype == "fp64" else dtype
