@@ -118,7 +118,7 @@ def loader_rate(packing: str, masked: bool, processes: int = 0) -> tuple[float, 
 
 def demo(folder: Path, steps: int, mock: bool) -> tuple[float, float, float]:
     """Tokens per second of the demo, the seconds that a step waits for its batch, and the seconds of a step."""
-    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.machine.keep import measure_and_keep
     from ironlaw.machine.profile import load_profile, profile_path
     from ironlaw.train.session import run_training
 

@@ -260,25 +260,16 @@ def main() -> None:
 
 @dataclass
 class Unseen:
-    """A run planned with constants that were fitted without its group (or without its fold)."""
+    """A run planned with constants that were fitted without its group."""
 
     run: Run
-    kind: str
-    fold: str
     log_error: float  # ln(measured / planned)
-
-
-def fold_of(run: Run, groups: set[str]) -> str:
-    """What is left out together: a group, or in an engine with one group the runs of one size and tensor degree."""
-    if len(groups) > 1:
-        return run.group
-    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.job.layout.tp}"
 
 
 def start_of(name: str) -> Engine:
     """The engine's conventions with neutral values for everything that is fitted: where every fit starts.
 
-    So a fit does not depend on the one before it, and a fold that is left out does not come back by the prior.
+    So a fit does not depend on the one before it, and a group that is left out does not come back by the prior.
     """
     neutral = Engine("neutral")
     values = {n: get(neutral, n) for n in (*PLAN[name][0], *PLAN[name][1])}
@@ -286,22 +277,20 @@ def start_of(name: str) -> Engine:
 
 
 def left_out(name: str, runs: list[Run], names: list[str], kind: str, quiet: bool = False) -> list[Unseen]:
-    """Each fold planned by an engine fitted to the other folds, and its errors printed."""
+    """Each group planned by an engine fitted to its others, without any by the neutral one; and the errors printed."""
     usable = [r for r in runs if r.ran and kind in r.checks and value(r, kind)]
-    groups = {r.group for r in usable}
-    folds = sorted({fold_of(r, groups) for r in usable})
     result: list[Unseen] = []
-    for fold in folds:
-        rest = blocks([r for r in usable if fold_of(r, groups) != fold], kind)
-        out = [r for r in usable if fold_of(r, groups) == fold]
+    for group in sorted({r.group for r in usable}):
+        rest = blocks([r for r in usable if r.group != group], kind)
+        out = [r for r in usable if r.group == group]
         engine = fit(start_of(name), rest, names, kind) if rest else start_of(name)
-        mine = [Unseen(r, kind, fold, error) for r, error in log_errors(out, engine, kind)]
+        mine = [Unseen(*found) for found in log_errors(out, engine, kind)]
         result += mine
         if not quiet:
             errors = np.array([np.exp(-u.log_error) - 1 for u in mine])
             size = np.abs(errors)
             print(
-                f"  left out: {fold:44s} {kind:6s} n {len(size):4d} median {100 * np.median(size):5.1f} "
+                f"  left out: {group:26s} {kind:6s} n {len(size):4d} median {100 * np.median(size):5.1f} "
                 f"mean {100 * size.mean():5.1f} p90 {100 * np.quantile(size, 0.9):5.1f} "
                 f"bias {100 * np.median(errors):+5.1f}"
             )

@@ -5,7 +5,7 @@
 Every run is planned three times by constants that never saw it: by its engine fitted without its group; without its
 accelerator generation; and by the generic engine, as if its software were not known. The constants of
 `plan/cluster/intervals.py` are those with the least quantile loss at 10 and 90% over all of them, every group weighing
-by the fourth root of its size. Coverage of a group is that of intervals learned from the other groups.
+by the 0.3rd power of its size. Coverage of a group is that of intervals learned from the other groups.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import csv
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from fit_engines import PLAN, Unseen, fit, fold_of, left_out, log_errors, start_of, value
+from fit_engines import PLAN, fit, left_out, log_errors, start_of, value
 from fit_engines import blocks as blocks_of
 from scipy.optimize import minimize
 
@@ -67,15 +67,14 @@ def errors_at_a_distance(path: Path, kind: str) -> list[Left]:
         if not mine or not names:
             continue
         for u in left_out(name, mine, names, kind, quiet=True):
-            found.append(Left(u.run, "group", u.log_error, Distance(_others(u, mine, sizes), False, False, 0.0)))
+            rest = [r for r in mine if r.group != u.run.group]
+            found.append(Left(u.run, "group", u.log_error, _seen(u.run, rest, sizes)))
         generations = {r.cluster.accelerator.generation for r in mine}
         for generation in sorted(generations) if len(generations) > 1 else []:
             out = [r for r in mine if r.cluster.accelerator.generation == generation]
-            rest = blocks_of([r for r in mine if r not in out], kind)
-            engine = replace(fit(start_of(name), rest, names, kind), by_generation={})
-            found += [
-                Left(r, "generation", e, Distance(0, False, False, 0.0)) for r, e in log_errors(out, engine, kind)
-            ]
+            rest = [r for r in mine if r.cluster.accelerator.generation != generation]
+            engine = replace(fit(start_of(name), blocks_of(rest, kind), names, kind), by_generation={})
+            found += [Left(r, "generation", e, _seen(r, rest, sizes)) for r, e in log_errors(out, engine, kind)]
     generic = usable(settled(read_runs(path, engine_named(GENERIC))[0]), kind)
     own = {r.id: r for r in runs}
     found += [
@@ -85,15 +84,12 @@ def errors_at_a_distance(path: Path, kind: str) -> list[Left]:
     return found
 
 
-def _others(u: Unseen, mine: list[Run], sizes: dict[str, float]) -> int:
-    """Comparable groups that the fit saw; a fold that is part of a group leaves the rest of it."""
-    rest = [r for r in mine if r.cluster.accelerator.generation == u.run.cluster.accelerator.generation]
-    if len({r.group for r in mine}) > 1:
-        rest = [r for r in rest if r.group != u.run.group]
-    else:
-        rest = [r for r in rest if fold_of(r, {r.group}) != u.fold]
-    ranges = [(min(s), max(s)) for s in ([sizes[r.id] for r in of] for of in _by_group(rest).values())]
-    return sum(comparable(sizes[u.run.id], low, high) for low, high in ranges)
+def _seen(run: Run, rest: list[Run], sizes: dict[str, float]) -> Distance:
+    """How far a run is from the `rest` of its engine's, which the fit saw."""
+    here = [r for r in rest if r.cluster.accelerator.generation == run.cluster.accelerator.generation]
+    ranges = [(min(s), max(s)) for s in ([sizes[r.id] for r in of] for of in _by_group(here).values())]
+    groups = sum(comparable(sizes[run.id], low, high) for low, high in ranges)
+    return Distance(groups, not rest, False, 0.0)
 
 
 def _by_group(runs: list[Run]) -> dict[str, list[Run]]:
@@ -113,14 +109,14 @@ def learn(left: list[Left]) -> dict[str, float]:
     sizes: dict[str, int] = {}
     for entry in left:
         sizes[entry.fold] = sizes.get(entry.fold, 0) + 1
-    weights = np.array([WEIGHT[entry.unseen] * sizes[entry.fold] ** -0.75 for entry in left])
+    weights = np.array([WEIGHT[entry.unseen] * sizes[entry.fold] ** -0.7 for entry in left])
     errors = np.array([entry.log_error for entry in left])
-    distances = sorted({entry.distance for entry in left}, key=str)
-    which = np.array([distances.index(entry.distance) for entry in left])
+    columns = np.array([astuple(entry.distance) for entry in left], dtype=float).T
+    together = Distance(*columns)
 
     def loss(logs: np.ndarray) -> float:
         known = dict(zip(LEARNED, np.exp(logs), strict=True)) | FIXED
-        low, high = np.array([spread_factors(known, d) for d in distances]).T[:, which]
+        low, high = spread_factors(known, together)
         over, under = errors - high, low - errors
         pinball = np.maximum(0.9 * over, -0.1 * over) + np.maximum(0.9 * under, -0.1 * under)
         return float((weights * pinball).sum() / weights.sum() + 1e-5 * (logs**2).sum())

@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.machine.keep import measure_and_keep
     from ironlaw.machine.profile import load_profile, profile_path
 
     if not profile_path().is_file():

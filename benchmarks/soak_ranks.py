@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of this sitting")
     arguments = parser.parse_args()
 
-    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.machine.keep import measure_and_keep
     from ironlaw.machine.profile import load_profile, profile_path, save_profile
 
     if not profile_path().is_file():

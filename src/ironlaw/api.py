@@ -16,12 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ironlaw.cli.console import recorder
 from ironlaw.config import RunConfig, build_config, load_config, with_settings
 from ironlaw.errors import UserError
 from ironlaw.files import read_json_lines
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.plan.request_types import PlanOutcome
+from ironlaw.report.console import recorder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,10 +82,10 @@ class PlanResult(PlanOutcome, Shown):
     output_tokens_per_second = Total("Of served requests: of all copies.")
 
     def _show(self, console: Console) -> None:
-        from ironlaw.cli.plan import views
+        from ironlaw.report.outcome_view import plan_views
         from ironlaw.report.terminal import show
 
-        for view in views(self):
+        for view in plan_views(self):
             show(console, view)
 
 
@@ -262,15 +262,15 @@ def train(
 
     A machine that nobody measured is measured first. Progress goes to stderr, unless `quiet`. Ctrl-C saves and returns.
     """
-    from ironlaw.cli.console import messages
-    from ironlaw.cli.measure import this_machine
+    from ironlaw.machine.keep import this_machine
+    from ironlaw.report.console import messages, progress
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name
     from ironlaw.train.session import run_training
 
     chosen = _config(config, settings)
     folder = Path(out) if out is not None else default_name(chosen.model.name)
-    profile = this_machine()
+    profile = this_machine(messages().print, progress)
     live = LiveRun(recorder() if quiet else messages(), folder, None)
     with live:
         outcome = run_training(
@@ -284,9 +284,34 @@ def explain(
     run: str | Path | TrainResult | Watch, other: str | Path | TrainResult | Watch | None = None
 ) -> ExplainResult:
     """A run beside its plan, a profiler's trace, a load that `bench --out` kept; or why `other` is faster or slower."""
-    from ironlaw.cli.explain import explained
-
     return ExplainResult(*explained(_path(run), None if other is None else _path(other)))
+
+
+def explained(run: Path, other: Path | None = None) -> tuple[dict[str, Any], Document]:
+    """The document of a run, a trace or a served load, or of why `other` is faster or slower; and how it is shown."""
+    from ironlaw.explain.runs import explain_path
+    from ironlaw.explain.serving import explain_serving, is_serving_run
+
+    if other is not None:
+        from ironlaw.explain.compare import compare
+        from ironlaw.explain.grades import keep
+        from ironlaw.report.comparison_view import comparison_view
+
+        comparison = compare(explain_path(run), explain_path(other))
+        if comparison.grade is not None:
+            keep(comparison.grade)
+        document = comparison.to_json()
+        return document, comparison_view(document)
+    if is_serving_run(run):
+        from ironlaw.report.serving_view import server_view
+
+        document = explain_serving(run).to_json()
+        return document, server_view(document)
+    from ironlaw.report.run_view import run_view
+
+    explanation = explain_path(run)
+    document = explanation.to_json()
+    return document, run_view(document, explanation.metrics, explanation.config_text)
 
 
 def serve(path: str | Path | TrainResult, *, port: int = 0, settings: Settings | None = None) -> RunningServer:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ironlaw.cli.console import output
 from ironlaw.config import RunConfig, load_config
 from ironlaw.cores import usable_threads
 from ironlaw.data.readers import LINE_LIMIT_BYTES, read
@@ -24,6 +23,7 @@ from ironlaw.errors import UserError, printable
 from ironlaw.explain.runs import list_runs
 from ironlaw.files import write_text
 from ironlaw.plan.request import resolve
+from ironlaw.report.console import output
 from ironlaw.train.parallel.ranks import micro_batch_of
 from ironlaw.train.run_directory import default_name
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ironlaw.cli.measure import kept
 from ironlaw.config import RunConfig
 from ironlaw.machine import interference
+from ironlaw.machine.keep import kept
 from ironlaw.machine.load import OtherLoad
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile

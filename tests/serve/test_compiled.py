@@ -18,7 +18,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.loading import prepare
 from ironlaw.serve.request import Request, Sampling
-from ironlaw.serve.runner import Work
+from ironlaw.serve.runner import RunnerWork
 
 LLAMA = {
     "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "gated_ffn": True, "activation": "silu",
@@ -54,7 +54,7 @@ def test_a_compiled_block_is_its_modules(weights: str, error: float, form: str) 
         pytest.skip("this processor does not multiply it, or there is no C compiler")
     requests = [Request([3], Sampling(), blocks=list(range(1 + 8 * n, 9 + 8 * n))) for n in range(3)]
     for start, count in ((0, 20), (20, 1), (21, 3)):  # a prompt, a token, and a token with two drafted ones
-        work = [Work(r, [(7 * p + n) % 70 for p in range(start, start + count)], start, count)
+        work = [RunnerWork(r, [(7 * p + n) % 70 for p in range(start, start + count)], start, count)
                 for n, r in enumerate(requests)]  # fmt: skip
         whole, _ = runner.run(work)
         blocks, runner.blocks = runner.blocks, None

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import answer, messages, progress
 from ironlaw.errors import UserError
+from ironlaw.report.console import answer, messages, progress
 
 
 def bench(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, print_json, show
+from ironlaw.report.console import messages, print_json, show
 
 
 def calibrate(

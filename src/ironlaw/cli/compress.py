@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import answer, messages
 from ironlaw.errors import UserError
+from ironlaw.report.console import answer, messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ironlaw.model.transformer import Transformer
-    from ironlaw.numerics.compression import Held
+    from ironlaw.numerics.compression import CompressedWeight
     from ironlaw.train.compression import Decoder
 
 METHODS, SCORES = ("rtn", "gptq", "awq", "smoothquant", "hqq"), ("magnitude", "wanda")
@@ -86,7 +86,7 @@ def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: st
         messages().print(f"drawn in {out}")
 
 
-def engine_decoder(model: Transformer, held: Mapping[str, Held]) -> Decoder:
+def engine_decoder(model: Transformer, held: Mapping[str, CompressedWeight]) -> Decoder:
     """Single-stream decoding as `generate` does it: so many tokens after one, the likeliest each."""
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw import units
-from ironlaw.cli.console import answer, messages, output, print_json, show
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
+from ironlaw.report.console import answer, messages, output, print_json, show
 
 if TYPE_CHECKING:
     from ironlaw.data.dataset import Dataset

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
 from ironlaw.errors import UserError
+from ironlaw.report.console import messages, output, print_json
 
 _TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = {"hf": (*_TORCH, "int4", "int8", "fp8", "mxfp4", "nf4"), "gguf": (*_TORCH, "q8_0", "q4_0")}

@@ -11,11 +11,11 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
 
 import typer
 
 from ironlaw.errors import JobFailed, UserError, printable
+from ironlaw.report.console import Unfailing
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 FAULT = 70  # of our own; EX_SOFTWARE of sysexits.h
@@ -94,35 +94,6 @@ def fail(error: BaseException, as_json: bool) -> int:
     if code == WRONG_INPUT:
         _end_torchrun()
     return code
-
-
-class Unfailing:
-    """A stream whose reader may go away: a closed terminal, a log on a full disk. What cannot be written is dropped,
-    with what the stream still holds: a run is worth more than its remarks."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError:
-            silence(self._stream)
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError:
-            silence(self._stream)
-
-
-def silence(stream: TextIO) -> None:
-    """Let what is written to a stream go nowhere from here on, at the interpreter's end too."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_another_rank() -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import answer
+from ironlaw.report.console import answer
 
 
 def formats(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, print_json
 from ironlaw.errors import UserError, printable
+from ironlaw.report.console import messages, print_json
 
 
 def generate(

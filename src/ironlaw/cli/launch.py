@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, print_json
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, did_you_mean, printable
 from ironlaw.files import as_name
+from ironlaw.report.console import messages, print_json
 
 
 def launch(
@@ -45,7 +45,7 @@ def launch(
 
         check(settings, nodes * per_node)  # a layout that cannot run should not wait in a queue
     name = as_name(f"ironlaw-{settings.model.name.lower().replace('_', '-').replace('.', '-')}", 52)
-    request = jobs.Request(
+    request = jobs.LaunchRequest(
         name, config, out or Path("runs") / name, nodes, per_node, tuple(set_ or ()),
         tuple(hosts.split(",")) if hosts else (), image, claim, min_nodes, time, partition, account,
     )  # fmt: skip

@@ -19,9 +19,10 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly, silence
+from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
 from ironlaw.errors import LARGEST, UserError
 from ironlaw.package import __version__
+from ironlaw.report.console import silence
 
 # As `ironlaw --help` shows them: verb -> one line of help. Each verb is the function `ironlaw.cli.<verb>.<verb>`, or a
 # group of verbs of that name.

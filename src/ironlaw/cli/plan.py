@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
+from ironlaw.report.console import messages, print_json, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ironlaw.config import RunConfig
-    from ironlaw.plan.request_types import PlanOutcome
-    from ironlaw.report.document import Document
     from ironlaw.workload.layout import Layout
 
 
@@ -93,7 +91,9 @@ def plan(
         told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
         _print_emitted(more["emit"], told)
     else:
-        show(*views(answer, why))
+        from ironlaw.report.outcome_view import plan_views
+
+        show(*plan_views(answer, why))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -112,7 +112,9 @@ def _plan_serving(
     elif "emit" in answer.more:
         _print_emitted(answer.more["emit"])
     else:
-        show(*views(answer))
+        from ironlaw.report.outcome_view import plan_views
+
+        show(*plan_views(answer))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -130,18 +132,3 @@ def _print_emitted(emitted: dict[str, Any], *told: str) -> None:
     for line in [*told, *emitted["notes"]]:
         console.print(line)
     print(emitted["text"], end="")
-
-
-def views(answer: PlanOutcome, why: bool = False) -> list[Document]:
-    """Of a plan of training here or on a cluster, or of serving."""
-    from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view, ranks_view
-    from ironlaw.report.plan_view import plan_view, why_view
-    from ironlaw.report.serving_view import serving_view
-
-    ledger, more = answer.ledger, answer.more
-    assumed = assumed_view(more.get("assumed", []))
-    if "served" in more:
-        return [serving_view(ledger, more), assumed]
-    if "cluster" in more:
-        return [cluster_view(ledger, answer.fits, more), *([cluster_why_view(ledger, more)] if why else [])]
-    return [plan_view(ledger, answer.fits), ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ironlaw import units
-from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
+from ironlaw.report.console import messages, print_json, show
 
 
 def rehearse(

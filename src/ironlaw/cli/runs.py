@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json, show
+from ironlaw.report.console import output, print_json, show
 
 
 def runs(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages
 from ironlaw.errors import UserError
+from ironlaw.report.console import messages
 
 
 def serve(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
+from ironlaw.report.console import messages, output, print_json, progress
 
 if TYPE_CHECKING:
     from ironlaw.report.live import LiveRun
@@ -45,7 +45,7 @@ def train(
     if resume and out is None:
         raise UserError("--resume needs --out DIR: which run should go on?")
 
-    from ironlaw.cli.measure import this_machine
+    from ironlaw.machine.keep import this_machine
     from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name, find_run
@@ -55,7 +55,7 @@ def train(
     folder = out or default_name(settings.model.name)
     find_run(folder, settings, resume)  # before a minute is spent on anything else
 
-    profile = this_machine()
+    profile = this_machine(say.print, progress)
     threads = usable_threads()
     if threads < profile.threads:
         say.print(
@@ -101,8 +101,8 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
-    from ironlaw.cli.measure import this_machine
     from ironlaw.machine import host
+    from ironlaw.machine.keep import this_machine
     from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
@@ -112,13 +112,13 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     say = messages()
 
     def choose(config: RunConfig, ranks: int) -> RunConfig:
-        choice = choose_layout(config, this_machine(), ranks)
+        choice = choose_layout(config, this_machine(say.print, progress), ranks)
         say.print(f"Layout     {choice.reason}")
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
         folder = here.ranks.first_does(lambda: out or default_name(settings.model.name))
-        profile = here.ranks.first_does(this_machine)
+        profile = here.ranks.first_does(lambda: this_machine(say.print, progress))
         live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:

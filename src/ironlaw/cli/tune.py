@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import answer, messages, output
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.files import write_json, write_text
+from ironlaw.report.console import answer, messages, output
 
 LONGEST_SECONDS = 366 * 86400.0
 

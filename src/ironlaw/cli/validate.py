@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import answer, messages
+from ironlaw.report.console import answer, messages
 
 
 def validate(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library, rows
-from ironlaw.kernels.product import Linear
+from ironlaw.kernels.product import CLinear
 
 
-class Layer(ctypes.Structure):
+class CLayer(ctypes.Structure):
     """One layer's pages and rules, as `decode.c` declares it."""
 
     _fields_ = (
@@ -28,23 +28,23 @@ class Layer(ctypes.Structure):
     )  # fmt: skip
 
 
-class Step(ctypes.Structure):
+class CStep(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("table", "sequence", "positions")),
         *((name, INT) for name in ("tokens", "width", "threads")),
     )
 
 
-class Norm(ctypes.Structure):
+class CNorm(ctypes.Structure):
     _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", FLOAT), ("centers", INT))
 
 
-class Block(ctypes.Structure):
+class CBlock(ctypes.Structure):
     """One block of a decoder: its pages and what is multiplied."""
 
     _fields_ = (
-        ("layer", POINTER), *((name, Linear) for name in ("qkv", "out", "gate", "up", "down")),
-        ("attention_norm", Norm), ("ffn_norm", Norm), ("factor", FLOAT),
+        ("layer", POINTER), *((name, CLinear) for name in ("qkv", "out", "gate", "up", "down")),
+        ("attention_norm", CNorm), ("ffn_norm", CNorm), ("factor", FLOAT),
         *((name, INT) for name in ("hidden", "activation", "parallel")),
     )  # fmt: skip
 
@@ -67,27 +67,27 @@ class Native:
 
     def __init__(self, library: Any, shapes: Shapes, store: torch.dtype, activation: torch.dtype) -> None:
         self.shapes, self.store, self.activation = shapes, store, activation
-        pointer, long, where = POINTER, LONG, (ctypes.POINTER(Layer), ctypes.POINTER(Step))
+        pointer, long, where = POINTER, LONG, (ctypes.POINTER(CLayer), ctypes.POINTER(CStep))
         self._attend = function(library.attend, *where, pointer, long, pointer)
         self._turn = function(library.turn, pointer, long, INT, pointer, pointer, INT, INT)
-        self._norm = function(library.norm, ctypes.POINTER(Norm), pointer, pointer, long, long)
+        self._norm = function(library.norm, ctypes.POINTER(CNorm), pointer, pointer, long, long)
         self.keeps = hasattr(library, "keep")  # 8-bit formats are scaled by PyTorch
         if self.keeps:
             self._keep = function(library.keep, *where, pointer, long, pointer, long)
         self.block = None  # a whole one, where products are compiled too
         if self.keeps and shapes.key == shapes.value and hasattr(library, "block"):
-            arguments = (ctypes.POINTER(Block), where[1], pointer, pointer, pointer, INT, pointer)
+            arguments = (ctypes.POINTER(CBlock), where[1], pointer, pointer, pointer, INT, pointer)
             self.block = function(library.block, *arguments)
         numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         function(library.prepare, pointer)(numbers.data_ptr())
 
-    def keep(self, layer: Layer, step: Step, key: Tensor, value: Tensor | None = None) -> None:
+    def keep(self, layer: CLayer, step: CStep, key: Tensor, value: Tensor | None = None) -> None:
         """New keys (N, K, D) and values (N, K, W) to their pages."""
         shapes, kind, count = self.shapes, self.activation, step.tokens
         values = (None, 0) if value is None else rows(value, kind, count, shapes.shared, shapes.value)
         self._keep(layer, step, *rows(key, kind, count, shapes.shared, shapes.key), *values)
 
-    def attend(self, layer: Layer, step: Step, query: Tensor) -> Tensor:
+    def attend(self, layer: CLayer, step: CStep, query: Tensor) -> Tensor:
         """(N, A, W) of queries (N, A, D)."""
         shapes, count = self.shapes, step.tokens
         out = query.new_empty(count, shapes.heads, shapes.value)
@@ -104,7 +104,7 @@ class Native:
         """Addresses of cosines and sines (N, 1, D)."""
         return [address(table, self.activation, count, 1, self.shapes.key) for table in tables]
 
-    def norm(self, by: Norm, x: Tensor, size: int) -> Tensor:
+    def norm(self, by: CNorm, x: Tensor, size: int) -> Tensor:
         """In fp32 over the last dimension, for whose `size` the norm is."""
         out = torch.empty_like(x)
         self._norm(by, address(x, torch.float32, *x.shape[:-1], size), out.data_ptr(), x.numel() // size, size)

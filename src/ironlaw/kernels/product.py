@@ -22,7 +22,7 @@ _FORMATS = FORMATS | {INT4: 4}
 ACTIVATIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "silu", "gelu", "gelu_tanh"))}
 
 
-class Linear(ctypes.Structure):
+class CLinear(ctypes.Structure):
     """A packed weight, as `product.c` declares it."""
 
     _fields_ = (
@@ -94,7 +94,7 @@ class Weight:
             address(sums, torch.int32, len(whole)),
             address(groups, torch.half, len(whole) // _TILE, inputs // GROUP, _TILE),
         )
-        self.struct = Linear(self.packed.data_ptr(), *at, inputs, outputs, _FORMATS[self.dtype])
+        self.struct = CLinear(self.packed.data_ptr(), *at, inputs, outputs, _FORMATS[self.dtype])
         self._at = ctypes.byref(self.struct)
 
     @property

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ironlaw.kernels.library import address
-from ironlaw.kernels.native import Layer, Native, Step
+from ironlaw.kernels.native import CLayer, CStep, Native
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.rotary import turn
 from ironlaw.model.scores import alibi_slopes, capped
@@ -148,7 +148,7 @@ class Few:
     def __post_init__(self) -> None:
         table = address(self.table, torch.int32, *self.table.shape)
         others = [address(each, torch.int32, self.count) for each in (self.sequence, self.positions)]
-        self.step = Step(table, *others, self.count, self.table.shape[1], torch.get_num_threads())
+        self.step = CStep(table, *others, self.count, self.table.shape[1], torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class LayerCache:
             self.sinks, self.slopes = None if sinks is None else sinks.detach().float().contiguous(), slopes
             window = config.sliding_window if windowed else None
             scales: list[int | None] = [scale.data_ptr() for scale in pages.scales] or [None]
-            self.layer = Layer(
+            self.layer = CLayer(
                 pages.parts[0].data_ptr(), pages.parts[-1].data_ptr(), scales[0], scales[-1],
                 *(address(each, torch.float32, heads) for each in (slopes, self.sinks)),
                 self.scale, config.attention_cap or 0.0, window or 0,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.kernels.library import address
-from ironlaw.kernels.native import Block, Native
-from ironlaw.kernels.product import ACTIVATIONS, Linear, Weight
+from ironlaw.kernels.native import CBlock, Native
+from ironlaw.kernels.product import ACTIVATIONS, CLinear, Weight
 from ironlaw.model.cached import LayerCache
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.packed import PackedFeedForward, PackedNorm
@@ -28,13 +28,13 @@ class CompiledBlock:
         norms, config, shapes = _norms(block), cache.config, native.shapes
         hidden = config.hidden
         self.kept = weights, norms, cache  # to which the struct points
-        qkv, out, gate, _, down = structs = [Linear() if w is None else w.struct for w in weights]
+        qkv, out, gate, _, down = structs = [CLinear() if w is None else w.struct for w in weights]
         found = [(each.inputs, each.outputs) for each in structs]
         wide, ffn = (shapes.heads + 2 * shapes.shared) * shapes.key, (hidden, down.inputs)
         if found != [(hidden, wide), (shapes.heads * shapes.value, hidden), ffn if gate.weight else (0, 0), ffn,
                      (down.inputs, hidden)]:  # fmt: skip
             raise ValueError(f"products of {found} are not those of a block of {hidden} with {shapes}")
-        self.struct = Block(
+        self.struct = CBlock(
             ctypes.addressof(cache.layer), *structs, *(norm.struct for norm in norms), block.residual_scale, hidden,
             ACTIVATIONS[block.ffn.activation], bool(block.parallel),
         )  # fmt: skip

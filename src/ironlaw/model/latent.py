@@ -17,12 +17,12 @@ from ironlaw.model.cached import Group, LayerCache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, flexible
-from ironlaw.model.place import WHOLE, Draw, Place
+from ironlaw.model.partition import WHOLE, ComputePartition, Draw
 from ironlaw.model.rotary import rotate
 
 
 class LatentAttention(nn.Module):
-    place: Place = WHOLE
+    partition: ComputePartition = WHOLE
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         else:
             if self.pads(x, dropout):
                 value = F.pad(value, (0, latent.head_size - latent.value_size))
-            mixed = self.place.attend(query, key, value, mask, dropout, draw, self.config.score_scale)
+            mixed = self.partition.attend(query, key, value, mask, dropout, draw, self.config.score_scale)
             mixed = mixed[..., : latent.value_size]  # (B, A, S, W)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         gather keys and values as one tensor."""
         if self.latent.value_size == self.latent.head_size:
             return False
-        return (x.device.type == "cpu" and not dropout) or self.place is not WHOLE
+        return (x.device.type == "cpu" and not dropout) or self.partition is not WHOLE
 
     def query(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """(B, S, H) to (B, S, A, D)."""

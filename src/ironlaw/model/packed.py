@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.kernels.library import address
-from ironlaw.kernels.native import Native, Norm
+from ironlaw.kernels.native import CNorm, Native
 from ironlaw.kernels.product import Weight, multiplies
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
@@ -107,7 +107,7 @@ class PackedNorm(nn.Module):
         eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         self.register_buffer("eps", torch.tensor(eps))
         at = (address(tensor, torch.float32, self.size) for tensor in (self.weight, self.bias))
-        self.struct = Norm(*at, eps, self.centers)
+        self.struct = CNorm(*at, eps, self.centers)
 
     eps: Tensor
 

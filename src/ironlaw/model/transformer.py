@@ -26,7 +26,7 @@ from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
-from ironlaw.model.place import WHOLE, Draw, Place
+from ironlaw.model.partition import WHOLE, ComputePartition, Draw
 from ironlaw.model.rotary import rotary_tables, rotate, turning
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
@@ -39,7 +39,7 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
 
 
 class Attention(nn.Module):
-    place: Place = WHOLE
+    partition: ComputePartition = WHOLE
     native = False  # causal attention by `kernels/attention.c`: where it was measured to be faster than PyTorch's
 
     def __init__(self, config: ModelConfig) -> None:
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             mixed = causal_attention(*heads_first, config.score_scale)
         else:
             dropout = config.dropout if self.training else 0.0
-            mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
+            mixed = self.partition.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
         return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
 
     def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
@@ -181,7 +181,7 @@ def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
 class Transformer(nn.Module):
     """Tokens (B, S) to logits (B, S, V), or to the mean cross-entropy when targets (B, S) are given."""
 
-    place: Place = WHOLE
+    partition: ComputePartition = WHOLE
     dropout_seed = 0  # of masks that are drawn by sample
     loss_chunk = 0  # tokens whose logits exist at a time; 0: all
     loss_factor: Tensor | float = 1.0  # of a pipeline's loss: stages without one need it for balancing losses
@@ -227,15 +227,15 @@ class Transformer(nn.Module):
         A pipeline stage has some of the parts only: without an embedding `tokens` are hidden states (B, S, H), without
         an output layer the result is. Raises UserError for more tokens than the model has positions.
         """
-        place = self.place
-        sequence = place.sequence(tokens)
+        partition = self.partition
+        sequence = partition.sequence(tokens)
         if sequence > self.config.context and self.config.positions in ("learned", "rope"):
             raise UserError(
                 f"{sequence} tokens are more than model.context = {self.config.context}, of which positions are known"
             )
         draw = None
         if samples is not None and self.config.dropout and self.training:
-            draw = Draw(self.dropout_seed, self.config, samples, place, sequence)
+            draw = Draw(self.dropout_seed, self.config, samples, partition, sequence)
         x = self.embed(tokens, sequence, documents) if self.embedding is not None else tokens
         kinds = self.kinds()
         rotary = {kind: self.rotary(sequence, *kind) for kind in set(kinds)}
@@ -276,7 +276,9 @@ class Transformer(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Cross-entropy of hidden states (B, S, H); the logits of all of them only without `loss_chunk`."""
         if self.loss_chunk:
-            return self.place.chunked_loss(x, self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn)
+            return self.partition.chunked_loss(
+                x, self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn
+            )
         # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
         return F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets, reduction=reduction)
 
@@ -293,10 +295,10 @@ class Transformer(nn.Module):
         if self.positions is not None and at is not None:
             x = x + self.positions(at)
         elif self.positions is not None and documents is not None:
-            rows = self.place.stream_positions(sequence)
+            rows = self.partition.stream_positions(sequence)
             x = x + self.positions(positions_within(documents)[:, rows])  # counted anew in every document
         elif self.positions is not None:
-            x = x + self.place.weight(self.positions)[self.place.stream_positions(sequence)]
+            x = x + self.partition.weight(self.positions)[self.partition.stream_positions(sequence)]
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def kinds(self) -> list[tuple[bool, bool]]:
@@ -311,7 +313,7 @@ class Transformer(nn.Module):
         scaling = self.config.rope_scaling or {}
         if self.config.rope_long and sequence > scaling["original_context"]:
             which = "_long"
-        rows = self.place.positions(sequence)
+        rows = self.partition.positions(sequence)
         return getattr(self, f"rotary_cos{which}")[rows], getattr(self, f"rotary_sin{which}")[rows]
 
     def rotary_at(
@@ -343,11 +345,11 @@ class Transformer(nn.Module):
         if window is None and documents is None and not alibi and not self.config.composes_scores:
             return None
         drops = self.training and self.config.dropout > 0  # which FlexAttention does not
-        if device.type == "cuda" and self.place is WHOLE and not drops:
+        if device.type == "cuda" and self.partition is WHOLE and not drops:
             return block_mask(sequence, device, window, documents)
         mask = dense_mask(sequence, device, window, documents)
-        if self.place is not WHOLE or draw is not None:
-            return mask[..., self.place.positions(sequence), :]
+        if self.partition is not WHOLE or draw is not None:
+            return mask[..., self.partition.positions(sequence), :]
         # SDPA adds a mask to the scores. Given as true and false, every layer would make and keep its own copy of that.
         mask = additive(mask)
         rows = torch.arange(sequence, device=device)

@@ -33,7 +33,7 @@ Method = Literal["rtn", "gptq", "awq", "smoothquant", "hqq"]
 METHODS: tuple[Method, ...] = get_args(Method)
 SCALING = ("awq", "smoothquant")  # methods that scale input channels
 MEASURING = ("gptq", *SCALING)  # that look at the layers' inputs
-Held = Quantized | Sparse
+CompressedWeight = Quantized | Sparse
 TWO_OF_FOUR, SHARE = "2:4", "pruned="
 
 
@@ -110,7 +110,7 @@ def check_method(model: nn.Module, target: Target, method: Method, mixes: bool =
 def compress(
     model: Transformer, target: Target, *, method: Method = "rtn", score: Score = "magnitude", whole: bool = False,
     batches: Iterable[Tensor] = (), formats: Mapping[str, NumberFormat] | None = None,
-) -> dict[str, Held]:  # fmt: skip
+) -> dict[str, CompressedWeight]:  # fmt: skip
     """Compress `model` in place; returns what its weights are held as, by their names.
 
     method:   "rtn" rounds each to nearest, "hqq" with scales of its own; "gptq" puts errors right in later columns,
@@ -124,7 +124,7 @@ def compress(
     check_method(model, target, method)
     measured = method in MEASURING or (target.pruning is not None and score == "wanda")
     seen = _Seen(model, batches) if measured else None
-    held: dict[str, Held] = {}
+    held: dict[str, CompressedWeight] = {}
     for number, block in enumerate(model.blocks):
         layers = {name: module for name, module in block.named_modules() if isinstance(module, Linear | ExpertLinear)}
         inputs = seen.inputs_of(number, block, layers.values()) if seen is not None else {}
@@ -159,7 +159,9 @@ def mixed_formats(
     return layer_formats(weights, squares, target.format, within - wide_bytes * others)
 
 
-def _compressed(weight: Tensor, target: Target, method: Method, score: Score, moment: Tensor | None) -> Held:
+def _compressed(
+    weight: Tensor, target: Target, method: Method, score: Score, moment: Tensor | None
+) -> CompressedWeight:
     format, kept = target.format, None
     if target.pruning is not None:
         norms = moment.diagonal().sqrt() if score == "wanda" and moment is not None else None
@@ -174,7 +176,7 @@ def _compressed(weight: Tensor, target: Target, method: Method, score: Score, mo
     return made if kept is None else sparse(made, kept)
 
 
-def int4_scales(held: Mapping[str, Held]) -> dict[str, Tensor]:
+def int4_scales(held: Mapping[str, CompressedWeight]) -> dict[str, Tensor]:
     """Of weights in int4, by their names, what each number is a whole multiple of; fp32 of the weight's shape."""
     dense = {name: weight.dense() if isinstance(weight, Sparse) else weight for name, weight in held.items()}
     return {name: weight.scale_of_each() for name, weight in dense.items() if weight.format.name == "int4"}

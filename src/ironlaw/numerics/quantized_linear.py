@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ironlaw.kernels.product import GROUP, INT4, Weight, multiplies
 from ironlaw.model.packed import ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Held
+from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.packing import unpack
 from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized, quantize
@@ -189,14 +189,16 @@ class Int4Linear(QuantizedLinear):
 KERNELS = (NativeInt8Linear, Int8Linear, WideInt8Linear, NativeInt4Linear, Int4Linear)
 
 
-def quantized_linear(held: Held, bias: Tensor | None, device: torch.device) -> QuantizedLinear | None:
+def quantized_linear(held: CompressedWeight, bias: Tensor | None, device: torch.device) -> QuantizedLinear | None:
     """None where no kernel multiplies this format here."""
     dense = held.dense() if isinstance(held, Sparse) else held
     return next((kernel(dense, bias) for kernel in KERNELS if kernel.takes(dense, device)), None)
 
 
 @torch.no_grad()
-def quantize_layers(model: Transformer, held: Mapping[str, Held], format: str | None = None) -> dict[str, int]:
+def quantize_layers(
+    model: Transformer, held: Mapping[str, CompressedWeight], format: str | None = None
+) -> dict[str, int]:
     """Replace linear layers of a model in place, by the codes that `held` has under their names.
 
     format: of the layers that `held` has not, the output layer too; None: they stay as they are.

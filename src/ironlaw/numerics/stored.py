@@ -22,7 +22,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
 from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import entries
-from ironlaw.numerics.compression import Held
+from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.packing import pack
 from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized
@@ -39,7 +39,7 @@ LIBRARY = dict.fromkeys(_COMPRESSED, "compressed_tensors") | {"nf4": "bitsandbyt
 COMPUTES = {"mxfp4": torch.bfloat16, "nf4": torch.bfloat16}
 
 
-def check_stored(config: ModelConfig, held: Mapping[str, Held], name: str) -> None:
+def check_stored(config: ModelConfig, held: Mapping[str, CompressedWeight], name: str) -> None:
     """UserError where a model's layers are not held in `name`, or its family has no linear layers to hold so."""
     formats = {weight.format.name for weight in held.values()}
     if formats != {name}:
@@ -58,7 +58,7 @@ def check_stored(config: ModelConfig, held: Mapping[str, Held], name: str) -> No
 
 
 def stored_tensors(
-    config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, Held], name: str
+    config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, CompressedWeight], name: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of the file by their names there, and `quantization_config`. `check_stored` has been asked."""
     codes, scales, tensors = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()

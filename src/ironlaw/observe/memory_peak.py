@@ -13,7 +13,7 @@ CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporaries",
 
 
 @dataclass
-class Held:
+class KnownStorages:
     """Storages that exist when recording begins, and gradients seen while it runs: address -> bytes."""
 
     weights: dict[int, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class _Alive:
 
 def find_peak(
     allocations: Sequence[Allocation],
-    held: Held,
+    held: KnownStorages,
     phase_at: Callable[[int], Phase | None],
     group_at: Callable[[int], str],
 ) -> MemoryPeak | None:
@@ -83,7 +83,9 @@ def find_peak(
     return peak
 
 
-def _categories(allocations: Sequence[Allocation], held: Held, phase_at: Callable[[int], Phase | None]) -> list[str]:
+def _categories(
+    allocations: Sequence[Allocation], held: KnownStorages, phase_at: Callable[[int], Phase | None]
+) -> list[str]:
     """What each allocation turns out to be, known when it is freed."""
     result = ["temporaries"] * len(allocations)
     live: dict[int, tuple[int, Phase | None]] = {}  # address -> index and phase of its allocation

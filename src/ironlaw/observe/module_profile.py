@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
-from ironlaw.observe.memory_peak import Held, MemoryPeak, find_peak
+from ironlaw.observe.memory_peak import KnownStorages, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
 from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import BACKWARD_NODE, LEAF, MARK, Span, device_key, group_of, kind_of, nest, span_key
@@ -104,7 +104,7 @@ def line_work(
 
 
 def read_modules(
-    events: Sequence[Event], allocations: Sequence[Allocation], recording: ModuleRecording, held: Held,
+    events: Sequence[Event], allocations: Sequence[Allocation], recording: ModuleRecording, held: KnownStorages,
     sampler: StackSampler | None = None,
 ) -> ModuleProfile:  # fmt: skip
     ends, named = recording.phases(events)

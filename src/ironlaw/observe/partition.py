@@ -33,14 +33,14 @@ BRIDGES: dict[tuple[Phase, Phase], Phase] = {
 class Interval:
     """From one mark to the next. `phase` is None until the next phase begins and names it."""
 
-    begin: Moment
+    begin: ClockReading
     phase: Phase | None = None
     after: Phase | None = None  # the phase that ended where a gap begins
-    end: Moment | None = None
+    end: ClockReading | None = None
 
 
 @dataclass
-class Moment:
+class ClockReading:
     seconds: float
     cpu_seconds: float  # processor time of this thread
     event: Any = None  # on the device's own timeline
@@ -130,12 +130,12 @@ class Partition:
         if self.on_mark is not None:
             self.on_mark()
 
-    def _now(self) -> Moment:
+    def _now(self) -> ClockReading:
         event = None
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return Moment(time.perf_counter(), time.thread_time(), event)
+        return ClockReading(time.perf_counter(), time.thread_time(), event)
 
 
 def _seconds(interval: Interval) -> float:

@@ -23,7 +23,7 @@ from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
-from ironlaw.observe.memory_peak import Held, find_peak
+from ironlaw.observe.memory_peak import KnownStorages, find_peak
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest, scopes_recorded
 from ironlaw.workload.objective import FROZEN
 
@@ -339,7 +339,7 @@ def _find_peak(
         index = bisect_left(marks, moment, key=lambda mark: mark[0])
         return marks[index][1] if index < len(marks) else None
 
-    peak = find_peak(allocations, Held(gradient_addresses=gradient_pointers), phase_at, lambda moment: "")
+    peak = find_peak(allocations, KnownStorages(gradient_addresses=gradient_pointers), phase_at, lambda moment: "")
     if peak is not None and any(phase is Phase.BACKWARD for _, phase in marks):
         result.peak_bytes = peak.bytes
         result.peak_parts = {name: peak.parts[name] for name in ("gradients", "activations", "temporaries")}

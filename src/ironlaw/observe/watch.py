@@ -42,7 +42,7 @@ from ironlaw.observe.gradients import parameters_of
 from ironlaw.observe.habits import LOOKED_AT, Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
-from ironlaw.observe.memory_peak import Held
+from ironlaw.observe.memory_peak import KnownStorages
 from ironlaw.observe.module_profile import ModuleProfile, ModuleRecording, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
@@ -112,7 +112,7 @@ class Watch:
         self._recorder: profile | None = None
         self._recording: list[list[Interval]] = []
         self._recording_stack = ExitStack()
-        self._held = Held()
+        self._held = KnownStorages()
         self._stack = ExitStack()
         self._sampled = 0.0
         self._probed = 0.0
@@ -300,7 +300,7 @@ class Watch:
         self._stop_at, self._wanted, self._asked = self._wanted, 0, False
         self._probe()
         self._recording = []
-        self._held = Held(
+        self._held = KnownStorages(
             weights=_storages([*self.model.parameters(), *self.model.buffers()]),
             gradients=self._gradients(),
             optimizer=_storages(_state_tensors(self.optimizers)),

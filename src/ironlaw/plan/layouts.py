@@ -1,10 +1,15 @@
-"""The best layout for so many CPU ranks: every one that divides is planned; there are tens, not thousands."""
+"""The layout that a job is planned to be fastest in, of those that the trainer runs and that fit.
+
+For CPU ranks every layout that divides is planned: there are tens, not thousands. For accelerators the search of
+`plan/cluster` says which come first, and each is planned until one fits (`train/parallel/planning.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic, Protocol, TypeVar
 
 from ironlaw import units
 from ironlaw.config import RunConfig
@@ -19,15 +24,31 @@ SIMPLER = 0.01
 """Within so much of the best, the layout with fewer kinds of parallelism: the plan's own error is larger."""
 
 
+class PlannedLayout(Protocol):
+    """Of one rank: the fullest, and the slowest."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+Plan = TypeVar("Plan", bound=PlannedLayout)
+
+
 @dataclass(frozen=True)
-class LayoutChoice:
+class LayoutChoice(Generic[Plan]):
     """The plans that fit, the chosen first, then by step time."""
 
-    plans: list[StepPlan]
+    plans: list[Plan]
     tried: int
 
     @property
-    def best(self) -> StepPlan:
+    def best(self) -> Plan:
         return self.plans[0]
 
     @property
@@ -36,11 +57,11 @@ class LayoutChoice:
         best = self.best
         seconds, held = units.seconds(best.step_seconds), units.bytes_(best.peak_bytes)
         said = f"{best.layout}: {seconds} per step planned, {held} per rank"
-        fit = f"best of {len(self.plans)} layouts that fit" if len(self.plans) > 1 else "the only layout that fits"
         if len(self.plans) < 2:
-            return f"{said}; {fit}"
+            return said
         other = next((p for p in self.plans[1:] if kinds(p.layout) != kinds(best.layout)), self.plans[1])
-        return f"{said}; {fit}; next of another kind {other.layout}: {units.seconds(other.step_seconds)}"
+        following = f"next of another kind {other.layout}: {units.seconds(other.step_seconds)}"
+        return f"{said}; best of {len(self.plans)} layouts that fit; {following}"
 
 
 def kinds(layout: Layout) -> tuple[bool, ...]:
@@ -49,30 +70,40 @@ def kinds(layout: Layout) -> tuple[bool, ...]:
 
 def best_layout(
     config: RunConfig, profile: Profile, ranks: int, fabric: RankFabric, runnable: Callable[[Layout], bool]
-) -> LayoutChoice:
-    """UserError where no layout can run, or none fits."""
-    found, tried, precision = [], 0, choose_precision(config, profile)
-    for layout in candidates(config, ranks):
-        if layout.reason_invalid(
-            config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
-        ) or not runnable(layout):
-            continue
-        tried += 1
-        found.append(plan_step(config, profile, layout, fabric, ranks, precision))
-    fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds)
+) -> LayoutChoice[StepPlan]:
+    """Of so many ranks of this machine. UserError where no layout can run, or none fits."""
+    precision = choose_precision(config, profile)
+    asked: dict[str, int] = {"sequence": config.sequence, "global_batch": config.train.global_batch}
+    possible = (
+        layout for layout in candidates(config, ranks)
+        if not layout.reason_invalid(config.model, **asked, accelerators=ranks) and runnable(layout)
+    )  # fmt: skip
+    return chosen(possible, lambda layout: plan_step(config, profile, layout, fabric, ranks, precision), ranks)
+
+
+def chosen(
+    layouts: Iterable[Layout], plan: Callable[[Layout], Plan], ranks: int, fastest_first: bool = False
+) -> LayoutChoice[Plan]:
+    """The best by its plan. `fastest_first`: as the layouts come, so that the first that fits is the best."""
+    found: list[Plan] = []
+    for layout in layouts:
+        found.append(plan(layout))
+        if fastest_first and found[-1].fits:
+            return LayoutChoice(found[-1:], len(found))
     if not found:
         raise UserError(
             f"no layout divides this model and batch over {ranks} ranks: use a train.global_batch that {ranks} divides"
         )
+    fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds)
     if not fitting:
         least = min(plan.peak_bytes for plan in found)
         raise UserError(
             f"no layout of {ranks} ranks fits this machine's memory: the smallest needs {units.bytes_(least)} a rank: "
-            "lower train.micro_batch or start fewer ranks per host"
+            "lower train.micro_batch, recompute, or start fewer ranks per host"
         )
     close = [plan for plan in fitting if plan.step_seconds <= fitting[0].step_seconds * (1 + SIMPLER)]
     best = min(close, key=lambda plan: (sum(kinds(plan.layout)), plan.step_seconds))
-    return LayoutChoice([best, *(plan for plan in fitting if plan is not best)], tried)
+    return LayoutChoice([best, *(plan for plan in fitting if plan is not best)], len(found))
 
 
 def candidates(config: RunConfig, ranks: int) -> Iterator[Layout]:

@@ -171,10 +171,10 @@ def _ruled_out(made: Document, more: More) -> None:
     searched = more["searched"]
     made.heading(f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
     rows = []
-    for wall, counted in more["ruled_out"].items():
+    for constraint, counted in more["ruled_out"].items():
         unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]
-        rows.append([wall, f"{counted['count']:,} {unit}"])
-    made.table(["wall", "ruled out"], rows)
+        rows.append([constraint, f"{counted['count']:,} {unit}"])
+    made.table(["constraint", "ruled out"], rows)
 
 
 def _shares(made: Document, parts: Mapping[str, float], show: Print) -> None:

@@ -136,9 +136,9 @@ def _candidates(made: Document, more: dict[str, Any]) -> None:
         for one in [more["chosen"], *more["candidates"]]
     ]  # fmt: skip
     made.table(["devices", "<weights", "<layout", "USD/hour", "per million", "per token"], rows)
-    walls = ", ".join(f"{count} by {wall}" for wall, count in more["ruled_out"].items())
-    if walls:
-        made.text(f"Ruled out: {walls}.", indent=2, role="dim")
+    constraints = ", ".join(f"{count} by {name}" for name, count in more["ruled_out"].items())
+    if constraints:
+        made.text(f"Ruled out: {constraints}.", indent=2, role="dim")
 
 
 def server_view(found: dict[str, Any]) -> Document:

@@ -27,7 +27,7 @@ from ironlaw.serve.constrain import allowed
 from ironlaw.serve.loading import Served
 from ironlaw.serve.recording import Recording
 from ironlaw.serve.request import Chosen, Finish, Request, Sampling
-from ironlaw.serve.runner import Runner, Work, kv_bytes_per_token
+from ironlaw.serve.runner import Runner, RunnerWork, kv_bytes_per_token
 from ironlaw.serve.sampler import Row, sample
 from ironlaw.serve.scheduler import Scheduled, Scheduler
 from ironlaw.serve.speculation import DraftModel, NGram, Proposer
@@ -237,7 +237,7 @@ class Engine:
         self.trace.add(record)
         return len(step)
 
-    def _chosen(self, logits: torch.Tensor | None, ordered: list[Work]) -> list[Chosen]:
+    def _chosen(self, logits: torch.Tensor | None, ordered: list[RunnerWork]) -> list[Chosen]:
         """A token for each of the rows (R, V). Where that fails, requests are tried alone, and end alone."""
         rows = [[Row(w.request, w.start + len(w.tokens) - n) for n in reversed(range(w.wanted))] for w in ordered]
         if logits is None:
@@ -250,7 +250,7 @@ class Engine:
             return draw(logits, [row for each in rows for row in each])
         except Exception:
             log.exception("a token could not be chosen")
-        chosen, stay = list[Chosen](), list[Work]()
+        chosen, stay = list[Chosen](), list[RunnerWork]()
         for w, each, part in zip(ordered, rows, logits.split([w.wanted for w in ordered]), strict=True):
             try:
                 chosen += draw(part, each) if each else []
@@ -280,15 +280,15 @@ class Engine:
         # Beyond the original context all is computed again: a step never spans that.
         return drafted[: max(0, self._original_context - len(request.tokens))]
 
-    def _work(self, scheduled: Scheduled) -> Work:
+    def _work(self, scheduled: Scheduled) -> RunnerWork:
         request = scheduled.request
         known = request.tokens[request.computed : request.computed + scheduled.count]
-        return Work(
+        return RunnerWork(
             request, known + request.drafted, request.computed,
             1 + len(request.drafted) if scheduled.is_last_chunk else 0,
         )  # fmt: skip
 
-    def _record(self, step: Sequence[Scheduled], work: Sequence[Work]) -> StepRecord:
+    def _record(self, step: Sequence[Scheduled], work: Sequence[RunnerWork]) -> StepRecord:
         decode = sum(len(w.tokens) for w in work if w.request.is_decoding)
         prefill = sum(len(w.tokens) for w in work) - decode
         return StepRecord(
@@ -299,7 +299,7 @@ class Engine:
             seconds=0.0, schedule_seconds=0.0, model_seconds=0.0, sample_seconds=0.0, output_seconds=0.0,
         )  # fmt: skip
 
-    def _accept(self, ordered: Sequence[Work], chosen: Sequence[Chosen], record: StepRecord) -> None:
+    def _accept(self, ordered: Sequence[RunnerWork], chosen: Sequence[Chosen], record: StepRecord) -> None:
         """Take what stands of the proposals, and one token more; tell whoever asked."""
         at, now = 0, time.monotonic()
         for w in ordered:

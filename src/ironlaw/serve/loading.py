@@ -15,7 +15,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine import host
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Held
+from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
 from ironlaw.train.restore import load_trained
@@ -81,7 +81,9 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Se
     return served
 
 
-def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[str, Held] | None = None) -> Served:
+def prepare(
+    model: Transformer, config: ServeConfig, name: str, held: Mapping[str, CompressedWeight] | None = None
+) -> Served:
     """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name.
 
     ValueError: the model, which is changed in place, is held in other formats already.

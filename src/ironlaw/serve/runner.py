@@ -51,7 +51,7 @@ def kv_bytes_per_token(config: ModelConfig, store: str) -> int:
 
 
 @dataclass(frozen=True)
-class Work:
+class RunnerWork:
     """Tokens of one request to compute: `tokens` from place `start` on; logits after the last `wanted` of them."""
 
     request: Request
@@ -85,7 +85,7 @@ class Runner:
         own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
         self.rows = _ROWS if device.type == "cpu" and not own else 1
         nobody = Request([0], Sampling(), blocks=[0])
-        self.spare = Work(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
+        self.spare = RunnerWork(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
         self.graphs = Graphs() if graphed else None
 
@@ -94,7 +94,7 @@ class Runner:
         return sum(cache.pages.bytes for cache in self.caches)
 
     @torch.inference_mode()
-    def run(self, work: Sequence[Work]) -> tuple[Tensor | None, list[Work]]:
+    def run(self, work: Sequence[RunnerWork]) -> tuple[Tensor | None, list[RunnerWork]]:
         """Logits (R, V) of the wanted rows, and `work` in the order that they have."""
         if self.graphs is not None and all(len(w.tokens) == w.wanted == 1 for w in work):
             return self._graphed(self.graphs, work)[: len(work)], list(work)
@@ -124,7 +124,7 @@ class Runner:
             logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
 
-    def _graphed(self, graphs: Graphs, work: Sequence[Work]) -> Tensor:
+    def _graphed(self, graphs: Graphs, work: Sequence[RunnerWork]) -> Tensor:
         """Logits (P, V) of one new token each, in a step of few shapes: requests and pages are powers of two."""
         work = [*work, *[self.spare] * (bucket(len(work)) - len(work))]
         positions, kept = self._tensor([w.start for w in work]), self.caches[0].pages
@@ -142,11 +142,11 @@ class Runner:
     def precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
-    def arrange(self, work: Sequence[Work]) -> tuple[list[Work], list[list[Work]]]:
+    def arrange(self, work: Sequence[RunnerWork]) -> tuple[list[RunnerWork], list[list[RunnerWork]]]:
         """Those for compiled code, and the others by group: each has equally many new tokens."""
         few = [w for w in work if len(w.tokens) <= _FEW] if self.native is not None else []
         many = [w for w in work if len(w.tokens) > _FEW] if self.native is not None else work
-        parts: list[list[Work]] = []
+        parts: list[list[RunnerWork]] = []
         spare = 0
         for w in sorted(many, key=lambda w: (len(w.tokens), w.start == 0, len(w.request.blocks))):
             last = parts[-1] if parts else []
@@ -162,7 +162,7 @@ class Runner:
                 spare = 0
         return few, parts
 
-    def _now(self, few: Sequence[Work], many: Sequence[Sequence[Work]], positions: Tensor) -> Now:
+    def _now(self, few: Sequence[RunnerWork], many: Sequence[Sequence[RunnerWork]], positions: Tensor) -> Now:
         keeps = self.native is not None and self.native.keeps and not many
         some, row = None, sum(len(w.tokens) for w in few)
         if few:
@@ -179,12 +179,12 @@ class Runner:
             groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
         return Now(None if keeps else self._rows([*few, *(w for part in many for w in part)], positions), some, groups)
 
-    def _rows(self, ordered: Sequence[Work], positions: Tensor) -> Tensor:
+    def _rows(self, ordered: Sequence[RunnerWork], positions: Tensor) -> Tensor:
         page = self.page
         held = [w.request.blocks[p // page] for w in ordered for p in range(w.start, w.start + len(w.tokens))]
         return self.caches[0].pages.rows(self._tensor(held), positions % page)
 
-    def _table(self, part: Sequence[Work], width: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
+    def _table(self, part: Sequence[RunnerWork], width: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
         """(sequences, pages); `width` pages, or as many as the longest has"""
         width = width or max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
         table = np.zeros((len(part), width), np.int32)  # numpy reads lists in a third of PyTorch's time

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from ironlaw.serve.request import Request
-from ironlaw.serve.runner import Runner, Work
+from ironlaw.serve.runner import Runner, RunnerWork
 from ironlaw.serve.sampler import likeliest
 
 
@@ -23,7 +23,7 @@ class Proposer:
     def fill(self, requests: Sequence[Request]) -> None:
         """Put proposed tokens in the place of placeholders; pages for them are there."""
 
-    def computed(self, work: Sequence[Work]) -> None:
+    def computed(self, work: Sequence[RunnerWork]) -> None:
         """The model has computed this."""
 
 
@@ -60,8 +60,8 @@ class DraftModel(Proposer):
             return []
         return [-1] * min(self.count, self.runner.config.context - len(request.tokens))
 
-    def computed(self, work: Sequence[Work]) -> None:
-        without = [Work(w.request, w.tokens, w.start, 0) for w in work if not w.request.drafted]
+    def computed(self, work: Sequence[RunnerWork]) -> None:
+        without = [RunnerWork(w.request, w.tokens, w.start, 0) for w in work if not w.request.drafted]
         if without:
             self.runner.run(without)
         for w in without:
@@ -71,7 +71,7 @@ class DraftModel(Proposer):
         wanted = [request for request in requests if request.drafted]
         if not wanted:
             return
-        work = [Work(r, r.tokens[r.drafted_for :], r.drafted_for, 1) for r in wanted]
+        work = [RunnerWork(r, r.tokens[r.drafted_for :], r.drafted_for, 1) for r in wanted]
         for number in range(max(len(r.drafted) for r in wanted)):
             logits, ordered = self.runner.run(work)
             assert logits is not None
@@ -80,6 +80,6 @@ class DraftModel(Proposer):
                 w.request.drafted[number] = token
                 w.request.drafted_for = w.start + len(w.tokens)
                 if number + 1 < len(w.request.drafted):
-                    work.append(Work(w.request, [token], w.start + len(w.tokens), 1))
+                    work.append(RunnerWork(w.request, [token], w.start + len(w.tokens), 1))
             if not work:
                 return

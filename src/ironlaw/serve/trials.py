@@ -24,7 +24,7 @@ from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
 from ironlaw.serve.request import Request, Sampling
-from ironlaw.serve.runner import Work
+from ironlaw.serve.runner import RunnerWork
 from ironlaw.train.compression import text_of
 from ironlaw.train.run_directory import RunDirectory
 
@@ -72,8 +72,8 @@ class Load:
             if half < 1 or -(-len(prompt) // size) > pages:
                 continue
             request = Request(prompt, Sampling(), blocks=list(range(1, 1 + -(-len(prompt) // size))))
-            engine.runner.run([Work(request, list(prompt[:half]), 0, 0)])
-            logits, _ = engine.runner.run([Work(request, list(prompt[half:-1]), half, len(prompt) - 1 - half)])
+            engine.runner.run([RunnerWork(request, list(prompt[:half]), 0, 0)])
+            logits, _ = engine.runner.run([RunnerWork(request, list(prompt[half:-1]), half, len(prompt) - 1 - half)])
             if logits is not None:
                 losses.append(float(F.cross_entropy(logits.float(), torch.tensor(prompt[half + 1 :]))))
         return statistics.mean(losses) if losses else 0.0

@@ -29,7 +29,7 @@ from ironlaw.files import write_json
 from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Held, Method, Target, check_method, compress, mixed_formats
+from ironlaw.numerics.compression import CompressedWeight, Method, Target, check_method, compress, mixed_formats
 from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.evaluation import evaluate
@@ -81,11 +81,11 @@ class Decoder:
     kernels: dict[str, int] = field(default_factory=dict)
 
 
-MakeDecoder = Callable[[Transformer, Mapping[str, Held]], Decoder]  # may repack the model in place
+MakeDecoder = Callable[[Transformer, Mapping[str, CompressedWeight]], Decoder]  # may repack the model in place
 
 
 @dataclass(frozen=True)
-class Source:
+class CompressionSource:
     """A run or a Hugging Face directory that is compressed: its model as it is, and the text it is measured on."""
 
     path: Path
@@ -108,7 +108,7 @@ class Source:
 
 def open_source(
     path: Path, data: str | None, say: Callable[[str], None], check: Callable[[Transformer], None]
-) -> Source:
+) -> CompressionSource:
     """UserError, before anything is computed, where the source and `data` do not go together or `check` has one."""
     config = _config(path, data)
     found = disk.newest_of(path) if RunDirectory(path).is_run else None
@@ -123,7 +123,7 @@ def open_source(
     _load(found, path, model, config)
     say(f"loss of {path} on held-out text")
     wide = stored_type(path) if found is None else torch.float32
-    return Source(path, config, found, model, wide, dataset, _loss(model, config, dataset))
+    return CompressionSource(path, config, found, model, wide, dataset, _loss(model, config, dataset))
 
 
 def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[RunConfig, Dataset]:
@@ -154,8 +154,8 @@ def compress_run(
 
 
 def compressed(
-    source: Source, target: Target, before: Decoder, decoder: MakeDecoder, method: Method, score: Score = "magnitude",
-    whole: bool = False, within: int | None = None,
+    source: CompressionSource, target: Target, before: Decoder, decoder: MakeDecoder, method: Method,
+    score: Score = "magnitude", whole: bool = False, within: int | None = None,
 ) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
     """Compress a copy of the source's model and measure it; with what is to be written of it."""
     config, dataset, model = source.config, source.dataset, source.copy()
@@ -247,7 +247,9 @@ def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:
         yield torch.cat([torch.from_numpy(source.batch(4 * step + number).inputs) for number in range(4)])
 
 
-def _write(out: Path, source: Source, store: QuantizedFiles, taken: dict[str, Tensor], result: Compressed) -> None:
+def _write(
+    out: Path, source: CompressionSource, store: QuantizedFiles, taken: dict[str, Tensor], result: Compressed
+) -> None:
     config, found = source.config, source.found
     with complete_or_nothing(out) as partial:
         run = RunDirectory(partial)
@@ -267,7 +269,7 @@ def _write(out: Path, source: Source, store: QuantizedFiles, taken: dict[str, Te
         ledger_of(result, source).save(run.ledger_file)
 
 
-def ledger_of(result: Compressed, source: Source) -> Ledger:
+def ledger_of(result: Compressed, source: CompressionSource) -> Ledger:
     """What compressing cost and saved, as a run's ledger: measured totals by the names of `Compressed`."""
     bases = {
         "loss": f"nats per token of {result.held_out_tokens:,} held-out tokens", "bytes": "of all weights",

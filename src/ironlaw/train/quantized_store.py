@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
-from ironlaw.numerics.compression import Held
+from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train.state import Stateful, unique_weights
@@ -38,7 +38,7 @@ class QuantizedFiles:
     wide:  what the other weights are kept in.
     """
 
-    held: Mapping[str, Held]
+    held: Mapping[str, CompressedWeight]
     wide: torch.dtype = torch.float32
     name: str = "quantized"
 
@@ -77,7 +77,7 @@ def no_training(folder: Path) -> str:
     )
 
 
-def read_held(folder: Path) -> Iterator[tuple[str, Tensor | Held]]:
+def read_held(folder: Path) -> Iterator[tuple[str, Tensor | CompressedWeight]]:
     """The weights of a compressed checkpoint, one after the other: as tensors, or as they are held."""
     with safe_open(folder / FILE, framework="pt") as file:
         about: dict[str, dict[str, Any]] = json.loads(file.metadata()["quantized"])

@@ -21,7 +21,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Held
+from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
 from ironlaw.train.finetune import add_adapters, base_digest, merge
 from ironlaw.train.peft import check_adapter
@@ -116,7 +116,7 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transform
     return model.eval()
 
 
-def held_weights(checkpoint: Checkpoint) -> dict[str, Held]:
+def held_weights(checkpoint: Checkpoint) -> dict[str, CompressedWeight]:
     """Of a compressed checkpoint, what its weights in few bits are held as; of others nothing."""
     if checkpoint.index.get("store") != QuantizedFiles.name:
         return {}
@@ -131,7 +131,9 @@ class Trained:
     tokenizer: Tokenizer | None  # None for a run on mock data
     step: int | None = None
     passed_over: tuple[str, ...] = ()
-    held: Mapping[str, Held] = field(default_factory=dict)  # of a compressed run, its weights in few bits by name
+    held: Mapping[str, CompressedWeight] = field(
+        default_factory=dict
+    )  # of a compressed run, its weights in few bits by name
 
     def about(self) -> dict[str, Any]:
         """For JSON: which checkpoint of a run this is."""

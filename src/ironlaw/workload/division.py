@@ -2,7 +2,7 @@
 
 `local_shape`: a rank's shape has its own part of heads, widths, words and tokens; `on_rank`: what that leaves out, by
 what operations declare of themselves (`Operation.on_stream`, `summed`).
-As the trainer divides (`train/parallel/tensor.py`, `place.py`), tensor parallelism (arXiv 1909.08053) adds up partial
+As the trainer divides (`train/parallel/`), tensor parallelism (arXiv 1909.08053) adds up partial
 results in a copy; sequence parallelism (arXiv 2205.05198) keeps a part of the residual stream, and gathers what a layer
 reads; context parallelism gathers keys and values and keeps them; query, key and value of layers of their own die one
 by one.

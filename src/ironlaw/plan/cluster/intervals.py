@@ -23,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.files import read_toml
@@ -91,14 +93,14 @@ def comparable(parameters: float, low: float, high: float) -> bool:
     return low / COMPARABLE <= parameters <= high * COMPARABLE
 
 
-def spread_factors(known: dict[str, Any], where: Distance) -> tuple[float, float]:
+def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, float]:
     """Logarithms of lower and upper bound over the planned value."""
     squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
     squared += known["unknown_engine"] ** 2 * where.unknown_engine
     squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
     squared += known["unknown_format"] ** 2 * where.unknown_format
     squared += known["doubling"] ** 2 * where.doublings
-    spread = math.sqrt(squared)
+    spread = np.sqrt(squared)
     return -spread / known["skew"], spread * known["skew"]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from ironlaw.plan.measured.inference import MEASURES, ServingRun, predict
 from ironlaw.plan.measured.validate import errors
 from ironlaw.plan.serving.rates import interval_of
+from ironlaw.plan.serving.timing import room_error
 
 BASELINE_MEMORY, BASELINE_PEAK = 0.6, 0.4
 
@@ -26,8 +27,6 @@ KINDS = {
     "output_tokens_per_second": ("requests", -1), "requests_per_second": ("requests", -1), "kv_tokens": ("", 1),
 }  # fmt: skip
 """Whose interval a measure has, and whether it is seconds (1) or a rate (-1)."""
-
-CACHE_ERROR = 0.05  # of the tokens that a cache holds: workspace differs by engine
 
 
 def serving_record(runs: Sequence[ServingRun], rejected: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
@@ -55,7 +54,8 @@ def _row(run: ServingRun) -> dict[str, Any]:
 def _between(value: float, name: str, run: ServingRun) -> list[float]:
     kind, sign = KINDS[name]
     if not kind:
-        return [value * (1 - CACHE_ERROR), value * (1 + CACHE_ERROR)]
+        off = room_error(run.system, value)
+        return [value * max(0.0, 1 - off), value * (1 + off)]
     if name in ("output_tokens_per_second", "requests_per_second"):
         if run.scenario == "decode" and not run.whole:
             kind = "decode"

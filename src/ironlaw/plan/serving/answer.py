@@ -56,9 +56,11 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Serve
     more: dict[str, Any] = {}
     if on is None:
         _needs_limits(request)
-        chosen, others, walls = search_serving(model, engine, formats, request, given_price=options.price_per_hour)
+        chosen, others, constraints = search_serving(
+            model, engine, formats, request, given_price=options.price_per_hour
+        )
         served = replace(chosen.served, speculation=speculation)
-        more |= {"chosen": chosen.to_json(), "candidates": [c.to_json() for c in others], "ruled_out": walls}
+        more |= {"chosen": chosen.to_json(), "candidates": [c.to_json() for c in others], "ruled_out": constraints}
     else:
         served = replace(_given(model, on, engine, formats[0], options, request), speculation=speculation)
     ledger = plan_serving(served, request)

@@ -25,6 +25,7 @@ from ironlaw.plan.serving.timing import (
     System,
     decode_seconds,
     prompt_seconds,
+    room_error,
     room_tokens,
     tokens_of_a_pass,
 )
@@ -212,11 +213,11 @@ def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
     memory = f"the memory of {served.layout.devices}"
     of = f"{share} of what {less} leave of {memory}" if served.engine.of_free else f"{share} of {memory} less {less}"
     of += f", over {float(system.token_bytes):,.0f} bytes a token"
-    calculated = Origin.CALCULATED
+    calculated, off = Origin.CALCULATED, room_error(system, tokens)
     found = {
         "parameters": Estimate(float(system.demand.parameters), calculated, "sum over the model's tensors"),
         "weight_bytes": Estimate(float(system.weight_bytes), calculated, _stored(served.formats)),
-        "kv_tokens": Estimate(tokens, calculated, of, tokens * 0.95, tokens * 1.05),
+        "kv_tokens": Estimate(tokens, calculated, of, tokens * max(0.0, 1 - off), tokens * (1 + off)),
         "kv_blocks": Estimate(tokens // BLOCK_TOKENS, calculated, f"pages of {BLOCK_TOKENS} tokens"),
         "most_requests": Estimate(
             float(max(served.most_requests(request), 0)) if served.fits else 0.0, calculated,

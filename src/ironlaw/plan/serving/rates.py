@@ -12,21 +12,29 @@ stays near the base, and an engine or a generation that nobody measured takes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.figures import unknown
+from ironlaw.files import read_toml
 from ironlaw.plan.serving.demand import Number
-from ironlaw.plan.serving.files import read
 
 LATEST = 2026  # releases whose year is not said
 
 FRACTIONS = ("weights", "products", "cache", "attention")
 """Constants that are fractions of a nominal rate."""
+
+
+@cache
+def read(name: str) -> dict[str, Any]:
+    """A data file of this room."""
+    return read_toml(Path(__file__).with_name(name))
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class ServingEngine:
     memory_fraction:  of the device's memory, that weights and cache may take; where `of_free`, of what weights leave.
     host:       "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native":
                 launches them from a compiled language.
+    sampled:    rows of logits it makes room for before it hands out the cache, on small and on large devices.
     """
 
     name: str
@@ -82,6 +91,7 @@ class ServingEngine:
     of_free: bool = False
     host: str = "graphs"
     emit: str = ""
+    sampled: Sequence[int] = (0, 0)
 
 
 def serving_engine(name: str) -> ServingEngine:

@@ -184,5 +184,5 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
     return list(best.values())[:shown]
 
 
-def _count(walls: dict[str, int], wall: str) -> None:
-    walls[wall] = walls.get(wall, 0) + 1
+def _count(constraints: dict[str, int], wall: str) -> None:
+    constraints[wall] = constraints.get(wall, 0) + 1

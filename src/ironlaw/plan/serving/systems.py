@@ -20,6 +20,9 @@ WIDE_BYTES = 2.0
 PCIE_BYTES_PER_SECOND = 20e9
 """Between devices without a link of their own, where nothing better is catalogued."""
 
+LARGE_BYTES = 70 * 2**30
+"""Memory from which on vLLM lets 1,024 requests run at once by default, on A100 excepted (vllm/engine/arg_utils.py)."""
+
 INTEGERS_PER_LANE = 4
 """8-bit products of a processor per lane of 32 bits (AVX-VNNI, Arm's dot product)."""
 
@@ -87,6 +90,7 @@ def system_of(
         head_bytes=WIDE_BYTES if stored.wide else width,
         expert_bytes=width,
         cache_bytes=CACHE_BYTES[formats.cache],
+        sampled=float(engine.sampled[device.memory_bytes.value >= LARGE_BYTES and device.generation != "ampere"]),
     )
 
 

@@ -29,6 +29,14 @@ Both are the order of what vLLM prints of memory that PyTorch did not take (vllm
 10511).
 """
 
+SAMPLED_BYTES = 2 + 4 + 4 + 8 + 4 + 4
+"""Of each row and entry of the vocabulary while tokens are drawn: logits in 16 and 32 bits, sorted, their places,
+probabilities, and their sums."""
+
+UNSURE_BYTES = 1.5e9
+"""Of each device, about what a release, its buffers and its graphs take more or less than is planned: vLLM printed 0.2
+to 3.6 GiB beside PyTorch's memory (pull requests 10511 and 12126)."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -38,6 +46,7 @@ class System:
     pp:       parts of the layers one after another; attention_dp: copies of attention, each with its own sequences.
     bandwidth, link:  bytes/s of one device; peak, wide_peak: FLOP/s of products and of 16-bit attention.
     dense_bytes, head_bytes, expert_bytes, cache_bytes:  per element.
+    sampled:  rows of logits that the engine leaves room for.
     drafted, acceptance:  tokens proposed to a pass, and the chance that one stands; draft: what proposes them, on the
     same devices; None: nothing that takes their time, as n-grams.
     """
@@ -57,6 +66,7 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
+    sampled: Number = 0.0
     drafted: Number = 0.0
     acceptance: Number = 0.0
     draft: System | None = None
@@ -80,9 +90,12 @@ class System:
 
     @property
     def workspace_bytes(self) -> Number:
-        """Of one device: libraries, and the outputs of a layer's matrices for the largest pass in 16 bits."""
-        widths = self.demand.active / (self.demand.layers * self.demand.hidden * self.tp)
-        return LIBRARY_BYTES + 2.0 * BUDGET_TOKENS * widths + np.where(self.tp > 1, EXCHANGE_BYTES, 0.0)
+        """Of one device: libraries, the outputs of a layer's matrices for the largest pass in 16 bits, and what tokens
+        are drawn from."""
+        d = self.demand
+        widths = d.active / (d.layers * d.hidden * self.tp) + d.chosen * d.hidden  # each expert's, before their sum
+        passes = 2.0 * BUDGET_TOKENS * widths + SAMPLED_BYTES * self.sampled * d.vocab
+        return LIBRARY_BYTES + passes + np.where(self.tp > 1, EXCHANGE_BYTES, 0.0)
 
     @property
     def token_bytes(self) -> Number:
@@ -165,6 +178,12 @@ def room_tokens(system: System, memory_fraction: Number = 0.9, of_free: Number =
         taken, token_bytes = taken + system.draft.weight_bytes, token_bytes + system.draft.token_bytes
     of_all = memory_fraction * system.memory * system.devices
     return (of_all - np.where(of_free, memory_fraction, 1.0) * taken) / token_bytes
+
+
+def room_error(system: System, tokens: float) -> float:
+    """Share by which so many tokens of room are uncertain: little that weights leave hangs much on the workspace."""
+    unsure = (UNSURE_BYTES + (EXCHANGE_BYTES if system.tp > 1 else 0.0)) * float(system.devices / system.token_bytes)
+    return max(0.05, unsure / max(tokens, 1.0))
 
 
 def _weights_read(system: System, tokens: Number) -> Number:

@@ -20,7 +20,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import adapted, experts, gradient_compression, materialize, pipeline, tensor
 from ironlaw.train.parallel.applied import Applied
-from ironlaw.train.parallel.partition import SharedPlace
+from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
@@ -44,10 +44,10 @@ def apply(
 
     # First what a rank computes of sequences and heads: everything below only moves weights.
     if layout.tp > 1 or layout.cp > 1:
-        place = SharedPlace(ranks)
-        model.place = place
+        partition = RankPartition(ranks)
+        model.partition = partition
         for block in tensor.blocks_of(model):
-            block.attention.place = place
+            block.attention.partition = partition
 
     # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
     replicas = ranks.size_of("replicate") > 1

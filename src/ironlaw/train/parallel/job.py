@@ -33,7 +33,7 @@ SPARE_SECONDS = 60.0  # PyTorch's own timeout comes later than the watcher's, wh
 
 
 @dataclass
-class Job:
+class RankJob:
     config: RunConfig
     ranks: Ranks
     rendezvous: Rendezvous
@@ -68,7 +68,7 @@ def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutC
 def job(
     config: RunConfig, memory_bytes: float, resume: bool = False,
     choose: Callable[[RunConfig, int], RunConfig] | None = None,
-) -> Iterator[Job]:  # fmt: skip
+) -> Iterator[RankJob]:  # fmt: skip
     """Join the process group. Where no layout is written rank 0 asks `choose` for one, of so many ranks; without it
     `memory_bytes` of this machine decides.
 
@@ -96,7 +96,7 @@ def job(
         layout = check(config, used)
         ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
         preflight.check(preflight.facts(config))
-        yield Job(config, ranks, rendezvous)
+        yield RankJob(config, ranks, rendezvous)
         if ranks.first:
             rendezvous.store.set(FINISHED, "")
     except RuntimeError as error:

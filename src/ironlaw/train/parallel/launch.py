@@ -52,7 +52,7 @@ GRAMMAR = {  # option -> what it must match as a whole, and how to write it
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """`hosts` are for ssh, `image` and `claim` (a shared volume) for Kubernetes, `time`, `partition` and `account` for
     Slurm. A job that loses nodes goes on with `min_nodes` or more. UserError for what is no host, image and so on."""
 
@@ -81,7 +81,7 @@ class Request:
             raise UserError("paths and --set of a job take printable characters only: a line break ends a command")
 
 
-def script(kind: str, request: Request) -> str:
+def script(kind: str, request: LaunchRequest) -> str:
     """The text of the job. UserError for what a launcher needs and nobody gave, or does not have."""
     of_slurm = [f"--{name}" for name in ("time", "partition", "account") if getattr(request, name) is not None]
     if of_slurm and kind != "slurm":
@@ -89,7 +89,7 @@ def script(kind: str, request: Request) -> str:
     return {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[kind](request)
 
 
-def torchrun(request: Request, endpoint: str, run_id: str) -> str:
+def torchrun(request: LaunchRequest, endpoint: str, run_id: str) -> str:
     """The command of one node; `endpoint` and `run_id` may be variables of the shell."""
     nodes = f"{request.min_nodes}:{request.nodes}" if request.min_nodes else request.nodes
     config, out = (_as_path(path) for path in (request.config, request.out))
@@ -113,7 +113,7 @@ def _exports() -> str:
     return "\n".join(f"export {name}={value}" for name, value in VARIABLES.items())
 
 
-def _slurm(request: Request) -> str:
+def _slurm(request: LaunchRequest) -> str:
     options = {"time": request.time, "partition": request.partition, "account": request.account}
     asked = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
     return f"""#!/bin/bash
@@ -134,7 +134,7 @@ srun --cpus-per-task="$SLURM_CPUS_ON_NODE" {torchrun(request, f"$head:{PORT}", "
 """
 
 
-def _ssh(request: Request) -> str:
+def _ssh(request: LaunchRequest) -> str:
     if len(request.hosts) != request.nodes:
         raise UserError(
             f"--on ssh needs the {request.nodes} hosts: add --hosts node0,node1,... ({len(request.hosts)} given)"
@@ -156,7 +156,7 @@ exit $status
 """
 
 
-def _kubernetes(request: Request) -> str:
+def _kubernetes(request: LaunchRequest) -> str:
     for option, value in (("--image", request.image), ("--claim", request.claim)):
         if value is None:
             what = "an image with ironlaw in it" if option == "--image" else "a shared volume claim for the run"

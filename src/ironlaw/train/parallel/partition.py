@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.loss import chunked_cross_entropy
-from ironlaw.model.place import Draw, Place, Rows
+from ironlaw.model.partition import ComputePartition, Draw, Rows
 from ironlaw.train.parallel.loss import Divided
 from ironlaw.train.parallel.ranks import Ranks
 
@@ -24,7 +24,7 @@ def positions_of(rank: int, cp: int, sequence: int) -> Tensor:
     return torch.cat((torch.arange(first, first + chunk), torch.arange(last, last + chunk)))
 
 
-class SharedPlace(Place):
+class RankPartition(ComputePartition):
     """A rank's part. Context parallel ranks take the r-th and the r-th last of 2 cp chunks of every sequence: under a
     causal mask each then has the same work (Llama 3, arXiv 2407.21783, section 3.3.2)."""
 

@@ -22,7 +22,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     """The part of `model` that is one stage; parts keep their names, so that a checkpoint knows them."""
     part = Transformer.__new__(Transformer)
     nn.Module.__init__(part)
-    part.config, part.place, part.dropout_seed = model.config, model.place, model.dropout_seed
+    part.config, part.partition, part.dropout_seed = model.config, model.partition, model.dropout_seed
     part.loss_chunk = model.loss_chunk
     first, last = stage == 0, stage == stages - 1
     part.embedding = model.embedding if first else None

@@ -7,13 +7,12 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
@@ -23,9 +22,9 @@ from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.cluster.estimate import ClusterPlan, plan_cluster
 from ironlaw.plan.cluster.request import ClusterStep
-from ironlaw.plan.cluster.search import RankedLayout, search
+from ironlaw.plan.cluster.search import search
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layouts import LayoutChoice, best_layout
+from ironlaw.plan.layouts import LayoutChoice, best_layout, chosen
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
 from ironlaw.plan.recipe import batch_of, layout_of, micro_batch_of, not_trained_here, recipe_of
@@ -133,25 +132,13 @@ def _between(local: int) -> Link:
     return Link(latency, rate)
 
 
-@dataclass(frozen=True)
-class AcceleratorChoice:
-    """The fastest layout on accelerators, as `LayoutChoice` has it on CPUs."""
-
-    best: RankedLayout
-    reason: str
-
-
-def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice | AcceleratorChoice:
+def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice[StepPlan] | LayoutChoice[ClusterPlan]:
     """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
-    if profile.device != "cpu":
-        return _fastest_on_accelerators(config, profile, size)
-    fabric = RankFabric(costs_here(profile), local_ranks(size))
-    return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
-
-
-def _fastest_on_accelerators(config: RunConfig, profile: Profile, size: int) -> AcceleratorChoice:
-    """By the search of `ironlaw plan --on`, with our own conventions. UserError where no layout runs and fits."""
-    cluster, _ = _accelerators(profile, size, local_ranks(size))
+    local = local_ranks(size)
+    if profile.device == "cpu":
+        fabric = RankFabric(costs_here(profile), local)
+        return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
+    cluster, _ = _accelerators(profile, size, local)
     wanted: dict[str, Any] = {"recompute": layout_word(config.recompute), "offload": config.train.offload}
 
     def excluded(layout: Layout) -> str | None:
@@ -160,16 +147,13 @@ def _fastest_on_accelerators(config: RunConfig, profile: Profile, size: int) -> 
         return not_trained_here(layout, config.model)
 
     asked = _step(config, cluster, plan_run(config, profile).decided.precision)
-    found = search(asked, keep=200, excluded=excluded)
-    for best in found.best:  # fastest first; what our trainer holds is walked layout by layout
-        layout = replace(best.layout, **wanted)
-        if runs(config, layout):
-            plan = plan_on_accelerators(with_layout(config, layout), profile, size, local_ranks(size))
-            if plan.fits:
-                seconds, peak = units.seconds(plan.step_seconds), units.bytes_(plan.peak_bytes)
-                said = f"{layout}: {seconds} per step planned, {peak} per rank"
-                return AcceleratorChoice(replace(best, layout=layout), said)
-    raise UserError(f"no layout of {config.model.name} is planned to fit {cluster}: use more ranks, or recompute")
+    fastest = (replace(one.layout, **wanted) for one in search(asked, keep=200, excluded=excluded).best)
+    return chosen(
+        (layout for layout in fastest if runs(config, layout)),
+        # What our trainer holds is walked layout by layout.
+        lambda layout: plan_on_accelerators(with_layout(config, layout), profile, size, local), size,
+        fastest_first=True,
+    )  # fmt: skip
 
 
 def runs(config: RunConfig, layout: Layout) -> bool:

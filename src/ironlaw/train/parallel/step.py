@@ -36,7 +36,7 @@ from ironlaw.train.parallel.applied import local_part
 from ironlaw.train.parallel.apply import apply, build
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused
-from ironlaw.train.parallel.partition import SharedPlace
+from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.persistent import beside_weights
 from ironlaw.train.parallel.plugins import plugins_of
 from ironlaw.train.parallel.ranks import Ranks
@@ -136,10 +136,10 @@ class LayoutStep(Step):
 
     def local(self, tokens: Tensor) -> Tensor:
         """This rank's positions of sequences (B, S)."""
-        place = next(iter(self.applied.plain.values())).place
-        if not isinstance(place, SharedPlace) or place.cp == 1:
+        partition = next(iter(self.applied.plain.values())).partition
+        if not isinstance(partition, RankPartition) or partition.cp == 1:
             return tokens
-        return tokens[:, place.positions(tokens.shape[1])].contiguous()
+        return tokens[:, partition.positions(tokens.shape[1])].contiguous()
 
     def _schedule_of(self, micro_batches: int) -> Any:
         return pipeline.build_schedule(

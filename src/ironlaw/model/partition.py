@@ -1,7 +1,7 @@
 """Which part of every sequence and of the heads a process computes: all of it, unless a layout says otherwise.
 
-The modules ask their `Place` where a whole and a shared computation differ, and nowhere else. The shared ones are in
-`train/parallel`, which alone knows of ranks.
+The modules ask their `ComputePartition` where a whole and a shared computation differ, and nowhere else. The shared
+ones are in `train/parallel`, which alone knows of ranks.
 
 Dropout does not depend on who computes it: masks are drawn by sample, whole, and then cut. torch's generator gives a
 mask that depends on the shape drawn and on everything drawn before: no two layouts would drop the same elements. Here
@@ -34,7 +34,7 @@ class Draw:
     seed: int
     config: ModelConfig
     samples: Tensor
-    place: Place
+    partition: ComputePartition
     sequence: int  # of the whole sequence
     layer: int = 0
 
@@ -43,7 +43,7 @@ class Draw:
 
     def residual(self, x: Tensor, site: str) -> Tensor:
         """Dropout of a branch (B, rows, H) before it is added to the residual stream."""
-        rows = self.place.stream_positions(self.sequence)
+        rows = self.partition.stream_positions(self.sequence)
         size = (self.sequence, self.config.hidden)
         noise = torch.stack([self._keep(sample, site, size)[rows] for sample in self.samples.tolist()])
         return x * noise.to(x)
@@ -52,17 +52,17 @@ class Draw:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:
         """Attention with dropout of its weights, materialised: fused kernels draw their own. `key`: whole sequence."""
-        config, place = self.config, self.place
+        config, partition = self.config, self.partition
         if mask is None:
             positions = torch.arange(self.sequence, device=query.device)
-            mask = positions[place.positions(self.sequence), None] >= positions[None, :]
+            mask = positions[partition.positions(self.sequence), None] >= positions[None, :]
         repeat = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(repeat, dim=1) if repeat > 1 else t for t in (key, value))
         scores = query @ key.transpose(-2, -1)
         scores = scores / math.sqrt(config.size_of_head) if scale is None else scores * scale
         weights = F.softmax(scores.masked_fill(~mask, -math.inf).float(), dim=-1)
         size = (config.heads, self.sequence, self.sequence)
-        heads, rows = place.heads(config.heads), place.positions(self.sequence)
+        heads, rows = partition.heads(config.heads), partition.positions(self.sequence)
         noise = torch.stack([self._keep(s, "scores", size)[heads][:, rows] for s in self.samples.tolist()])
         return (weights * noise.to(weights)).to(value.dtype) @ value
 
@@ -77,7 +77,7 @@ class Draw:
         return torch.empty(size).bernoulli_(kept, generator=generator).div_(kept)
 
 
-class Place:
+class ComputePartition:
     """The whole: every position of the sequence, every head."""
 
     def sequence(self, tokens: Tensor) -> int:
@@ -122,4 +122,4 @@ class Place:
         return chunked_cross_entropy(x.flatten(0, 1), weight, targets, chunk, reduction, onednn)
 
 
-WHOLE = Place()
+WHOLE = ComputePartition()

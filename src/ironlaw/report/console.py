@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
-from ironlaw.cli.failure import Unfailing
 from ironlaw.errors import printable
 from ironlaw.report.document import Document
 
@@ -33,6 +33,35 @@ class _Printable:
 class _PrintableOnly(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Printable(drawn) for drawn in renderables]
+
+
+class Unfailing:
+    """A stream whose reader may go away: a closed terminal, a log on a full disk. What cannot be written is dropped,
+    with what the stream still holds: a run is worth more than its remarks."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is written to a stream go nowhere from here on, at the interpreter's end too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _console(stream: Any) -> Console:

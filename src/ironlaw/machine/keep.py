@@ -1,0 +1,75 @@
+"""This machine's profile: what is kept of it, or measured first and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from ironlaw.data.tokenizer import rate as tokenizer_rate
+from ironlaw.errors import UserError
+from ironlaw.files import cache_problem
+from ironlaw.machine import interference
+from ironlaw.machine.links import save_costs
+from ironlaw.machine.profile import Profile, earlier_profile, load_profile, profile_path, save_profile
+
+Say = Callable[[str], Any]
+ShowProgress = Callable[[str], AbstractContextManager[Any]]  # of a label: what is told fractions and words
+
+
+def _quiet(text: str) -> None:
+    """Nobody listens."""
+
+
+@contextmanager
+def _unseen(label: str) -> Iterator[Any]:
+    yield lambda fraction, what="": None
+
+
+def this_machine(say: Say = _quiet, progress: ShowProgress = _unseen) -> Profile:
+    """Its profile; a machine that nobody measured is measured first."""
+    if not profile_path().is_file():
+        say("This machine has not been measured yet: measuring first (`ironlaw measure`).")
+        measure_and_keep(say, progress)
+    return load_profile()
+
+
+def measure_and_keep(say: Say = _quiet, progress: ShowProgress = _unseen, threads: int | None = None) -> Profile:
+    """UserError where nothing can be kept."""
+    from ironlaw.machine.measure import measure as measure_machine
+    from ironlaw.machine.measure_links import measure_links
+
+    problem = cache_problem()
+    if problem is not None:  # known before half a minute of measuring
+        raise UserError(problem)
+    earlier = earlier_profile()
+    with progress("Measuring this machine") as update:
+        profile = measure_machine(
+            threads=threads,
+            tokenizer_rate=tokenizer_rate,
+            earlier=earlier,
+            progress=lambda what, fraction: update(fraction, what),
+        )
+        if profile.device == "cpu":
+            update(0.99, "two ranks")
+            save_costs(measure_links(profile))
+    return kept(profile, earlier, say)
+
+
+def kept(profile: Profile, earlier: Profile | None, say: Say = _quiet) -> Profile:
+    """Store it, unless other programs disturbed it and an undisturbed one of the same machine is there."""
+    share = interference.disturbed(profile)
+    calm = earlier if earlier is not None and interference.disturbed(earlier) is None else None
+    if share is not None and calm is not None and calm.machine == profile.machine:
+        say(
+            f"Other programs used {share:.0%} of the cores meanwhile: the earlier measurement of "
+            f"{calm.created[:16].replace('T', ' ')} is kept. Measure again when they are done."
+        )  # fmt: skip
+        return calm
+    save_profile(profile)
+    if share is not None:
+        say(
+            f"Other programs used {share:.0%} of the cores meanwhile: plans from this measurement have wide intervals. "
+            "Measure again when they are done.",
+        )  # fmt: skip
+    return profile
