@@ -58,7 +58,6 @@ CURES = {
     "twice_the_threads": "threads", "straggling_rank": "straggler", "needless_recomputation": "recompute",
     "sync_inside_accumulation": "no_sync",
 }  # fmt: skip
-ALSO_RIGHT = {"item_every_micro_batch": "sync_points_free", "unaligned_vocabulary": "misaligned_free"}
 # What the script without the defect looks like, where it is not the plain one.
 BASE_OF = {
     "unaligned_vocabulary": "large_vocabulary", "item_every_micro_batch": "accumulating",
@@ -344,7 +343,7 @@ def judge(fault: str, folder: Path) -> dict[str, Any]:
 def _named(fault: str, document: dict[str, Any]) -> bool:
     rule, wanted = FAULTS[fault]
     first, stage = _cause(document)
-    return first in (rule, ALSO_RIGHT.get(fault)) and wanted in (None, stage)
+    return first == rule and wanted in (None, stage)
 
 
 def _cause(document: dict[str, Any]) -> tuple[str, str | None]:

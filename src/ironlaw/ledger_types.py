@@ -45,7 +45,7 @@ def _record(**types: Any) -> Any:
 def _facts() -> dict[str, Any]:
     """Name of a fact -> what it holds where it holds anything."""
     at, text = _record(place=str | None, per_step=Number), str | None
-    part: Any = _record(part=Number, place=text)
+    part: Any = _record(part=Number, place=text, lines=(list[str], []))
     kernels = _record(fused=Number, native=Number)
     segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
     update: Any = _record(
@@ -61,6 +61,7 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
         **dict.fromkeys(("added_gradients", "left_in_eval", "retained_graphs", "unscaled", "zeroed_gradients"), at),
         **dict.fromkeys(("graphs_again", "idle_gradients", "padding", "untouched_rows"), part),
+        **dict.fromkeys(("unread_values", "zero_products"), part),
         "places": dict[str, str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),

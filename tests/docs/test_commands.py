@@ -148,7 +148,7 @@ def test_commands_run_as_printed(reader: Path, ironlaw_here: Here) -> None:
 
 def follow(chosen: list[str], run: Callable[..., tuple[int, str]], start: Callable[..., Any], python: Path) -> None:
     """One after another, as a reader would; none is left out."""
-    url = ""
+    url, failed = "", []
     for command in sorted(chosen, key=lambda c: ORDER.index(c.split()[1]) if c.split()[1] in ORDER else -1):
         for printed, short in STANDS_FOR:
             command = command.replace(printed, short)
@@ -159,10 +159,11 @@ def follow(chosen: list[str], run: Callable[..., tuple[int, str]], start: Callab
         elif words[0] == "torchrun":
             ranks = [python, "-m", "torch.distributed.run", *words[1:]]
             done = subprocess.run(ranks, env=environment(), capture_output=True, text=True, timeout=200)
-            assert done.returncode == 0, done.stderr
+            failed += [(command, done.stderr)] * bool(done.returncode)
         else:
             code, messages = run(*[w.replace("http://127.0.0.1:8000", url) for w in words[1:]])
-            assert code in ((0, 1) if words[1] == "plan" else (0,)), f"{command}: {messages}"
+            failed += [(command, messages)] * (code not in ((0, 1) if words[1] == "plan" else (0,)))
+    assert not failed
 
 
 @pytest.mark.long
@@ -184,9 +185,10 @@ OWN = (
     ("./hf-model", "./mine-hf"), ("=DIR", "=./mine-hf"), ("runs/NAME", "runs/lora"), ("runs/big", "runs/demo"),
     (" --submit", ""), ("-node 8", "-node 2"), ("-node 4", "-node 2"), ("dp=2 pp=2", "dp=2"), ("0min", "0s"),
     ("5min", "5s"), ("--requests 200", "--requests 4"), ("out/ --to gguf", "gguf/ --to gguf"),
-    ("--from ENGINE", "--from megatron"), ("trace.json.gz", "trace.json"), ("inference.csv", "served.csv"),
-    ("CONFIG --set model.from=./mine-hf --set fine", "CONFIG --out runs/lora --set model.from=./mine-hf --set fine"),
+    ("--from ENGINE", "--from torchtitan"), ("trace.json.gz", "trace.json"), ("inference.csv", "served.csv"),
+    ("CONFIG --set model.from=./mine-hf --set f", "whole.toml --out runs/lora --set model.from=./mine-hf --set f"),
     ("ironlaw tune --serve", "ironlaw tune --out runs/tuned-server --serve"),
+    ("corpus/ --out runs/small", "corpus/ --out runs/fewer-bits"), ("runs/mine ./mine-hf", "runs/demo ./mine-bf16"),
     ("CONFIG --set model.from=./mine-hf", "whole.toml --set model.from=./mine-hf"),
 )  # fmt: skip
 
@@ -211,9 +213,9 @@ def test_every_command_for_maintainers_runs(reader: Path, ironlaw_here: Here, st
     whole = re.sub(r"(packing|mask_documents) = .*", "", (reader / "examples" / "finetune.toml").read_text("utf-8"))
     (reader / "whole.toml").write_text(whole)
     (reader / "corpus").symlink_to((reader / "my_texts").resolve())
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a machine answers"}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (reader / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
-    pair = json.dumps({"prompt": "a machine", "chosen": " answers", "rejected": " waits"}) + "\n"
+    pair = json.dumps({"prompt": "a", "chosen": " b", "rejected": " c"}) + "\n"
     (reader / "pairs.jsonl").write_text(pair * 200)
     (reader / "served.csv").write_text(SERVED)
     for command in (*BEGIN, "ironlaw export runs/gpt2 ./mine-hf --to hf"):

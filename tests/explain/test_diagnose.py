@@ -56,6 +56,14 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"padding": {"part": 0.9, "columns": 0.5, "place": "a.py:2"}},
         "phases": {"forward": 0.1, "backward": 0.2},
     },
+    "values_unread": {
+        "facts": {"unread_values": {"part": 0.5, "place": "a.py:3", "lines": []}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "zeros_multiplied": {
+        "facts": {"zero_products": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
     "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
     "graphs_again": {"facts": {"graphs_again": {"part": 0.5, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
     "line_slow": {"facts": {"line_work": {"host": [["a.py:5", 0.9]]}, "device": "cpu"}},
@@ -165,7 +173,7 @@ def test_sleeping_in_the_loop_is_its_own_doing_and_waiting_for_a_core_is_not(pla
 def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> None:
     points = [{"place": "train.py:12", "call": "item", "per_step": 4, "seconds": 1e-9}]
     found = verdict(plan, facts={"sync_points": points})
-    assert found.healthy and found.findings[0].rule == "sync_points_free" and "train.py:12" in found.evidence[0]
+    assert found.healthy and found.findings[0].rule == "sync_points" and "train.py:12" in found.evidence[0]
     half = verdict(plan, facts={"unscaled": {"place": "train.py:9", "per_step": 1.0}}).findings[0]
     assert half.rule == "unscaled" and half.evidence[0] == "train.py:9"
     once = [points[0] | {"per_step": 1}]  # as every loop reads its loss
@@ -190,6 +198,12 @@ def test_a_cause_that_explains_half_of_a_symptom_is_named_before_it(plan: Ledger
     enough, little = (verdict(plan, **over, gains={"attention": share * symptom.share}) for share in (0.6, 0.4))
     assert [f.rule for f in enough.findings][:2] == ["attention_unfused", "off_plan"]
     assert [f.rule for f in little.findings][:2] == ["off_plan", "attention_unfused"]
+
+
+def test_what_the_line_that_asks_for_a_batch_does_besides_is_input(plan: Ledger) -> None:
+    lines = {"data": [["a.py:3", 1.0]], "host": [["a.py:3 (in b.py:9)", 0.9], ["a.py:7", 0.1]]}
+    found = verdict(plan, phases={"data": 0.03, "host": 0.1}, facts={"lines": lines}).findings
+    assert found[0].rule == "input_bound" and "host_bound" not in {f.rule for f in found}
 
 
 def test_waiting_for_a_slow_rank_is_not_communication(plan: Ledger) -> None:
@@ -219,7 +233,8 @@ def test_heat_that_slowed_a_processor_is_named(plan: Ledger) -> None:
 
 
 def test_every_rule_is_planted_or_a_ceiling() -> None:
-    assert {rule.name for rule in RULES if rule.fault} == set(PLANTED) | set(SHAPES) | {"recompute_needless", "copies"}
+    elsewhere = {"recompute_needless", "copies", "gradients_zeroed", "graphs_retained", "unscaled"}
+    assert {rule.name for rule in RULES if rule.fault} == {*PLANTED, *SHAPES, *elsewhere}
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.source and rule.advice and 0 < rule.threshold < 1 for rule in RULES)
 

@@ -110,3 +110,13 @@ def test_two_runs_compare_like_a_plan_and_a_run(plan: Ledger) -> None:
     kinds = by_name(subtract_ledgers(before, after).kinds)
     assert kinds["norm"].error == pytest.approx(0.0)
     assert kinds["matmul"].error == pytest.approx(0.25)
+
+
+def test_what_a_profiler_costs_comes_off_the_host(plan: Ledger) -> None:
+    forward, kinds = Phase.FORWARD, ((Kind.MATMUL, 0.06), (Kind.HOST, 0.05))
+    run = Ledger("run", [Line(forward, kind, str(kind), seconds=s) for kind, s in kinds], phase_seconds={forward: 0.08})
+    assert [line.seconds for line in reconcile(run)[0].lines] == pytest.approx([0.06, 0.02])
+    run.phase_seconds[forward] = 0.03  # quicker than what was recorded without any of the host
+    assert reconcile(run)[0].lines[1].seconds == pytest.approx(0.03 * 0.005 / 0.065)
+    run.phase_seconds[forward] = 0.22  # slower: nothing is known of where
+    assert [line.seconds for line in reconcile(run)[0].lines] == pytest.approx([0.12, 0.1])

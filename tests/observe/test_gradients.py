@@ -46,6 +46,39 @@ def test_a_generators_gradients_that_its_discriminators_step_throws_away(detache
     assert detached or "# HERE" in line(idle["place"])
 
 
+def test_a_teacher_whose_gradients_nobody_asked_for(tmp_path: Path) -> None:
+    model, teacher = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.randn(4, 8)
+            wanted = teacher(x)  # HERE
+            (model(x) - wanted).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    idle = facts_of(tmp_path / "run")["idle_gradients"]
+    assert idle["part"] == pytest.approx(2 / 3) and "# HERE" in line(idle["place"])
+
+
+def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
+    model = nn.Linear(64, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            logits = model(torch.randn(64, 64))
+            assert not torch.isinf(logits).any()  # CHECK
+            rows = nn.functional.one_hot(torch.arange(64), 512).float()  # ZEROS
+            loss = -(rows * logits.log_softmax(-1)).sum(-1).mean()  # ZEROS
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    unread, zeros = facts["unread_values"], facts["zero_products"]
+    assert "# CHECK" in line(unread["place"]) and 0 < unread["part"] < 1 and not unread["lines"]
+    assert 0 < zeros["part"] < 1
+    assert all("# ZEROS" in line(place) for place in (zeros["place"], *zeros["lines"]))
+
+
 def test_gradients_that_are_gathered_over_steps_are_not_idle(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -276,12 +276,12 @@ def test_an_odd_vocabulary_is_named(tiny_config: Config, train: Train, tmp_path:
     (odd,) = explain_run(tmp_path / "odd").run.facts["misaligned"]
     assert odd["module"] == "head" and odd["shape"] == [2049, 32] and odd["aligned"] == [2112, 64]
     found = {finding.rule for finding in explain_run(tmp_path / "odd").diagnosis.findings}
-    assert "misaligned_free" in found
+    assert "misaligned" in found
     narrow = tiny_config({"hidden": 40, "heads": 2}, train={"sequence": 15, "micro_batch": 1}, data={"mock": True})
     train(narrow, tmp_path / "narrow")
     explanation = explain_run(tmp_path / "narrow")
     assert explanation.run.facts["odd_sizes"] == {"tokens of a micro-batch": 15, "size of a head": 20}
-    (notice,) = [finding for finding in explanation.diagnosis.findings if finding.rule == "misaligned_free"]
+    (notice,) = [finding for finding in explanation.diagnosis.findings if finding.rule == "misaligned"]
     assert any("size of a head: 20" in figure for figure in notice.evidence)
     even = train(tiny_config({"vocab": 2048}, data={"mock": True}), tmp_path / "even").ledger
     assert even.facts["misaligned"] == []

@@ -35,7 +35,11 @@ class Finding:
 
     @property
     def fault(self) -> bool:
-        return self.cause.fault
+        return self.cause.fault and not self.notice
+
+    @property
+    def notice(self) -> bool:
+        return self.share < self.cause.threshold
 
     @property
     def weight(self) -> float:
@@ -46,7 +50,7 @@ class Finding:
         return {
             "rule": cause.name, "axis": str(cause.axis), "share": self.share, "threshold": cause.threshold,
             "sentence": self.sentence, "evidence": self.evidence, "advice": cause.advice, "source": cause.source,
-            "fault": cause.fault,
+            "fault": self.fault,
         }  # fmt: skip
 
 
@@ -99,7 +103,7 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
         value = rule.measure(evidence)
         if value is None:
             not_tested.append(rule.name)
-        elif value >= rule.threshold:
+        elif value >= rule.least:
             findings.append(Finding(rule, value, *rule.state(evidence, value)))
     busy = (evidence.fact("other_load") or 0.0) > MOST_OTHERS
     return _order(findings, {SLOW, BURSTS} if busy else {SLOW}), not_tested
@@ -121,7 +125,7 @@ def _order(findings: list[Finding], elsewhere: set[str]) -> list[Finding]:
             return min(finding.weight, 0.98 * (most if most >= LARGE else max(most, promised)))
         return finding.weight
 
-    return sorted(findings, key=lambda f: (not f.fault, not f.cause.notice, -weight(f)))
+    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -weight(f)))
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:

@@ -106,8 +106,8 @@ class Explanation:
             profiled = self.run.facts.get("profiled_step_seconds")
             seen = f" (a profiled step took {units.seconds(profiled)})" if profiled is not None else ""
             notes.append(
-                f"A profiler slows the steps it records{seen}: seconds by kind and operation are its shares, scaled so "
-                f"that each phase sums to what was measured without it: {shown}."
+                f"A profiler slows the steps it records{seen}, between operations: the host's seconds are less "
+                f"that, and operations are scaled so that each phase sums to what was measured without it: {shown}."
             )
         if not self.run.lines and self.run.facts.get("source") != "trace":
             notes.append(

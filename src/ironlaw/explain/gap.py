@@ -10,6 +10,7 @@ from ironlaw.ledger import STEP_PHASES, Key, Kind, Ledger, Line, Phase, relative
 from ironlaw.workload.recompute import AGAIN
 
 RUN_AGAIN = (AGAIN, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
+LEAST_HOST = 0.1  # of the host's profiled seconds: some calling there always is
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
 
@@ -106,24 +107,32 @@ def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
 def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
     """Scale profiled lines so that each phase's sum to its seconds measured with the profiler off.
 
-    A profiler slows small operations by 20% and more, so its seconds are shares, not times.
+    What a profiler costs, 20% and more of a step of small operations, it costs at every call, between the operations:
+    it comes off the host's seconds first. What is more than those, or less than measured, is shared by all.
     """
-    profiled: dict[Phase, float] = {}
+    operations, host = _profiled(run, of_host=False), _profiled(run, of_host=True)
+    scale: dict[Phase, float] = {}
+    of_host: dict[Phase, float] = {}
+    for phase, seconds in run.phase_seconds.items():
+        work, calling = operations.get(phase, 0.0), host.get(phase, 0.0)
+        if work + calling > 0:
+            left = min(calling, max(LEAST_HOST * calling, seconds - work)) if seconds < work + calling else calling
+            scale[phase] = seconds / (work + left)
+            of_host[phase] = scale[phase] * left / calling if calling else 1.0
+
+    def scaled(line: Line) -> Line:
+        factor = (of_host if line.kind is Kind.HOST else scale).get(line.phase)
+        return line if line.seconds is None or factor is None else replace(line, seconds=line.seconds * factor)
+
+    return replace(run, lines=[scaled(line) for line in run.lines]), scale
+
+
+def _profiled(run: Ledger, of_host: bool) -> dict[Phase, float]:
+    sums: dict[Phase, float] = {}
     for line in run.lines:
-        if line.seconds is not None:
-            profiled[line.phase] = profiled.get(line.phase, 0.0) + line.seconds
-    scale = {
-        phase: run.phase_seconds[phase] / seconds
-        for phase, seconds in profiled.items()
-        if seconds > 0 and phase in run.phase_seconds
-    }
-    lines = [
-        replace(line, seconds=line.seconds * scale[line.phase])
-        if line.seconds is not None and line.phase in scale
-        else line
-        for line in run.lines
-    ]
-    return replace(run, lines=lines), scale
+        if line.seconds is not None and (line.kind is Kind.HOST) is of_host:
+            sums[line.phase] = sums.get(line.phase, 0.0) + line.seconds
+    return sums
 
 
 def recomputed_seconds(run: Ledger) -> float:

@@ -21,7 +21,8 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """`measure` is None when the run does not tell; the rule fires at `threshold` and above.
+    """`measure` is None when the run does not tell; the rule fires at `threshold` and above. A notice is named before a
+    ceiling, and the run is healthy.
 
     In a `sentence` of text, `{share}` is the value with a decimal, `{percent}` without, and the fields of the fact that
     `placed` names (the worst, of several) have their names. Without `figures` those are the facts named and the value.
@@ -37,10 +38,15 @@ class Rule:
     figures: Callable[[RunEvidence], list[str]] | None = None
     facts: tuple[str, ...] = ()
     placed: str = ""  # a fact with a line of code, which becomes the first figure
-    fault: bool = True  # False: what a healthy run is bound by, or a notice
+    fault: bool = True  # False: what a healthy run is bound by
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
     promised: bool = False  # what another precision, batch or model would take, by a plan: counts half beside a fault
-    notice: bool = False  # costs nothing here, and would elsewhere: named before a ceiling, and the run is healthy
+    noticed: float | None = None  # from here on, below the threshold, a notice: it would cost more elsewhere
+
+    @property
+    def least(self) -> float:
+        """The value from which on it is named at all."""
+        return self.threshold if self.noticed is None else self.noticed
 
     def state(self, evidence: RunEvidence, value: float) -> tuple[str, list[str]]:
         """The sentence, and the figures behind it."""

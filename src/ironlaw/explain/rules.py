@@ -15,6 +15,8 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
 
+SHAPE, NEXT_TO = 0.25, 0.001  # of the step, that the shapes of a model cost; just below is a notice
+
 
 def _off_plan(e: RunEvidence) -> float | None:
     worst = e.most_off_plan()
@@ -57,8 +59,9 @@ def _throughout_figures(e: RunEvidence) -> list[str]:
 
 
 def _beyond(e: RunEvidence, share: float | None) -> float | None:
-    """In a loop that is not ours the model is given: its shape is a fault only where it costs half of the step."""
-    return None if share is None else max(0.0, share - e.tolerance)
+    """In a loop that is not ours the model is given: its shape is no fault, and a notice where it costs half of the
+    step."""
+    return share if share is None or not e.tolerance else min(share - e.tolerance, SHAPE - NEXT_TO)
 
 
 def _slow(e: RunEvidence, neighbours: bool) -> float | None:
@@ -103,9 +106,25 @@ STAGES = {
 
 
 def _input_share(e: RunEvidence) -> float | None:
-    """Waiting for a batch, and copying it to the device."""
+    """Waiting for a batch, what the line that asks for it does besides, and copying it to the device."""
     waiting, copying = e.phase_share(Phase.DATA), e.phase_share(Phase.TRANSFER)
-    return copying if waiting is None else waiting + (copying or 0.0)
+    return copying if waiting is None else waiting + _own_share(e) * _at_loader(e) + (copying or 0.0)
+
+
+def _at_loader(e: RunEvidence) -> float:
+    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches."""
+    if not e.phase_share(Phase.DATA):
+        return 0.0
+    lines = {phase: dict((e.fact("lines") or {}).get(str(phase), [])) for phase in (Phase.DATA, Phase.HOST)}
+    return float(sum(share for at, share in lines[Phase.HOST].items() if at.partition(" (in ")[0] in lines[Phase.DATA]))
+
+
+def _own_share(e: RunEvidence) -> float:
+    """The loop's own Python and what it sleeps or waits for. Waiting for a core that other programs have, or for a
+    device, is no doing of its own."""
+    host, idle = e.phase_share(Phase.HOST) or 0.0, e.phase_share(Phase.IDLE) or 0.0
+    delayed = host * float(e.fact("run_delay") or 0.0)
+    return host + (max(0.0, idle - delayed) if e.fact("device") != "cuda" else 0.0)
 
 
 def _stage(e: RunEvidence) -> str:
@@ -130,14 +149,10 @@ def _input_figures(e: RunEvidence) -> list[str]:
 
 
 def _host_share(e: RunEvidence) -> float | None:
-    """The loop's own Python and what it sleeps or waits for, less what is known to be logging. Waiting for a core that
-    other programs have, or for a device, is no doing of its own."""
-    host, idle = e.phase_share(Phase.HOST), e.phase_share(Phase.IDLE)
-    if host is None and idle is None:
+    """The loop's own time, less what is known to be logging or input."""
+    if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
-    delayed = (host or 0.0) * float(e.fact("run_delay") or 0.0)
-    waits = max(0.0, (idle or 0.0) - delayed) if e.fact("device") != "cuda" else 0.0
-    return max(0.0, (host or 0.0) + waits - (logging_share(e) or 0.0))
+    return max(0.0, _own_share(e) * (1 - _at_loader(e)) - (logging_share(e) or 0.0))
 
 
 def _host_figures(e: RunEvidence) -> list[str]:
@@ -264,16 +279,17 @@ RULES: tuple[Rule, ...] = (
         lambda e: _wall(e, "checkpoint"),
     ),
     Rule(
-        "attention_slow", Axis.ALGORITHM, 0.25,
+        "attention_slow", Axis.ALGORITHM, SHAPE,
         lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _attention_sentence,
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
         "time above what the same FLOPs take as matrix products of this run", _attention_figures, promised=True,
+        noticed=SHAPE - NEXT_TO,
     ),
     Rule(
-        "model_narrow", Axis.ALGORITHM, 0.25, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
+        "model_narrow", Axis.ALGORITHM, SHAPE, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
         _narrow_sentence, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
         "time above what the same FLOPs take at the rate of large products on this machine", _narrow_figures,
-        promised=True,
+        promised=True, noticed=SHAPE - NEXT_TO,
     ),
     Rule(
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),

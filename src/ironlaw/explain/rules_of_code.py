@@ -16,14 +16,21 @@ from ironlaw.units import bytes_, percent, seconds
 
 ROOM = 0.85  # of the memory
 MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
-NOTICED = 0.001  # the threshold, and the value, of what is named though it costs nothing here
+NOTICED = 0.001  # the value of what is named though it costs nothing here
+FREE = 0.5  # the threshold of what is a notice always
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
 MODE_COSTS = 0.03
+PASSES = (Phase.FORWARD, Phase.BACKWARD)
 COPIES = ("copy", "clone", "contiguous", "to_copy", "to")
 
 
 def _gain(name: str) -> Callable[[RunEvidence], float | None]:
     return lambda evidence: evidence.gains.get(name)
+
+
+def _at_least_noticed(fact: str, gain: str) -> Callable[[RunEvidence], float | None]:
+    """The planned gain, and a notice where the run has such a thing and nothing is gained here."""
+    return lambda e: max(e.gains.get(gain, 0.0), NOTICED) if e.fact(fact) else _found(fact)(e)
 
 
 def _found(fact: str, value: float = NOTICED) -> Callable[[RunEvidence], float | None]:
@@ -45,8 +52,10 @@ def _sync_calls(e: RunEvidence) -> list[dict[str, Any]] | None:
 
 
 def _syncs(e: RunEvidence) -> float | None:
+    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only."""
     calls = _sync_calls(e)
-    return None if calls is None else float(sum(p["seconds"] for p in calls)) / (e.step or 1.0)
+    cost = float(sum(p["seconds"] for p in calls or [])) / (e.step or 1.0)
+    return None if calls is None else max(cost, NOTICED) if calls else 0.0
 
 
 def _syncs_sentence(e: RunEvidence) -> str:
@@ -79,9 +88,8 @@ def _align_figures(e: RunEvidence) -> list[str]:
     return figures + [f"{name}: {size:,}, not a multiple of 8" for name, size in odd]
 
 
-def _misaligned_here(e: RunEvidence) -> float | None:
-    found = e.fact("misaligned")
-    return None if found is None else (NOTICED if found or e.fact("odd_sizes") else 0.0)
+def _misaligned(e: RunEvidence) -> float | None:
+    return _at_least_noticed("odd_sizes" if e.fact("odd_sizes") else "misaligned", "alignment")(e)
 
 
 def _grows_sentence(e: RunEvidence) -> str:
@@ -144,20 +152,19 @@ def _by_hand_figures(e: RunEvidence) -> list[str]:
     return sorted(shown, key=lambda one: one.startswith(f"{update}:"))
 
 
-def _share_of(fact: str, phase: Phase) -> Callable[[RunEvidence], float | None]:
-    """Of the step: the phase, by the share of the gradients' elements that a fact has."""
+def _share_of(fact: str, *phases: Phase) -> Callable[[RunEvidence], float | None]:
+    """Of the step: the phases, by the part of them, of gradients or of tokens that a fact has."""
 
     def measure(e: RunEvidence) -> float | None:
-        return e.fact(fact)["part"] * (e.phase_share(phase) or 0.0) if e.fact(fact) else None
+        if fact not in e.run.facts:
+            return None
+        return float((e.fact(fact) or {"part": 0.0})["part"]) * sum(e.phase_share(phase) or 0.0 for phase in phases)
 
     return measure
 
 
-def _padding(e: RunEvidence) -> float | None:
-    """Of the step: the passes, by the part of the tokens that is padding."""
-    if not e.fact("padding"):
-        return None
-    return float(e.fact("padding")["part"]) * sum(e.phase_share(p) or 0.0 for p in (Phase.FORWARD, Phase.BACKWARD))
+def _more_lines(fact: str, first: int = 0) -> Callable[[RunEvidence], list[str]]:
+    return lambda e: e.fact(fact).get("lines", [])[first:]
 
 
 def _copies_figures(e: RunEvidence) -> list[str]:
@@ -193,10 +200,6 @@ def line_figures(e: RunEvidence, kind: str) -> list[str]:
     return [f"{place}: {percent(share, 0)} of the step" for place, share in busy_lines(e, kind) if share >= 0.05]
 
 
-def _mode_free(e: RunEvidence) -> float | None:
-    return 0.0 if e.gains.get("mode", 0.0) >= MODE_COSTS else _found("left_on")(e)
-
-
 CODE_RULES: tuple[Rule, ...] = (
     Rule(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
         "memory_grows", Axis.ALGORITHM, 0.5, _found("memory_growth", 1.0), _grows_sentence,
@@ -223,15 +226,16 @@ CODE_RULES: tuple[Rule, ...] = (
         "steps in which a graph was compiled, above a typical one; a settled loop compiles nothing",
     ),
     Rule(
-        "mode_left_on", Axis.ALGORITHM, MODE_COSTS, _gain("mode"), "{name} is left on: it costs {share} of the step.",
-        "switch it back", "the same kernels timed both ways at the end of the run; 3% is above their noise",
-        placed="left_on",
+        "mode_left_on", Axis.ALGORITHM, MODE_COSTS, _at_least_noticed("left_on", "mode"),
+        "{name} is left on: it costs {share} of the step.",
+        "switch it back", "the model's passes timed both ways at the end of the run; 3% is above their noise",
+        placed="left_on", noticed=NOTICED,
     ),
     Rule(
-        "float64", Axis.ALGORITHM, 0.03, _gain("float64"),
+        "float64", Axis.ALGORITHM, 0.03, _at_least_noticed("float64", "float64"),
         "The weights are float64: {share} of the step is the price of digits that training does not use.",
         "model.float(), or no .double() and no torch.set_default_dtype(torch.float64)",
-        "both types timed at the end of the run", placed="float64",
+        "both types timed at the end of the run", placed="float64", noticed=NOTICED,
     ),
     Rule(
         "profiler_left_on", Axis.ALGORITHM, 0.05, _found("profiled", PROFILER_COSTS),
@@ -249,11 +253,10 @@ CODE_RULES: tuple[Rule, ...] = (
         "Gradients are computed that no update reads: about {share} of the step.",
         ".detach() what another model gives, or make it under torch.no_grad(); requires_grad_(False) on what is frozen",
         "the backward pass, by the share of such weights; 5% as for forward passes that nothing reads",
-        lambda e: (e.fact("idle_gradients").get("lines") or [])[1:],
-        placed="idle_gradients",
+        _more_lines("idle_gradients", 1), placed="idle_gradients",
     ),
     Rule(
-        "padding", Axis.ALGORITHM, 0.2, _padding,
+        "padding", Axis.ALGORITHM, 0.2, _share_of("padding", *PASSES),
         "The model computes padding: {share} of the step is for the value that rows are filled up with.",
         "pad to the longest of each batch (in collate_fn), batches of like lengths, or several texts in a row",
         "lengths that are spread evenly leave about a quarter of a batch that is padded to its own longest",
@@ -287,6 +290,19 @@ CODE_RULES: tuple[Rule, ...] = (
         "a pass that nothing learns from is free to leave out; 5% as for evaluation", _unread_figures,
     ),
     Rule(
+        "values_unread", Axis.ALGORITHM, 0.05, _share_of("unread_values", *PASSES),
+        "Lines within the pass compute what no gradient comes back to: {share} of the step is for checks and measures.",
+        "every so many steps, and on the device (torch.isfinite(loss) sees what each layer's check would)",
+        "as for forward passes that nothing reads", _more_lines("unread_values"), placed="unread_values", noticed=0.005,
+    ),
+    Rule(
+        "zeros_multiplied", Axis.ALGORITHM, 0.05, _share_of("zero_products", *PASSES),
+        "Products have an operand of which 95% and more are zeros, as one-hot rows: they take {share} of the step.",
+        "indices in place of one-hot rows (nn.Embedding, F.cross_entropy, gather, index_add), or sparse tensors",
+        "counted in one step; what is not zero would take a twentieth",
+        _more_lines("zero_products"), placed="zero_products", noticed=0.005,
+    ),
+    Rule(
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
         "Attention is not fused: it writes its scores to memory, which costs {share} of the step.",
         "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
@@ -298,9 +314,10 @@ CODE_RULES: tuple[Rule, ...] = (
         facts=("batch", "accumulation"), promised=True,
     ),
     Rule(
-        "misaligned", Axis.ALGORITHM, 0.03, _gain("alignment"),
+        "misaligned", Axis.ALGORITHM, 0.03, _misaligned,
         "A product has a size that no tile divides: it is slower than with the next multiple.",
-        "pad to a multiple of 64", "both products timed at the end of the run; 3% is above their noise", _align_figures,
+        "pad to a multiple of 64, which matrix units of accelerators want",
+        "both products timed at the end of the run; 3% is above their noise", _align_figures, noticed=NOTICED,
     ),
     Rule(
         "recompute_needless", Axis.ALGORITHM, 0.05, _recomputes,
@@ -314,18 +331,19 @@ CODE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sync_points", Axis.ALGORITHM, 0.02, _syncs, _syncs_sentence,
-        "keep values on the device, and read them every so many steps", "a step loses its run-ahead at each of them",
-        _syncs_figures,
+        "keep values on the device, and read them every so many steps",
+        "a step loses its run-ahead at each of them, which costs on an accelerator before it does here",
+        _syncs_figures, noticed=NOTICED,
     ),
     Rule(
         "logging_frequent", Axis.ALGORITHM, 0.05, logging_share, "Logging takes {share} of the step.",
         "log every so many steps", "as for checkpoints: above 5% it costs more than what it tells",
     ),
     Rule(
-        "gradients_zeroed", Axis.ALGORITHM, NOTICED, _found("zeroed_gradients"),
+        "gradients_zeroed", Axis.ALGORITHM, FREE, _found("zeroed_gradients"),
         "Gradients are filled with zeros and added to, instead of dropped and written.",
         "optimizer.zero_grad(set_to_none=True), which is the default",
-        "a pass over all gradients, and another to add to them", placed="zeroed_gradients", fault=False, notice=True,
+        "a pass over all gradients, and another to add to them", placed="zeroed_gradients", noticed=NOTICED,
     ),
     Rule(
         "graphs_again", Axis.ALGORITHM, 0.05, _share_of("graphs_again", Phase.BACKWARD),
@@ -341,31 +359,15 @@ CODE_RULES: tuple[Rule, ...] = (
         _line_figures, symptom=True,
     ),
     Rule(
-        "graphs_retained", Axis.ALGORITHM, NOTICED, _found("retained_graphs"),
+        "graphs_retained", Axis.ALGORITHM, FREE, _found("retained_graphs"),
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
         "loss.backward() without retain_graph and create_graph", "only a second pass through the same graph needs it",
-        placed="retained_graphs", fault=False, notice=True,
+        placed="retained_graphs", noticed=NOTICED,
     ),
     Rule(
-        "unscaled", Axis.ALGORITHM, NOTICED, _found("unscaled"),
+        "unscaled", Axis.ALGORITHM, FREE, _found("unscaled"),
         "fp16 without loss scaling: gradients below 6e-8 become zero.",
         "torch.amp.GradScaler, or bf16, which needs none", "the least number that fp16 holds is 2^-24",
-        placed="unscaled", fault=False, notice=True,
-    ),
-    Rule(
-        "mode_left_on_free", Axis.ALGORITHM, NOTICED, _mode_free, "{name} is left on: it costs little here.",
-        "switch it back", "named because it costs on an accelerator", placed="left_on", fault=False, notice=True,
-    ),
-    Rule(  # never less than the threshold: what a synchronisation costs shows on an accelerator only
-        "sync_points_free", Axis.ALGORITHM, NOTICED, lambda e: max(_syncs(e) or 0.0, NOTICED) if _sync_calls(e)
-        else _syncs(e), _syncs_sentence,
-        "nothing on this machine; on an accelerator each ends the time in which the host runs ahead",
-        "named because it is the first thing that costs on an accelerator", _syncs_figures, fault=False, notice=True,
-    ),
-    Rule(
-        "misaligned_free", Axis.ALGORITHM, NOTICED, _misaligned_here,
-        "A product has a size that no tile divides: it is slower than with the next multiple.",
-        "little on this machine; matrix units of accelerators want multiples of 64",
-        "named because it costs on an accelerator", _align_figures, fault=False, notice=True,
+        placed="unscaled", noticed=NOTICED,
     ),
 )  # fmt: skip

@@ -16,12 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import AdaptedLinear, LayerAdapters
+from ironlaw.model.frozen import DEQUANTISED, SCALES_BLOCK
 from ironlaw.model.linear import Linear, become
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.rounding import decode
-
-SCALES_BLOCK = (1, 256)
-PIECE = 2**22  # numbers that are dequantised at a time (workload/adapted.py)
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -53,7 +51,7 @@ class FrozenLinear(AdaptedLinear):
     def frozen(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix, some rows at a time: what lies between codes and numbers takes several times their bytes."""
         rows, columns = self._form[0].shape
-        step = max(1, PIECE // columns)
+        step = max(1, DEQUANTISED // columns)
         pieces = (self._rows(slice(row, row + step)).to(dtype) for row in range(0, rows, step))
         if rows <= step:
             return next(pieces)
@@ -67,7 +65,7 @@ class FrozenLinear(AdaptedLinear):
         (rows, blocks), device = scale_codes.shape, self.codes.device
         whole_rows = torch.arange(len(self.scale_codes), device=device) if self.group_rows is None else self.group_rows
         here = torch.arange(self._first_block, self._first_block + blocks, device=device)
-        group = (whole_rows[chosen, None] * self._row_blocks + here) // SCALES_BLOCK[1]
+        group = (whole_rows[chosen, None] * self._row_blocks + here) // SCALES_BLOCK
         scales = decode(scale_codes, scales_form.format.element) * self.group_scales[group] + self.scale_mean
         shape = torch.Size((rows, form.shape[1]))
         return replace(form, shape=shape, codes=self.codes[chosen], scales=scales).dequantize()
@@ -100,7 +98,7 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     whole = quantize(module.weight, name)
     assert whole.scales is not None
     mean = whole.scales.mean()
-    scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=SCALES_BLOCK)
+    scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=(1, SCALES_BLOCK))
     assert scales.scales is not None
     module = become(module, FrozenLinear)
     module.adapters = LayerAdapters()

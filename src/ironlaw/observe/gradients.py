@@ -10,48 +10,63 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.observe.user_code import line_calling, user_line
+from ironlaw.workload.trace_kernels import tensors
+
+
+@dataclass
+class _Call:
+    """One call of a module with weights: where, which, and whether a gradient could go on behind it."""
+
+    place: str
+    parameters: set[int]
+    passes_on: bool
 
 
 @dataclass
 class _Pass:
-    """One backward pass: where it began and the forward passes before it, and what it wrote, in order."""
+    """One backward pass: where it began and the calls before it, and what it wrote, in order."""
 
     place: str
-    forwards: list[tuple[str, set[int]]]  # line, and the parameters of the module called there
+    calls: list[_Call]
     written: list[Tensor] = field(default_factory=list)
     read: set[int] = field(default_factory=set)
 
 
 class GradientUse:
-    """Looks at one step between `begin` and `end`; whether gradients are read shows until the `facts` are asked for."""
+    """Looks at one step between `begin` and `end`; whether gradients are read shows until the `facts` are asked for.
+
+    Of any module: a teacher beside the model that is observed has its gradients computed too.
+    """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}
         self._passes: list[_Pass] = []
-        self._forwards: list[tuple[str, set[int]]] = []
+        self._calls: list[_Call] = []
         self._waiting: dict[int, tuple[Tensor, list[_Pass]]] = {}
         self._untouched: float | None = None
 
     def begin(self) -> None:
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._wrote) for p in self._module.parameters() if p.requires_grad
-        ]
+        self._handles[0] = nn.modules.module.register_module_forward_pre_hook(self._called)
 
     def end(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
-    def forward_begins(self, module: nn.Module) -> None:
-        if self._handles:
-            self._forwards.append((user_line() or "?", {id(p) for p in module.parameters()}))
+    def _called(self, module: nn.Module, args: Any) -> None:
+        own = {id(p) for p in module.parameters() if p.requires_grad} if torch.is_grad_enabled() else None
+        if own:
+            self._calls.append(_Call(user_line() or "?", own, any(t.requires_grad for t in tensors(args))))
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, roots: Any) -> None:
         self._forget_cleared()
         if self._handles:
-            self._passes.append(_Pass(user_line() or "?", self._forwards))
-            self._forwards = []
+            self._passes.append(_Pass(user_line() or "?", self._calls))
+            self._calls = []
+            for leaf in _leaves(roots):
+                if id(leaf) not in self._handles:
+                    self._handles[id(leaf)] = leaf.register_post_accumulate_grad_hook(self._wrote)
 
     def backward_ended(self) -> None:
         if self._handles and self._untouched is None:
@@ -93,7 +108,7 @@ class GradientUse:
             "idle_gradients": {
                 "part": sum(part for part, _ in idle) / whole,
                 "place": idle[worst][1][0] if idle[worst][1] else line_calling(names, files),
-                "lines": idle[worst][1],
+                "lines": [*idle[worst][1][:3], line_calling(names, files) or "?"],
             },
             "untouched_rows": {"part": self._untouched or 0.0,
                                "place": line_calling(("Embedding", "EmbeddingBag"), files)},
@@ -116,20 +131,37 @@ def _updated(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for p in parameters_of(optimizers)}
 
 
-def _idle(one: _Pass, owned: set[int]) -> tuple[float, list[str]]:
-    """Elements of gradients that nothing read, and the lines of the forward passes they belong to, then of the pass.
+def _leaves(roots: Any) -> list[Tensor]:
+    """Whatever a backward pass from here writes gradients of."""
+    nodes, seen, found = [t.grad_fn for t in tensors(roots) if t.grad_fn is not None], set(), []
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        before = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(before)
+        nodes += before
+    return found
 
-    What a pass computes behind the last gradient that is read, it computes for nothing. Before that, gradients of
-    activations are needed, and those of weights, half of the work, are not: that counts where no optimizer has the
-    weight at all, and not for a discriminator through which a generator learns.
+
+def _idle(one: _Pass, owned: set[int]) -> tuple[float, list[str]]:
+    """Elements of gradients that nothing read, and the lines of the calls they belong to, then of the pass.
+
+    What a pass computes behind the last gradient that is read, it computes for nothing, and so what it computes of a
+    module behind which nothing is learned. Elsewhere gradients of activations are needed, and those of weights, half of
+    the work, are not: that counts where no optimizer has the weight at all, and not for a discriminator through which a
+    generator learns.
     """
     last = max((n for n, p in enumerate(one.written) if id(p) in one.read), default=-1)
-    whole = one.written[last + 1 :]
-    half = [p for p in one.written[: last + 1] if id(p) not in one.read and id(p) not in owned]
-    elements = sum(p.numel() for p in whole) + sum(p.numel() for p in half) / 2
-    behind = {id(p) for p in whole} & owned
-    if not behind:  # weights that no optimizer has: its constructor is the line
+    unread = {id(p) for p in one.written if id(p) not in one.read}
+    ends = [c for c in one.calls if c.parameters <= unread and not c.parameters & owned and not c.passes_on]
+    behind = {id(p) for p in one.written[last + 1 :]}
+    whole = behind.union(*(c.parameters for c in ends)) & unread
+    elements = sum(p.numel() * (1 if id(p) in whole else 0 if id(p) in owned else 0.5) for p in one.written
+                   if id(p) in unread)  # fmt: skip
+    thrown = behind & owned
+    begun = [c.place for c in one.calls if c.parameters & thrown] or [c.place for c in ends]
+    if not begun:  # weights that no optimizer has: its constructor is the line
         return elements, []
-    begun = [place for place, parameters in one.forwards if parameters & behind]
-    through = [place for place, parameters in one.forwards if not parameters & behind]
+    through = [c.place for c in one.calls if thrown and not c.parameters & thrown]
     return elements, list(dict.fromkeys((*begun, *through, one.place)))

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -22,8 +22,11 @@ from torch import nn
 
 from ironlaw.ledger import Phase
 from ironlaw.machine import host
+from ironlaw.observe.close_look import CloseLook
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.inputs import input_tensors, padding
+from ironlaw.observe.partition import Partition
+from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
     files_of,
     growing_line,
@@ -34,7 +37,6 @@ from ironlaw.observe.user_code import (
     user_line,
 )
 
-TURNS = 7
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
 UNNAMED = 3  # times as much: growth that nothing of the user's holds may be a heap or a loader that still settles
 LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
@@ -90,6 +92,7 @@ class Habits:
 
     module: nn.Module
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    partition: Partition | None = None  # where operations are looked at too
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     zeroed: Counter[str] = field(default_factory=Counter)  # zero_grad(set_to_none=False)
@@ -110,6 +113,7 @@ class Habits:
     learns_in_eval: bool = False  # the step before was of passes in evaluation mode only
     eval_steps: int = 0
     paddings: list[tuple[float, float]] = field(default_factory=list)  # of the first batches, as `inputs.padding`
+    call: ModuleCall | None = None  # the first one of the model
     profiled: bool = False  # by a profiler that is not ours
 
     def __post_init__(self) -> None:
@@ -117,21 +121,25 @@ class Habits:
         self.profiled = torch.autograd._profiler_enabled()
         self._graphs = _compiled_graphs()
         self.gradients = GradientUse(self.module, self.optimizers)
+        self._closely: CloseLook | None = None
+        self._looking = ExitStack()
+        self._outputs: dict[int, Callable[[], Any]] = {}  # of this step's passes: what to call where one is used
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
         if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
             self.paddings.append(found)
-        self.gradients.forward_begins(module)
         self._place = user_line() or "?"
         self.forward_lines[self._place] += 1
+        for tensor in input_tensors(args, kwargs):  # of one part of the model, for another: detached, and of use
+            self._outputs.pop(tensor.untyped_storage().data_ptr(), bool)()
 
     def forward_ended(self, output: Any) -> None:
         """A gradient that comes to any of its outputs tells that the pass was of use."""
         place, come = self._place, False
         self.unread_lines[place] += 1
 
-        def comes(gradient: torch.Tensor) -> None:
+        def comes(gradient: torch.Tensor | None = None) -> None:
             nonlocal come
             if not come:
                 come = True
@@ -141,11 +149,12 @@ class Habits:
         for tensor in input_tensors((output,), {}):
             if tensor.requires_grad:
                 tensor.register_hook(comes)
+                self._outputs[tensor.untyped_storage().data_ptr()] = comes
                 if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
                     self.graphs.append(tensor.grad_fn._sequence_nr())
 
-    def backward_begins(self) -> None:
-        self.gradients.backward_begins()
+    def backward_begins(self, roots: Any) -> None:
+        self.gradients.backward_begins(roots)
         self._backward_began = time.perf_counter()
 
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -185,30 +194,42 @@ class Habits:
         self.backward_seconds += sum(self.passes)
         self.again_seconds += sum(sorted(self.passes)[: max(0, len(self.passes) - max(1, forwards))])
         self.passes = []
+        self._outputs.clear()
         self.resident.append(host.resident_bytes())
         if len(self.resident) == LOOKED_AT:
-            self.gradients.begin()
+            self._begin_look()
         elif len(self.resident) == LOOKED_AT + 1:
-            self.gradients.end()
+            self.end_look()
         if (graphs := _compiled_graphs()) > self._graphs:
             self.compiled.append(len(self.resident))
             self._graphs = graphs
 
-    def facts(self, rows: int | None, precision: str | None) -> dict[str, Any]:
+    def _begin_look(self) -> None:
+        self.gradients.begin()
+        if self.partition is not None and not _compiled_graphs():
+            self._closely = CloseLook(self.partition)
+            self._looking.enter_context(self._closely)
+
+    def end_look(self) -> None:
+        self.gradients.end()
+        self._looking.close()
+
+    def facts(self, precision: str | None) -> dict[str, Any]:
         steps = max(1, len(self.resident))
         return {
             "left_on": [
-                {"name": mode.name, "saved": _saved_without(mode, self.module, rows, precision), "remedy": mode.remedy,
+                {"name": mode.name, "saved": _saved_without(mode, self.call), "remedy": mode.remedy,
                  "place": line_calling(mode.names, self._files)}
                 for mode in MODES if mode.name in self.on
             ],
-            "float64": self._float64(rows),
+            "float64": self._float64(),
             "memory_growth": self._growth(),
             "zeroed_gradients": most_calls(self.zeroed, steps),
             "retained_graphs": most_calls(self.retained, steps),
             "graphs_again": self._again(steps),
             "added_gradients": most_calls(self.added_to, steps),
             **self.gradients.facts(self._files),
+            **(self._closely.facts(self.forward_lines) if self._closely is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
@@ -263,15 +284,15 @@ class Habits:
         usual = statistics.median(steps)
         return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
 
-    def _float64(self, rows: int | None) -> dict[str, Any] | None:
+    def _float64(self) -> dict[str, Any] | None:
         """Share of a forward and backward pass that fp32 weights would save; None where no weight is float64."""
         sizes: Counter[torch.dtype] = Counter()
         for parameter in self.module.parameters():
             sizes[parameter.dtype] += parameter.numel()
         if not sizes or sizes.most_common(1)[0][0] is not torch.float64:
             return None
-        double, single = (_proxy(self.module, rows, dtype) for dtype in (torch.float64, torch.float32))
-        saved = _median_saved(double, single)
+        double, single = (self.call.passes(d) if self.call else None for d in (torch.float64, torch.float32))
+        saved = share_saved(double, single) if double is not None and single is not None else 0.0
         return {"saved": saved, "place": line_calling(("double", "float64", "set_default_dtype"), self._files)}
 
     def _growth(self) -> dict[str, Any] | None:
@@ -307,24 +328,6 @@ def most_calls(calls: Counter[str], steps: int) -> dict[str, Any] | None:
     return {"place": place, "per_step": count / steps} if count >= 0.5 * steps else None
 
 
-def _proxy(module: nn.Module, rows: int | None, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward and backward of the module's most frequent linear layer and an activation, three times in a row."""
-    shapes = Counter(tuple(c.weight.shape) for c in module.modules() if isinstance(c, nn.Linear))
-    outputs, inputs = shapes.most_common(1)[0][0] if shapes else (512, 512)
-    rows = min(max(rows or 0, 256), 2048)
-    x = torch.randn(rows, inputs, dtype=dtype)
-    up = torch.randn(outputs, inputs, dtype=dtype, requires_grad=True)
-    down = torch.randn(inputs, outputs, dtype=dtype, requires_grad=True)
-
-    def both_ways() -> None:
-        y = x
-        for _ in range(3):
-            y = nn.functional.layer_norm(nn.functional.gelu(y @ up.t()) @ down.t(), (inputs,))
-        torch.autograd.grad(y.sum(), (up, down))
-
-    return both_ways
-
-
 @contextmanager
 def _switched(mode: Mode, on: bool) -> Iterator[None]:
     before = mode.is_on()
@@ -335,31 +338,20 @@ def _switched(mode: Mode, on: bool) -> Iterator[None]:
         mode.switch(before)
 
 
-def _saved_without(mode: Mode, module: nn.Module, rows: int | None, precision: str | None) -> float:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "", torch.float32)
-    work = _proxy(module, rows, dtype)
+def _saved_without(mode: Mode, call: ModuleCall | None) -> float:
+    """Share of the model's passes that another position of the switch saves."""
+    passes = call.passes() if call is not None else None
+    if passes is None:
+        return 0.0
 
     def under(on: bool) -> Callable[[], None]:
-        def call() -> None:
+        def work() -> None:
             with _switched(mode, on):
-                work()
+                passes()
 
-        return call
+        return work
 
-    return _median_saved(under(True), under(False))
-
-
-def _median_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
-    """Share of the time that the second way saves, both in turn."""
-    shares = []
-    for _ in range(TURNS):
-        seconds = []
-        for work in (now, then):
-            began = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - began)
-        shares.append(1 - seconds[1] / seconds[0])
-    return max(0.0, statistics.median(shares[1:]))
+    return share_saved(under(True), under(False))
 
 
 def keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

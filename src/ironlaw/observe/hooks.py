@@ -31,7 +31,7 @@ class Listener:
     training: Callable[[nn.Module], bool]  # whether a pass of it with gradients is one that the loop learns from
     forward_begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
     forward_ended: Callable[[Any], None]  # with what the model returned
-    backward_begins: Callable[[], None]
+    backward_begins: Callable[[Any], None]  # with what it begins at
     backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
     updates: Callable[[torch.optim.Optimizer], None]
     stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
@@ -167,7 +167,7 @@ def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener
     def around(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            listener.backward_begins()
+            listener.backward_begins(args[0] if args else kwargs.get("tensors"))
             partition.begin(Phase.BACKWARD)
             try:
                 return original(*args, **kwargs)

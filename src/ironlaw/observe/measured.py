@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,28 @@ def tree_bytes(tree: Any) -> int:
     return sum(sizes.values())
 
 
+def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Phase], tokens_per_step: int) -> Estimate:
+    """Time per step and by phase, and how much slower than typical the steps were; the time per step."""
+    measured, kept = Origin.MEASURED, typical(steps)
+    walls = [step.wall_seconds for step in steps]
+    value = float(np.mean([step.wall_seconds for step in kept]))
+    low, high = (float(q) for q in np.percentile(walls, [10, 90]))
+    basis = f"mean of the middle 80% of {len(steps)} steps; the interval holds 80% of them"
+    ledger.totals["step_seconds"] = Estimate(value, measured, basis, low, high)
+    if tokens_per_step:
+        rates = (tokens_per_step / seconds for seconds in (value, high, low))
+        ledger.totals["tokens_per_second"] = Estimate(
+            next(rates), measured, "tokens per step / step time", next(rates), next(rates)
+        )
+    ledger.phase_seconds = {
+        phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in kept]))
+        for phase in Phase
+        if phase in phases and any(phase in step.phase_seconds for step in kept)
+    }
+    ledger.facts["slow_steps_fraction"] = max(0.0, sum(walls) - value * len(walls)) / sum(walls)
+    return ledger.totals["step_seconds"]
+
+
 def measured_ledger(
     observed: Observations,
     *,
@@ -85,34 +107,17 @@ def measured_ledger(
 ) -> Ledger:
     """The run's side of the table. What was not measured stays absent."""
     ledger = Ledger("run", facts=dict(facts))
-    steps = typical(observed.steps)
     totals = ledger.totals
     for name in ("parameters", "flops_per_step"):
         totals[name] = planned.totals[name]
-    if steps:
-        walls = np.array([step.wall_seconds for step in steps])
-        step_seconds = float(walls.mean())
-        low, high = (float(q) for q in np.percentile([s.wall_seconds for s in observed.steps], [10, 90]))
-        basis = f"mean of the middle 80% of {len(observed.steps)} steps; the interval holds 80% of them"
-        totals["step_seconds"] = Estimate(step_seconds, Origin.MEASURED, basis, low, high)
-        totals["tokens_per_second"] = Estimate(
-            tokens_per_step / step_seconds, Origin.MEASURED, "tokens per step / step time",
-            tokens_per_step / high, tokens_per_step / low,
-        )  # fmt: skip
+    if observed.steps:
+        step = add_steps(ledger, observed.steps, tuple(Phase), tokens_per_step)
         peak = float(planned.facts["matmul_peak_flops_per_second"])
         flops = totals["flops_per_step"].value
         totals["mfu"] = Estimate(
-            flops / step_seconds / peak, Origin.MEASURED, planned.totals["mfu"].basis,
-            flops / high / peak, flops / low / peak,
+            flops / step.value / peak, Origin.MEASURED, planned.totals["mfu"].basis,
+            flops / (step.high or step.value) / peak, flops / (step.low or step.value) / peak,
         )  # fmt: skip
-        phases = {phase for step in steps for phase in step.phase_seconds}
-        ledger.phase_seconds = {
-            phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in steps]))
-            for phase in Phase
-            if phase in phases
-        }
-        excess = sum(step.wall_seconds for step in observed.steps) - step_seconds * len(observed.steps)
-        ledger.facts["slow_steps_fraction"] = max(0.0, excess) / sum(s.wall_seconds for s in observed.steps)
     _add_memory(ledger, observed, held, batch_bytes)
     if observed.profile is not None:
         ledger.lines = named_as(observed.profile.lines, planned.lines)

@@ -15,7 +15,8 @@ from ironlaw.errors import UserError
 from ironlaw.files import write_json, write_text
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Phase
 from ironlaw.observe.clock import StepTimes
-from ironlaw.observe.measured import typical, warmup_steps
+from ironlaw.observe.habits import LOOKED_AT
+from ironlaw.observe.measured import add_steps, typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
 from ironlaw.observe.trials import attention_seconds, fused_calls, score_products
 from ironlaw.workload.module_source import Input
@@ -94,11 +95,10 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
     wanted: dict[str, tuple[list[Input], str]] = {}
     if observed.facts["precision"] == "fp32":
         wanted["bf16"] = observed.signature, "bf16"
-    batch = observed.facts.get("batch")
-    if batch:
-        factor = larger_by(observed.facts)
-        larger = [replace(i, shape=(factor * batch, *i.shape[1:])) if i.shape and i.shape[0] == batch else i
-                  for i in observed.signature]  # fmt: skip
+    batches = {i.shape[0] for i in observed.signature if i.shape}
+    if len(batches) == 1:  # else it is no batch: nodes and edges of one graph
+        factor = larger_by(observed.facts) * batches.pop()
+        larger = [replace(i, shape=(factor, *i.shape[1:])) if i.shape else i for i in observed.signature]
         wanted["larger_batch"] = larger, precision or "as is"
     made = {}
     for name, (inputs, cast) in wanted.items():
@@ -114,31 +114,15 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
 def observed_ledger(observed: Observed) -> Ledger:
     """The run's side of the table. What was not measured stays absent."""
     ledger, measured = Ledger("run", facts=dict(observed.facts)), Origin.MEASURED
-    usable = [t for number, t in enumerate(observed.steps, 1) if number not in observed.recorded]
-    after = {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
-    usable = [t for number, t in enumerate(observed.steps, 1) if number not in observed.recorded | after]
-    kept = usable[warmup_steps(len(usable)) :] or usable
-    steps = typical(kept)
-    walls = np.array([step.wall_seconds for step in steps])
-    step_seconds = float(walls.mean())
-    low, high = (float(q) for q in np.percentile([s.wall_seconds for s in kept], [10, 90]))
+    slowed = {LOOKED_AT + 1, *observed.recorded}
+    slowed |= {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
+    usable = [t for number, t in enumerate(observed.steps, 1) if number not in slowed]
+    kept = usable[warmup_steps(len(usable)) :] or usable or observed.steps
+    seen = {phase for phase in STEP_PHASES if any(step.phase_seconds.get(phase) for step in typical(kept))}
+    tokens = (observed.facts.get("tokens_per_micro_batch") or 0) * observed.facts["accumulation"]
+    add_steps(ledger, kept, seen, tokens)
     totals = ledger.totals
-    basis = f"mean of the middle 80% of {len(kept)} steps; the interval holds 80% of them"
-    totals["step_seconds"] = Estimate(step_seconds, measured, basis, low, high)
-    ledger.phase_seconds = {
-        phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in steps]))
-        for phase in STEP_PHASES
-        if any(step.phase_seconds.get(phase) for step in steps)
-    }
-    excess = sum(step.wall_seconds for step in kept) - step_seconds * len(kept)
-    ledger.facts["slow_steps_fraction"] = max(0.0, excess) / sum(s.wall_seconds for s in kept)
     ledger.facts["steps_done"] = len(observed.steps)
-    tokens = observed.facts.get("tokens_per_micro_batch")
-    if tokens:
-        tokens *= observed.facts["accumulation"]
-        totals["tokens_per_second"] = Estimate(
-            tokens / step_seconds, measured, "tokens per step / step time", tokens / high, tokens / low
-        )
     totals["parameters"] = Estimate(observed.facts["model"]["parameters"], Origin.CALCULATED, "of the module, once")
     totals["total_seconds"] = Estimate(observed.seconds, measured, "wall time inside `with ironlaw.observe`")
     totals["resident_bytes"] = Estimate(

@@ -95,7 +95,7 @@ class Partition:
         else:
             self._waiting.append(self.intervals)
             times = self._resolve(wait=False)
-        self.intervals = [Interval(last.begin, after=Phase.OPTIMIZER, phase=self._stack[-1] if self._stack else None)]
+        self.intervals = [Interval(last.begin, phase=self._stack[-1] if self._stack else None)]
         return times
 
     @property

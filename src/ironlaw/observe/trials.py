@@ -7,14 +7,19 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ironlaw.kernels.attention import causal_attention
+from ironlaw.workload.trace_kernels import tensors
 
+TURNS, LEAST_TURNS, MOST_SECONDS = 7, 3, 1.0
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
 LEAST_ROWS, REPEATS = 256, 5
 THREAD_TURNS, THREAD_CALLS = 9, 8
@@ -25,6 +30,63 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
 }
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # have a fused kernel on a CPU
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A module with what it was called with: its passes can be run again, on copies of its weights."""
+
+    module: nn.Module
+    inputs: Any  # args and kwargs
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
+        device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return cls(module, tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)), cast)
+
+    def passes(self, dtype: torch.dtype | None = None) -> Callable[[], None] | None:
+        """Forward and backward, with another type of floating-point numbers if asked; None where that cannot be run."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            floating = dtype is not None and tensor.is_floating_point()
+            made = tensor.detach().to(dtype if floating else tensor.dtype, copy=True)
+            return made.requires_grad_(tensor.requires_grad)
+
+        state = {n: copied(t) for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
+        args, kwargs = tree_map_only(torch.Tensor, copied, self.inputs)
+        weights = [t for t in state.values() if t.requires_grad]
+
+        def both_ways() -> None:
+            with torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext():
+                output = torch.func.functional_call(self.module, state, args, kwargs)
+            roots = [t.float().sum() for t in tensors(output) if t.requires_grad]
+            torch.autograd.grad(roots, weights, allow_unused=True)
+
+        try:
+            both_ways()
+        except Exception:  # of code that is not ours, and nothing rests on it
+            return None
+        return both_ways
+
+
+def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[list[float]]:
+    """Seconds of each way, tried one after the other, so often or as often as there is time for."""
+    seconds: list[list[float]] = [[] for _ in works]
+    until = time.perf_counter() + MOST_SECONDS
+    while len(seconds[0]) < turns and (len(seconds[0]) < LEAST_TURNS or time.perf_counter() < until):
+        for work, times in zip(works, seconds, strict=True):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+    return seconds
+
+
+def share_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
+    """Share of the time that the second way saves."""
+    shares = [1 - other / one for one, other in zip(*in_turn((now, then), TURNS), strict=True)]
+    return max(0.0, statistics.median(shares[1:]))
 
 
 def threads_unlike_cores(
@@ -90,15 +152,9 @@ def attention_seconds(products: list[list[int]], precision: str | None) -> dict[
             for out, three in zip(reversed(outs), reversed(leaves), strict=True):
                 torch.autograd.grad(out, three, gradient)
 
-        for name in KERNELS:
-            both_ways(name)
-        seconds: dict[str, list[float]] = {name: [] for name in KERNELS}
-        for name in [*KERNELS] * REPEATS:
-            began = time.perf_counter()
-            both_ways(name)
-            seconds[name].append(time.perf_counter() - began)
-        for name, times in seconds.items():
-            total[name] += count / layers * statistics.median(times)
+        times = in_turn([partial(both_ways, name) for name in KERNELS], REPEATS + 1)
+        for name, seconds in zip(KERNELS, times, strict=True):
+            total[name] += count / layers * statistics.median(seconds[1:])
     return total
 
 
@@ -130,11 +186,7 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
                 parameter.grad = torch.zeros_like(parameter)
             kind: Any = type(optimizer)
             made.append(kind(parameters, lr=1e-9, **extra))
-        seconds: list[list[float]] = [[], []]
-        for turn in range(2 * (REPEATS + 1)):
-            began = time.perf_counter()
-            made[turn % 2].step()
-            seconds[turn % 2].append(time.perf_counter() - began)
+        seconds = in_turn([optimizer.step for optimizer in made], REPEATS + 1)
         now, then = now + statistics.median(seconds[0][1:]), then + statistics.median(seconds[1][1:])
     return {"seconds": now, "fused_seconds": then, "name": type(optimizers[-1]).__name__} if now else None
 
@@ -185,7 +237,7 @@ def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
         torch.mm(gradient, weight)
         torch.mm(gradient.t(), x)
 
-    return _best(both_ways)
+    return min(in_turn([both_ways], REPEATS + 1)[0][1:])
 
 
 def _mean(work: Callable[[], Any]) -> float:
@@ -195,17 +247,3 @@ def _mean(work: Callable[[], Any]) -> float:
     for _ in range(THREAD_CALLS):
         work()
     return (time.perf_counter() - began) / THREAD_CALLS
-
-
-def _best(work: Callable[[], None]) -> float:
-    return min(_repeated(work))
-
-
-def _repeated(work: Callable[[], None]) -> list[float]:
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return seconds

@@ -49,7 +49,14 @@ from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
-from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
+from ironlaw.observe.trials import (
+    ModuleCall,
+    fused_update_saves,
+    head_size,
+    misaligned_weights,
+    odd_sizes,
+    threads_unlike_cores,
+)
 from ironlaw.observe.updates import updates_of
 from ironlaw.package import __version__
 
@@ -128,7 +135,8 @@ class Watch:
     # -- the loop's side -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._habits = Habits(_inner(self.model), self.optimizers)
+        closely = self.device.type == "cpu" and not _distributed() and not _compiled(self.model)
+        self._habits = Habits(_inner(self.model), self.optimizers, self.partition if closely else None)
         listener = Listener(
             lambda module: module.training or self._habits.learns_in_eval, self._forward_begins,
             self._habits.forward_ended, self._backward_begins, self._backward_ended,
@@ -154,6 +162,7 @@ class Watch:
     ) -> None:
         if self._recorder is not None:
             self._stop_recording()
+        self._habits.end_look()
         seconds = time.perf_counter() - self.started
         self._probe()
         self.partition.finish()
@@ -218,6 +227,7 @@ class Watch:
             self.gradients_found = "kept" if self._gradients() else "none"
         if not self.inputs and (args or kwargs):
             self.inputs = describe_inputs(_inner(module), args, kwargs, self.device.type)
+            self._habits.call = ModuleCall.of(_inner(module), args, kwargs)
             if module is not self.model:  # a part of it: no plan of the whole can be made from these
                 self.inputs["signature"] = None
         if self._recorder is not None:
@@ -242,9 +252,9 @@ class Watch:
 
     data_workers: int | None = None
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, roots: Any) -> None:
         first = not self._habits.passes
-        self._habits.backward_begins()
+        self._habits.backward_begins(roots)
         if not first or self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
             return
         if not self._gradients():
@@ -285,7 +295,6 @@ class Watch:
         if self._recorder is None and now - self._probed > PROBE_EVERY_SECONDS:
             self._probe()
             self.partition.start()  # the probe is in no step
-            self.partition.intervals[0].after = Phase.OPTIMIZER
         if now - self._sampled > SAMPLE_EVERY_SECONDS:
             self._sampled = now
             self.peak_resident = max(self.peak_resident, host.resident_bytes())
@@ -319,7 +328,6 @@ class Watch:
             self._recorder.start()
         self.partition.on_mark = mark
         self.partition.start()
-        self.partition.intervals[0].after = Phase.OPTIMIZER
         self.profiling_seconds += time.perf_counter() - began
 
     def _stop_recording(self) -> None:
@@ -337,7 +345,6 @@ class Watch:
                 self.sampler,
             )  # fmt: skip
         self.partition.start()
-        self.partition.intervals[0].after = Phase.OPTIMIZER
         self.profiling_seconds += time.perf_counter() - began
 
     sync_steps = 1
@@ -410,7 +417,7 @@ class Watch:
             **{"autocast": None, "precision": None},
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
-            **self._habits.facts(self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision")),
+            **self._habits.facts(self.inputs.get("precision")),
             "updates": [asdict(update) for update in updates_of(self.optimizers)],
             "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ironlaw.ledger import Kind
+from ironlaw.model.frozen import DEQUANTISED
 from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
 from ironlaw.workload.operations import Operation, call, product
 
 DEQUANTISING_BYTES = 17  # a number at the highest moment: codes apart, as indices, their values, times their scales
-DEQUANTISED = 2**22  # numbers at a time (numerics/frozen_linear.py)
 
 
 def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator[Operation]:

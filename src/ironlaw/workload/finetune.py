@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.frozen import NF4_BITS, NF4_BLOCK, SCALES_BLOCK
 from ironlaw.model.huggingface.entry import Entry
 from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
@@ -97,7 +98,6 @@ PRODUCTS = {
 }  # fmt: skip
 NARROWING = ("attention.out", "ffn.down")  # tensor parallel ranks have parts of their inputs, of others' outputs
 ENDS = ("embedding.weight", "head.weight")
-NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/frozen_linear.py
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ class OptimizerConfig(Section):
     momentum: float | None = Field(None, ge=0, lt=1)  # momentum 0.9, muon 0.95 unless given
     no_decay: tuple[str, ...] | None = None  # patterns of names; norms, biases and embeddings unless given
     groups: tuple[ParameterGroup, ...] = ()  # the first that matches decides
+    # Of adapters, which no group matches: lr is meant for a matrix itself, and what suits its adapter is about ten
+    # times that ("LoRA Without Regret", Thinking Machines 2025; docs/finetune.md has our own).
+    adapter_lr_scale: float = Field(10.0, gt=0)
     rank: int = Field(128, gt=0)  # galore: of the projected gradient
     projection_steps: int = Field(200, gt=0)  # galore: how long a projection is kept
     projection_scale: float = Field(0.25, gt=0)  # galore: of the projected update (arXiv 2403.03507, alpha)
@@ -88,7 +91,8 @@ def _assignment(parameter: Parameter, config: OptimizerConfig) -> Assignment:
         kept = parameter.is_small or parameter.embedding  # they set scales, not functions
     else:
         kept = any(fnmatchcase(parameter.name, pattern) for pattern in config.no_decay)
-    return Assignment(group.lr_scale if group else 1.0, 0.0 if kept else config.weight_decay, matrix)
+    scale = config.adapter_lr_scale if ".adapters." in parameter.name else 1.0
+    return Assignment(group.lr_scale if group else scale, 0.0 if kept else config.weight_decay, matrix)
 
 
 def _check_pattern(pattern: str, parameters: Sequence[Parameter]) -> None:

@@ -114,7 +114,7 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
 
     Those of routed experts are cast by the experts themselves, and die with the block.
     """
-    if not shape.casts or (shape.adapters and not shape.adapters[0].casts_weights):
+    if not shape.casts or shape.adapters:  # of what is frozen autocast remembers nothing
         return 0
     names = {"qkv", "query_down", "query_up", "latent_down", "latent_up"}
     names |= {"attention_out", "ffn_gate", "ffn_up", "ffn_down"}

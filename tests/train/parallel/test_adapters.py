@@ -44,6 +44,7 @@ def test_adapters_on_ranks_are_those_of_one_process(
     for method, layout in layouts:
         sections: dict[str, Any] = {
             "finetune": {"method": method, "rank": 4}, "checkpoint": {"every": 4}, "evaluation": {"every": 0},
+            "optimizer": {"adapter_lr_scale": 1},
             "train": {"start_from": str(tmp_path / "base"), "steps": 8, "micro_batch": 4},
         }  # fmt: skip
         name = "-".join((method, *layout))
@@ -119,6 +120,7 @@ def test_every_layout_trains_what_one_process_does_as_planned(
         finetune = {"method": method, "rank": 4} | tables.get("finetune", {})
         tables = {key: value for key, value in tables.items() if key != "train"} | {"finetune": finetune}
         case = {"family": name, "model": MODELS[name], "layout": layout, "train": train, "tables": tables}
+        case["optimizer"] = {"lr": 3e-4}  # of adapters ten times that
         asked += [case | {"task": task} for task in ("adapters", "traffic", "memory")]
     found = iter(on_ranks(ranks, asked, timeout_seconds=900))
     for case in cases:

@@ -1,0 +1,106 @@
+"""One step seen operation by operation: what lines of the user's code compute that nothing comes of."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ironlaw.ledger import Phase
+from ironlaw.observe.inputs import input_tensors
+from ironlaw.observe.partition import Partition
+from ironlaw.observe.user_code import user_line
+
+PRODUCTS = ("mul", "mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
+LEAST_ELEMENTS, FULL = 2**14, 0.05  # of an operand that is looked into, and the part of it that is not zero
+MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
+
+
+class CloseLook(TorchDispatchMode):
+    """Seconds of forward passes and losses by line, with what of the backward pass belongs to them.
+
+    A line is unread where it takes values that a gradient would come back through, and none does: checks and measures.
+    It multiplies zeros where nearly all of an operand is zero: one-hot rows, dense adjacency. Backward operations are
+    those of the forward operation with their sequence number.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        super().__init__()
+        self._partition = partition
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._zeros: dict[str, float] = defaultdict(float)
+        self._whole, self._operations = 0.0, 0
+        self._learns: set[str] = set()  # lines that take values with a gradient
+        self._read: set[str] = set()  # lines that a backward pass came back through
+        self._multiplies: set[str] = set()  # lines with a product of zeros, or that made an operand of one
+        self._made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
+        self._nodes: dict[int, tuple[str, bool]] = {}  # sequence number -> line, and whether it had zeros
+        self._newest = torch._C._autograd._get_sequence_nr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - began
+        self._operations += 1
+        if self._operations < MOST_OPERATIONS and self._in_passes():
+            self._count(func, args, result, seconds)
+        return result
+
+    def _in_passes(self) -> bool:
+        running = self._partition.running
+        of_loss = running is None and self._partition.intervals[-1].after is Phase.FORWARD
+        return of_loss or running in (Phase.FORWARD, Phase.BACKWARD)
+
+    def _count(self, func: Any, args: Any, result: Any, seconds: float) -> None:
+        self._whole += seconds
+        node = torch._C._current_autograd_node()
+        if node is not None or self._partition.running is Phase.BACKWARD:
+            line, zeros = self._nodes.get(node._sequence_nr() if node is not None else -1, ("", False))
+            self._read.add(line)
+            self._zeros[line] += seconds if zeros else 0.0
+            return
+        line, newest = user_line() or "?", torch._C._autograd._get_sequence_nr()
+        operands = list(input_tensors(args, {}))
+        empty = [t for t in operands if nearly_empty(t)]
+        multiplies = bool(empty) and func.overloadpacket.__name__ in PRODUCTS
+        for number in range(self._newest, newest):
+            self._nodes[number] = line, multiplies
+        self._newest = newest
+        if not torch.is_grad_enabled():
+            return
+        self._seconds[line] += seconds
+        if any(t.requires_grad and not t.is_leaf for t in operands):
+            self._learns.add(line)
+        made = [t for t in input_tensors((result,), {}) if nearly_empty(t)]
+        self._made_by |= {t.data_ptr(): line for t in made}
+        self._zeros[line] += seconds if empty or made else 0.0
+        if multiplies:
+            self._multiplies |= {line, *(self._made_by.get(t.data_ptr(), line) for t in empty)}
+
+    def facts(self, calls: Collection[str]) -> dict[str, Any]:
+        """`calls`: lines that call the model, whose passes are judged as a whole."""
+        unread = self._learns - self._read - set(calls)
+        return {"unread_values": self._part(self._seconds, unread), "zero_products": self._part(
+            self._zeros, self._multiplies)}  # fmt: skip
+
+    def _part(self, seconds: dict[str, float], lines: Iterable[str]) -> dict[str, Any] | None:
+        """Of the passes' operations."""
+        found = sorted(((line, seconds[line]) for line in lines if line != "?"), key=lambda one: -one[1])
+        if not found or not self._whole:
+            return None
+        part = sum(taken for _, taken in found) / self._whole
+        return {"part": part, "place": found[0][0], "lines": [line for line, _ in found[1:3]]}
+
+
+def nearly_empty(tensor: Tensor) -> bool:
+    """Of zeros, and no parameter that starts there."""
+    if tensor.numel() < LEAST_ELEMENTS or tensor.dtype is torch.bool or (tensor.is_leaf and tensor.requires_grad):
+        return False
+    if tensor.layout is not torch.strided:
+        return False
+    return int(torch.count_nonzero(tensor)) <= FULL * tensor.numel()
