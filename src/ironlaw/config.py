@@ -26,7 +26,7 @@ from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
 from ironlaw.workload.objective import ObjectiveConfig
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig
-from ironlaw.workload.recompute import RecomputeConfig
+from ironlaw.workload.recompute_config import Recompute
 
 
 def _known_precision(name: str) -> str:
@@ -185,7 +185,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = section()
     schedule: ScheduleConfig = section()
     scaler: ScalerConfig = section()
-    recompute: RecomputeConfig = section()
+    recompute: Recompute = section()
     checkpoint: CheckpointConfig = section()
     evaluation: EvaluationConfig = section()
     recovery: RecoveryConfig = section()

@@ -18,7 +18,7 @@ def parse_bytes(text: str) -> int:
         prefix, power = match[2].upper(), 0
         power = " KMGTPEZY".index(prefix) if prefix else 0
         return round(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    except (AssertionError, ValueError):
+    except (AssertionError, ValueError, OverflowError):
         raise ValueError(f"{text!r} is not a number of bytes: write for example 20GiB") from None
 
 

@@ -114,7 +114,6 @@ def test_ironlaws_own_config_is_valid():
         ("deepspeed", "dp=8 zero=3 shard=4", "MiCS was removed"),
         ("deepspeed", "dp=8 zero=2 offload=activations", "use recompute=full"),
         ("accelerate", "dp=8 zero=3 recompute=every:2", "all of them or none"),
-        ("ironlaw", "dp=8 recompute=selective", "keeps other results"),
         ("ironlaw", "dp=8 zero=1 offload=optimizer", "on one device only"),
         ("ironlaw", "dp=2 pp=4 zero=3 schedule=zb", "use schedule=1f1b"),
     ],

@@ -23,7 +23,7 @@ from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute import RecomputeConfig, policies
+from ironlaw.workload.recompute import policies
 
 SEQUENCE, BATCH = 1024, 64
 MODELS = ("llama3-8b", "gpt2", "olmo-2-7b", "gemma-2-9b", "mixtral-8x7b", "deepseek-v2-lite", "qwen2-57b-a14b")
@@ -34,8 +34,7 @@ ONLY_PLANNED = {("host", "step"), ("other", "pipeline_bubble"), ("host", "dispat
 
 
 def program_of(model, layout):
-    mode = RecomputeConfig(mode="full") if layout.recompute == "full" else RecomputeConfig()
-    recipe = Recipe("bf16", cuda=True, gloo=False, recompute=policies(mode, model))
+    recipe = Recipe("bf16", cuda=True, gloo=False, recompute=policies(layout.recompute, model))
     return step(model, StepBatch(BATCH, SEQUENCE), layout, recipe)
 
 
@@ -156,3 +155,22 @@ def test_one_plan_is_what_thousands_at_once_say_of_it(engine_name, seed):
         for alone in (planned(rows[i : i + 1]), planned(rows[i : i + 1], known)):
             assert together.step_seconds[i] == pytest.approx(alone.step_seconds[0], rel=1e-9)
             assert together.peak.total[i] == pytest.approx(alone.peak.total[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mixtral-8x7b", "dp=4 zero=2 pp=2 cp=2 cp_kind=all_gather ep=8 micro_batch=4"),
+        ("mixtral-8x7b", "dp=4 pp=2 cp=2 cp_kind=all_gather ep=8 micro_batch=2 recompute=every:8"),
+        ("olmo-2-7b", "dp=4 zero=2 pp=2 cp=2 cp_kind=all_gather micro_batch=8 recompute=every:2"),
+        ("llama3-1b", "dp=8 zero=1 pp=2 micro_batch=8 recompute=selective"),
+        ("llama3-1b", "dp=1 tp=8 sp=1 pp=2 micro_batch=4"),
+        ("llama3-1b", "dp=16 zero=3 micro_batch=4"),
+    ],
+)
+def test_a_search_for_our_trainer_has_the_memory_of_its_walk(name, text):
+    """In closed form for all layouts at once, and operation by operation for the one that is planned."""
+    asked = ClusterStep(ModelConfig.named(name), parse_cluster("16xh100-sxm-80gb"), 2048, 64, engine="ironlaw")
+    walked = plan_cluster(asked, parse_layout(text))
+    searched = plan_candidates(asked.candidates([parse_layout(text)]), asked.system)
+    assert searched.peak.total[0] == pytest.approx(walked.peak_bytes, rel=0.15)

@@ -28,6 +28,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "llama": {}, "biases, no gate, no positions": {
         "bias": True, "gated_ffn": False, "activation": "relu2", "positions": "none", "kv_heads": 4,
     },
+    "GPT-2": {
+        "bias": True, "gated_ffn": False, "activation": "gelu_tanh", "norm": "layernorm", "positions": "learned",
+    },
+    "GPT-NeoX": {
+        "bias": True, "gated_ffn": False, "activation": "gelu", "norm": "layernorm", "parallel_norms": 2,
+        "rotary_size": 4,
+    },
+    "one norm for both branches": {"norm": "layernorm", "norm_bias": False, "parallel_norms": 1, "positions": "alibi"},
     "window, sinks, part of a head turns": {"sliding_window": 5, "attention_sinks": True, "rotary_size": 4},
 }  # fmt: skip
 
@@ -42,6 +50,7 @@ def test_a_compiled_block_is_its_modules(weights: str, error: float, form: str) 
             parameter.add_(torch.randn_like(parameter) * 0.1)
     runner = engine(prepare(model, ServeConfig(device="cpu", weights=weights), "tiny")).runner
     if runner.blocks is None:
+        assert runner.native is None or runner.native.block is None  # else a form that it does not know
         pytest.skip("this processor does not multiply it, or there is no C compiler")
     requests = [Request([3], Sampling(), blocks=list(range(1 + 8 * n, 9 + 8 * n))) for n in range(3)]
     for start, count in ((0, 20), (20, 1), (21, 3)):  # a prompt, a token, and a token with two drafted ones

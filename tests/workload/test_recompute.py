@@ -19,13 +19,14 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_available, use_onednn
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.decisions import choices, solve
+from ironlaw.plan.decisions import choices, first_within, mixtures
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy, Precision, Shape, attention_score_pairs
 from ironlaw.workload.kinds import layer_groups
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import training_operations
-from ironlaw.workload.recompute import RecomputeConfig, keepable, policies
+from ironlaw.workload.recompute import keepable, policies
+from ironlaw.workload.recompute_config import Recompute
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {
@@ -164,16 +165,16 @@ def test_everything_is_freed(model: str, keep: str, precision: Precision) -> Non
 
 def test_policies() -> None:
     config = ModelConfig(**LLAMA | {"layers": 5})
-    assert policies(RecomputeConfig(), config) == ()
-    assert policies(RecomputeConfig(mode="full"), config) == (frozenset(),) * 5
-    assert policies(RecomputeConfig(mode="every", every=2), config) == (
+    assert policies(Recompute(), config) == ()
+    assert policies(Recompute(mode="full"), config) == (frozenset(),) * 5
+    assert policies(Recompute(mode="every", every=2), config) == (
         frozenset(),
         None,
         frozenset(),
         None,
         frozenset(),
     )
-    kept = policies(RecomputeConfig(mode="selective", keep=("qkv", "ffn_gate")), ModelConfig(**GPT))
+    kept = policies(Recompute(mode="selective", keep=("qkv", "ffn_gate")), ModelConfig(**GPT))
     assert kept == (frozenset({"qkv"}),) * 3  # no gate there
 
 
@@ -186,6 +187,11 @@ def seconds(op: Operation) -> float:
 
 def peak_bytes(shape: Shape) -> float:
     return highest(list(unfolded(shape))).total
+
+
+def solve(shape: Shape, budget: float) -> Shape:
+    path = [replace(shape, recompute=policies) for policies in mixtures(shape, seconds)]
+    return first_within(path, budget, peak_bytes)
 
 
 def recomputing(shape: Shape) -> float:
@@ -205,7 +211,7 @@ def test_a_budget_is_met_with_hardly_more_time_than_the_best_of_all_mixtures(fra
     shape = Shape(ModelConfig(**LLAMA), BATCH, SEQUENCE)
     most, least = peak_bytes(shape), peak_bytes(replace(shape, recompute=(frozenset(),) * 3))
     budget = least + fraction * (most - least)
-    solved = solve(shape, budget, seconds, peak_bytes)
+    solved = solve(shape, budget)
     assert peak_bytes(solved) <= budget
     fitting = [mixed for mixed in all_mixtures(shape) if peak_bytes(mixed) <= budget]
     best = min(recomputing(mixed) for mixed in fitting)
@@ -216,9 +222,9 @@ def test_a_budget_is_met_with_hardly_more_time_than_the_best_of_all_mixtures(fra
 
 def test_a_large_budget_recomputes_nothing_and_a_small_one_is_refused() -> None:
     shape = Shape(ModelConfig(**GPT), BATCH, SEQUENCE)
-    assert solve(shape, 1e12, seconds, peak_bytes).recompute == ()
+    assert solve(shape, 1e12).recompute == ()
     with pytest.raises(UserError, match="raise the budget"):
-        solve(shape, 1e3, seconds, peak_bytes)
+        solve(shape, 1e3)
 
 
 def test_choices_give_up_ever_more_time_for_a_byte() -> None:

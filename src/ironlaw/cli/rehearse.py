@@ -34,7 +34,7 @@ def rehearse(
     messages().print(f"{chosen}: {chosen.accelerators} ranks, one of each pipeline stage runs")
     stages = run(model, chosen)
     work = answer.more["work"]
-    real, peaks = at_scale(model, chosen, work["sequence"], work["global_batch"])
+    real, peaks = at_scale(model, chosen, work["sequence"], work["global_batch"], answer.ledger.decisions)
     agrees = all(stage.agrees for stage in stages)
     if json:
         print_json(

@@ -134,7 +134,6 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
 def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
     """The config in the layout that the flag says, in place of its own; what the flag leaves open stays as it is."""
-    from ironlaw.plan.emit.ironlaw import recomputation
     from ironlaw.workload.layout import parse_layout
 
     parsed = parse_layout(text)
@@ -151,5 +150,5 @@ def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
         words = {word: getattr(parsed, word) for word in LayoutConfig.model_fields if word != "dp" or word in given}
         document["layout"] = {word: value for word, value in words.items() if value is not None}
     document["train"] |= {word: getattr(parsed, word) for word in ("micro_batch", "offload") if word in given}
-    document |= recomputation(parsed) if "recompute" in given else {}
+    document |= {"recompute": parsed.recompute.section()} if "recompute" in given else {}
     return build_config(document, where="--layout")

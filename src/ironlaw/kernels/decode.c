@@ -1,4 +1,4 @@
-/* Attention of a few new tokens over keys and values in pages, without gathering them, and RMSNorm.
+/* Attention of a few new tokens over keys and values in pages, without gathering them, norms, and whole blocks.
 
    Compiled for one model: HEADS query heads over SHARED key/value heads, keys of KEY and values of VALUE elements, PAGE
    tokens a page, the formats STORE and ACTIVATION. A row of a part of the cache is (page x SHARED + head) x PAGE + place
@@ -158,16 +158,23 @@ void turn(activation *x, long stride, int heads, const activation *cosines, cons
         }
 }
 
-/* RMSNorm of `rows` rows of `size`; `weight` may be NULL. */
-void norm(const float *x, const float *weight, float *out, long rows, long size, float eps) {
+typedef struct { /* LayerNorm, or RMSNorm where it does not center; weight and bias may be NULL */
+    const float *weight, *bias;
+    float eps;
+    int32_t centers;
+} Norm;
+
+/* Of `rows` rows of `size`. */
+void norm(const Norm *by, const float *x, float *out, long rows, long size) {
     for (long n = 0; n < rows; n++, x += size, out += size) {
-        float sum = 0;
-        for (long d = 0; d < size; d++) sum += x[d] * x[d];
-        float factor = 1 / __builtin_sqrtf(sum / size + eps);
-        if (weight)
-            for (long d = 0; d < size; d++) out[d] = x[d] * factor * weight[d];
-        else
-            for (long d = 0; d < size; d++) out[d] = x[d] * factor;
+        float mean = 0, sum = 0;
+        for (long d = 0; d < size; d++) mean += x[d];
+        mean = by->centers ? mean / size : 0;
+        for (long d = 0; d < size; d++) sum += (x[d] - mean) * (x[d] - mean);
+        float factor = 1 / __builtin_sqrtf(sum / size + by->eps);
+        for (long d = 0; d < size; d++) out[d] = (x[d] - mean) * factor;
+        for (long d = 0; by->weight && d < size; d++) out[d] *= by->weight[d];
+        for (long d = 0; by->bias && d < size; d++) out[d] += by->bias[d];
     }
 }
 
@@ -187,9 +194,9 @@ void attend(const Layer *layer, const Step *step, const activation *query, long 
 typedef struct {
     const Layer *layer;
     Linear qkv, out, gate, up, down; /* no gate: its weight is NULL */
-    const float *attention_norm, *ffn_norm;
-    float attention_eps, ffn_eps, factor; /* factor: of what a branch adds to the residual stream */
-    int32_t hidden, activation;
+    Norm attention_norm, ffn_norm;
+    float factor; /* of what a branch adds to the residual stream */
+    int32_t hidden, activation, parallel; /* parallel: both branches read the block's input */
 } Block;
 
 /* A product of rows in fp32, which become what the weight multiplies in `codes`. */
@@ -219,15 +226,16 @@ void block(const Block *b, const Step *step, float *x, const activation *cosines
     void *codes = scales + rows;
     Result adds = {.sum = x, .factor = b->factor}, stores = {.is_bf16 = ACTIVATION == BF16};
 
-    norm(x, b->attention_norm, read, rows, b->hidden, b->attention_eps);
+    norm(&b->attention_norm, x, read, rows, b->hidden);
     stores.out = together;
     multiply(&b->qkv, read, &stores, step, codes, scales);
     if (cosines) turn(together, stride, HEADS + SHARED, cosines, sines, rows, turned);
     keep(b->layer, step, together + HEADS * KEY, stride, together + (HEADS + SHARED) * KEY, stride);
     attend(b->layer, step, together, stride, mixed);
+    if (b->parallel) norm(&b->ffn_norm, x, read, rows, b->hidden);
     MULTIPLY(&b->out, mixed, &adds);
 
-    norm(x, b->ffn_norm, read, rows, b->hidden, b->ffn_eps);
+    if (!b->parallel) norm(&b->ffn_norm, x, read, rows, b->hidden);
     stores.out = gated, stores.activation = b->activation;
     multiply(b->gate.weight ? &b->gate : &b->up, read, &stores, step, codes, scales);
     if (b->gate.weight) {

@@ -35,13 +35,17 @@ class CStep(ctypes.Structure):
     )
 
 
+class CNorm(ctypes.Structure):
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", FLOAT), ("centers", INT))
+
+
 class CBlock(ctypes.Structure):
     """One block of a decoder: its pages and what is multiplied."""
 
     _fields_ = (
         ("layer", POINTER), *((name, CLinear) for name in ("qkv", "out", "gate", "up", "down")),
-        ("attention_norm", POINTER), ("ffn_norm", POINTER),
-        *((name, FLOAT) for name in ("attention_eps", "ffn_eps", "factor")), ("hidden", INT), ("activation", INT),
+        ("attention_norm", CNorm), ("ffn_norm", CNorm), ("factor", FLOAT),
+        *((name, INT) for name in ("hidden", "activation", "parallel")),
     )  # fmt: skip
 
 
@@ -66,7 +70,7 @@ class Native:
         pointer, long, where = POINTER, LONG, (ctypes.POINTER(CLayer), ctypes.POINTER(CStep))
         self._attend = function(library.attend, *where, pointer, long, pointer)
         self._turn = function(library.turn, pointer, long, INT, pointer, pointer, INT, INT)
-        self._norm = function(library.norm, pointer, pointer, pointer, long, long, FLOAT)
+        self._norm = function(library.norm, ctypes.POINTER(CNorm), pointer, pointer, long, long)
         self.keeps = hasattr(library, "keep")  # 8-bit formats are scaled by PyTorch
         if self.keeps:
             self._keep = function(library.keep, *where, pointer, long, pointer, long)
@@ -100,11 +104,10 @@ class Native:
         """Addresses of cosines and sines (N, 1, D)."""
         return [address(table, self.activation, count, 1, self.shapes.key) for table in tables]
 
-    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """RMSNorm in fp32 over the last dimension."""
-        out, size = torch.empty_like(x), x.shape[-1]
-        at = address(x, torch.float32, *x.shape), address(weight, torch.float32, size), out.data_ptr()
-        self._norm(*at, x.numel() // size, size, eps)
+    def norm(self, by: CNorm, x: Tensor, size: int) -> Tensor:
+        """In fp32 over the last dimension, for whose `size` the norm is."""
+        out = torch.empty_like(x)
+        self._norm(by, address(x, torch.float32, *x.shape[:-1], size), out.data_ptr(), x.numel() // size, size)
         return out
 
 

@@ -25,9 +25,9 @@ class CompiledBlock:
     def __init__(self, block: Any, native: Native, cache: LayerCache) -> None:
         weights = [_weight(m) for m in (block.attention.qkv, block.attention.out, block.ffn.gate, block.ffn.up,
                                         block.ffn.down)]  # fmt: skip
-        norms, config, shapes = (block.attention_norm, block.ffn_norm), cache.config, native.shapes
-        hidden, at = config.hidden, [norm.weight for norm in norms]
-        self.kept = weights, at, cache  # to which the struct points
+        norms, config, shapes = _norms(block), cache.config, native.shapes
+        hidden = config.hidden
+        self.kept = weights, norms, cache  # to which the struct points
         qkv, out, gate, _, down = structs = [CLinear() if w is None else w.struct for w in weights]
         found = [(each.inputs, each.outputs) for each in structs]
         wide, ffn = (shapes.heads + 2 * shapes.shared) * shapes.key, (hidden, down.inputs)
@@ -35,8 +35,8 @@ class CompiledBlock:
                      (down.inputs, hidden)]:  # fmt: skip
             raise ValueError(f"products of {found} are not those of a block of {hidden} with {shapes}")
         self.struct = CBlock(
-            ctypes.addressof(cache.layer), *structs, *(address(weight, torch.float32, hidden) for weight in at),
-            *(norm.eps_value for norm in norms), block.residual_scale, hidden, ACTIVATIONS[block.ffn.activation],
+            ctypes.addressof(cache.layer), *structs, *(norm.struct for norm in norms), block.residual_scale, hidden,
+            ACTIVATIONS[block.ffn.activation], bool(block.parallel),
         )  # fmt: skip
         self.turned = min(config.size_of_rotary, shapes.key)
         longest = max(hidden, out.inputs, down.inputs)
@@ -70,14 +70,17 @@ def _is_known(block: Any, native: Native) -> bool:
     attention, ffn = block.attention, block.ffn
     if type(attention) is not Attention or not isinstance(ffn, FeedForward | PackedFeedForward):
         return False
-    norms = (block.attention_norm, block.ffn_norm)
-    if attention.config.qk_norm or attention.config.qkv_clip or block.attention_after or block.parallel:
+    if attention.config.qk_norm or attention.config.qkv_clip or block.attention_after:
         return False
     weights = [_weight(m) for m in (attention.qkv, attention.out, ffn.up, ffn.down)]
     weights += [] if ffn.gate is None else [_weight(ffn.gate)]
     # Formats of 8 bits multiply fp32; in bf16 all is bf16.
     fits = all(w is not None and (w.dtype is torch.bfloat16) == (native.activation is torch.bfloat16) for w in weights)
-    return fits and all(isinstance(norm, PackedNorm) for norm in norms) and ffn.activation in ACTIVATIONS
+    return fits and all(isinstance(norm, PackedNorm) for norm in _norms(block)) and ffn.activation in ACTIVATIONS
+
+
+def _norms(block: Any) -> tuple[nn.Module, nn.Module]:
+    return block.attention_norm, block.attention_norm if block.parallel == 1 else block.ffn_norm
 
 
 def _weight(module: nn.Module | None) -> Weight | None:

@@ -8,9 +8,11 @@ before it multiplies: packed once, products of a few rows were 1.2 to 30 times f
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ironlaw.kernels.native import Native
+from ironlaw.kernels.library import address
+from ironlaw.kernels.native import CNorm, Native
 from ironlaw.kernels.product import Weight, multiplies
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
@@ -92,27 +94,31 @@ def packed(linear: nn.Linear, dtype: torch.dtype, compiled: bool) -> NativeLinea
 
 
 class PackedNorm(nn.Module):
-    """RMSNorm in one compiled operation, or in five: on a CPU PyTorch composes it from ten, which for a few rows is all
-    it costs."""
+    """RMSNorm or LayerNorm in one compiled operation, or in five: on a CPU PyTorch composes RMSNorm from ten, which for
+    a few rows is all it costs."""
 
     native: Native | None = None
 
-    def __init__(self, norm: nn.RMSNorm) -> None:
+    def __init__(self, norm: nn.RMSNorm | nn.LayerNorm) -> None:
         super().__init__()
-        size = norm.normalized_shape[-1]
-        self.weight = None if norm.weight is None else norm.weight.detach().float().contiguous()
-        self.share = 1.0 / size
-        self.eps_value = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-        self.register_buffer("eps", torch.tensor(self.eps_value))
+        (self.size,), self.centers = norm.normalized_shape, isinstance(norm, nn.LayerNorm)
+        held = norm.weight, norm.bias if isinstance(norm, nn.LayerNorm) else None
+        self.weight, self.bias = (None if t is None else t.detach().float().contiguous() for t in held)
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        self.register_buffer("eps", torch.tensor(eps))
+        at = (address(tensor, torch.float32, self.size) for tensor in (self.weight, self.bias))
+        self.struct = CNorm(*at, eps, self.centers)
 
     eps: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
         if self.native is not None:
-            return self.native.norm(x.contiguous(), self.weight, self.eps_value)
+            return self.native.norm(self.struct, x.contiguous(), self.size)
+        if self.centers:
+            return F.layer_norm(x, (self.size,), self.weight, self.bias, self.struct.eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        x = x * torch.addcmul(self.eps, length, length, value=self.share).rsqrt_()
+        x = x * torch.addcmul(self.eps, length, length, value=1 / self.size).rsqrt_()
         return x if self.weight is None else x.mul_(self.weight)
 
 
@@ -132,7 +138,7 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
         for name, child in list(parent.named_children()):
             if isinstance(child, ExpertLinear | nn.Embedding) and weights == "bf16":
                 child.to(dtype)
-            if on_cpu and isinstance(child, nn.RMSNorm):
+            if on_cpu and isinstance(child, nn.RMSNorm | nn.LayerNorm):
                 setattr(parent, name, PackedNorm(child))
             if packs and _fuses(child):
                 assert isinstance(child, FeedForward)

@@ -8,23 +8,34 @@ taken. By convexity no other mixture of layers that fits is more than one layer'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
+from math import inf
+from typing import TypeVar
 
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import measured_precision
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of
 from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import forward_of, layer_groups
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import micro_batch_shape
-from ironlaw.workload.recipe import Recipe
-from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
+from ironlaw.workload.program import micro_batch_shape, step
+from ironlaw.workload.recipe import Recipe, StepBatch
+from ironlaw.workload.recompute import again, effective, keepable, kept_bytes
+from ironlaw.workload.recompute_config import KEEPABLE
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,24 @@ def _seconds_per_byte(last: Choice, choice: Choice) -> tuple[float, int]:
     return slope, choice.held_bytes
 
 
-def solve(
-    shape: Shape, budget_bytes: float, seconds: Callable[[Operation], float], peak_bytes: Callable[[Shape], float]
-) -> Shape:
-    """`shape` with one policy per layer, so that `peak_bytes` is within the budget. UserError where none is.
+def first_within(path: Sequence[T], budget_bytes: float, peak_bytes: Callable[[T], float], limit: float = inf) -> T:
+    """Of a path along which seconds rise and bytes fall, the first point whose step stays within a budget. UserError
+    where not even the last one does; `limit`: of the device."""
+    least = peak_bytes(path[-1])
+    if least > budget_bytes:
+        advice = "raise the budget to that, shard more, or lower train.micro_batch"
+        if least > limit:
+            advice = f"more than the {units.bytes_(limit)} of the device: shard more, or lower train.micro_batch"
+        # In whole MiB, not rounded down: the size that it names is enough.
+        raise UserError(
+            f"a recomputation budget of {units.bytes_(budget_bytes)} is too little: the step needs "
+            f"{math.ceil(least / 2**20)} MiB even with every block recomputed: {advice}"
+        )
+    return path[bisect_left(path, True, key=lambda point: peak_bytes(point) <= budget_bytes)]
+
+
+def mixtures(shape: Shape, seconds: Callable[[Operation], float]) -> list[tuple[Policy, ...]]:
+    """Policies of all layers from nothing recomputed to everything, each with the fewest seconds per byte given up.
 
     Layers that recompute come first: when it is their turn in the backward pass, the others have let go of theirs.
     """
@@ -118,24 +143,23 @@ def solve(
         hull = choices(shape, seconds, kind)
         moves += [(_seconds_per_byte(a, b)[0], kind, b.policy) for a, b in pairwise(hull)]
     moves.sort(key=lambda move: move[0])  # stable, and a hull's own slopes rise: no choice is passed over
-    path = [(n, policy) for _, of, policy in moves for n, kind in enumerate(kinds) if kind == of]
-
-    def at(point: int) -> Shape:
-        mixed: list[Policy] = [None] * len(kinds)
-        for layer, policy in path[:point]:
+    path, mixed = list[tuple[Policy, ...]]([()]), list[Policy]([None] * len(kinds))
+    for _, of, policy in moves:
+        for layer in (n for n, kind in enumerate(kinds) if kind == of):
             mixed[layer] = policy
-        return replace(shape, recompute=() if all(policy is None for policy in mixed) else tuple(mixed))
+            path.append(tuple(mixed))
+    return path
 
-    low, high = 0, len(path)
-    if peak_bytes(at(high)) > budget_bytes:
-        raise UserError(
-            f"recompute.budget = {units.bytes_(budget_bytes)} is too little: with everything recomputed the step still "
-            f"needs {units.bytes_(peak_bytes(at(high)))}; lower train.micro_batch or raise the budget"
-        )
-    while low < high:
-        middle = (low + high) // 2
-        if peak_bytes(at(middle)) <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return at(low)
+
+def within_budget(
+    model: ModelConfig, batch: StepBatch, layout: Layout, recipe: Recipe, budget_bytes: float,
+    seconds: Callable[[Operation], float], limit: float = inf,
+) -> Recipe:  # fmt: skip
+    """The recipe with one policy per layer, so that the rank of the layout that holds most stays within the budget."""
+    shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), layout)
+
+    def peak(policies: tuple[Policy, ...]) -> float:
+        program = step(model, batch, layout, replace(recipe, recompute=policies))
+        return max(peak_memory(program, position).total for position in range(layout.pp))
+
+    return replace(recipe, recompute=first_within(mixtures(shape, seconds), budget_bytes, peak, limit))

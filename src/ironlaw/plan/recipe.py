@@ -9,7 +9,7 @@ from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Precision
-from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, budget_bytes, undivided
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import policies
 from ironlaw.workload.sharding import expert_dp
@@ -110,7 +110,7 @@ def not_trained_here(layout: Layout, model: ModelConfig) -> str | None:
         return "Ironlaw's own trainer offloads on one device only so far: use offload=none"
     if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):
         return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
-    if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute != "none"):
+    if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute.mode != "none"):
         # Between the two backward passes ZeRO 3 may give weights back, and gradients of those that are gone are lost;
         # PyTorch runs a recomputed block again for each group of its weights, ten times.
         return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
@@ -129,17 +129,6 @@ def not_trained_here(layout: Layout, model: ModelConfig) -> str | None:
     return None
 
 
-def recomputation(layout: Layout) -> dict[str, Any]:
-    """A layout's recomputation as a section of a config, or nothing."""
-    if layout.recompute == "selective":
-        return {"recompute": {"mode": "selective"}}
-    if layout.recompute.startswith("budget:"):
-        return {"recompute": {"mode": "budget", "budget": str(int(budget_bytes(layout.recompute)))}}
-    if layout.recompute == "full":
-        return {"recompute": {"mode": "full"}}
-    return {"recompute": {"mode": "every", "every": layout.every}} if layout.recompute.startswith("every") else {}
-
-
 def recipe_of_layout(
     model: ModelConfig, layout: Layout, sequence: int, global_batch: int, precision: str, optimizer: str,
     config: RunConfig | None = None,
@@ -151,7 +140,7 @@ def recipe_of_layout(
         "precision": precision, "offload": layout.offload,
     }  # fmt: skip
     document["optimizer"] = document.get("optimizer", {}) | {"name": optimizer}
-    document |= {"recompute": {"mode": "none"}} | recomputation(layout)
+    document["recompute"] = layout.recompute.section()
     document["model"] = model.model_dump(mode="json", exclude_none=True)
     settled = build_config(document)
     return batch_of(settled), recipe_of(settled, precision, cuda=True, gloo=False)

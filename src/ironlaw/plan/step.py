@@ -29,7 +29,7 @@ from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import MeasuredMachine, is_emulated, measured_precision
 from ironlaw.model.huggingface.configs import names_of
-from ironlaw.plan.decisions import AttentionChoice, choose_attention, solve
+from ironlaw.plan.decisions import AttentionChoice, choose_attention, within_budget
 from ironlaw.plan.lines import CollectiveCost, fold
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
@@ -41,7 +41,7 @@ from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import Program, micro_batch_shape, step
+from ironlaw.workload.program import Program, step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.second_model import with_second_model
 
@@ -284,7 +284,12 @@ def plan_step(
         here = replace(machine, fabric=fabric, ranks=layout.accelerators, at_once=at_once)
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
     recipe = recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda)
-    recipe = solved(config, with_adapters(recipe, config), machine)
+    recipe = with_adapters(recipe, config)
+    if config.recompute.mode == "budget":
+        recipe = within_budget(
+            config.model, batch_of(config), layout, recipe, config.recompute.budget_bytes,
+            lambda op: machine.time(op).seconds,
+        )  # fmt: skip
     kernel = None
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
@@ -338,24 +343,6 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         best = "fp32"
     shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
     return PrecisionChoice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
-
-
-def solved(config: RunConfig, recipe: Recipe, machine: MeasuredMachine) -> Recipe:
-    """A budget becomes one policy per layer. It is solved for one process: what is kept of a block is decided before
-    the block is divided."""
-    if config.recompute.mode != "budget":
-        return recipe
-    assert config.recompute.budget is not None
-    batch, layout = batch_of(config), Layout(micro_batch=config.micro_batch)
-    shape = solve(
-        micro_batch_shape(config.model, config.micro_batch, batch, recipe),
-        units.parse_bytes(config.recompute.budget),
-        seconds=lambda op: machine.time(op).seconds,
-        peak_bytes=lambda shape: (
-            peak_memory(step(config.model, batch, layout, replace(recipe, recompute=shape.recompute))).total
-        ),
-    )
-    return replace(recipe, recompute=shape.recompute)
 
 
 def _offload(program: Program, machine: MeasuredMachine, profile: Profile) -> Offload | None:

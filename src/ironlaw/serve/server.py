@@ -33,7 +33,9 @@ def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
         build_server(engine, on_ready).run()
     except SystemExit:  # uvicorn has said why
         config = engine.config
-        raise UserError(f"cannot listen on {config.host}:{config.port}: use another serve.port, or 0") from None
+        raise UserError(
+            f"cannot listen on {config.host}:{config.port}: use another serve.host, or serve.port (0: any free one)"
+        ) from None
 
 
 def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:

@@ -17,15 +17,14 @@ arXiv 2401.10241: weight gradients fill the bubble; in a V every rank holds one 
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
+from ironlaw.workload.recompute_config import KEPT, Recompute
 
-RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
 OFFLOAD = ("none", "optimizer", "activations", "both")
 CP_KINDS = ("ring", "all_gather", "all_to_all")
 _CP_WORDS = {"p2p": "ring", "allgather": "all_gather"} | dict.fromkeys(("a2a", "alltoall", "ulysses"), "all_to_all")
@@ -70,13 +69,12 @@ class Layout:
     etp: int | None = None  # ranks that an expert is split over; tp when absent
     micro_batch: int = 1  # sequences per forward pass of a replica
     accumulation: int | None = None  # micro-batches per replica and step; follows from the global batch when absent
-    recompute: str = "none"  # none, selective, full, or every:K: each k-th block in full
+    recompute: Recompute = KEPT  # none, selective, full, every:K (each k-th block in full), budget:SIZE
     offload: str = "none"  # to host memory: the optimizer's state and update, saved activations, or both
 
-    @property
-    def every(self) -> int:
-        """Of how many blocks one is recomputed in full; 1 unless `recompute` is every:K."""
-        return int(self.recompute.removeprefix("every:")) if self.recompute.startswith("every:") else 1
+    def __post_init__(self) -> None:
+        if isinstance(self.recompute, str):  # as people and JSON write it
+            object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
 
     @property
     def expert_tp(self) -> int:
@@ -102,8 +100,12 @@ class Layout:
 
     def __str__(self) -> str:
         defaults = Layout()
-        shown = [f"{k}={_word(v)}" for k, v in asdict(self).items() if v != getattr(defaults, k) or k == "dp"]
+        shown = [f"{k}={_word(v)}" for k, v in vars(self).items() if v != getattr(defaults, k) or k == "dp"]
         return " ".join(shown)
+
+    def to_json(self) -> dict[str, Any]:
+        """`Layout(**layout.to_json())` is the same."""
+        return vars(self) | {"recompute": str(self.recompute)}
 
     def reason_invalid(
         self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None
@@ -225,7 +227,6 @@ def parse_layout(text: str) -> Layout:
         if key in values:
             raise UserError(f"layout: '{key}' is given twice")
         values[key] = _value(key, value)
-    values["recompute"] = _recompute(values.get("recompute", "none"))
     if values.get("offload", "none") not in OFFLOAD:
         raise UserError(f"layout: offload is {', '.join(OFFLOAD)}, not '{values['offload']}'")
     if "cp_kind" in values:
@@ -236,31 +237,6 @@ def parse_layout(text: str) -> Layout:
     if not 0 <= values.get("zero", 0) <= 3:
         raise UserError(f"layout: zero is 0, 1, 2 or 3, not {values['zero']}")
     return Layout(**values)
-
-
-def _recompute(word: str) -> str:
-    """The word as `Layout` has it; every:2 may be written every-2 or every2."""
-    if word in ("none", "selective", "full"):
-        return word
-    if match := re.fullmatch(r"every[:\-]?(\d+)", word):
-        if int(match[1]) < 1:
-            raise UserError("layout: recompute=every:K counts blocks: K is at least 1")
-        if int(match[1]) > MOST:
-            raise UserError(f"layout: recompute=every:K counts blocks: K is at most {MOST:,}")
-        return "full" if int(match[1]) == 1 else f"every:{int(match[1])}"
-    if word.startswith("budget:"):
-        budget_bytes(word)
-        return word
-    raise UserError(f"layout: recompute is {', '.join(RECOMPUTATION)}, not '{word}'")
-
-
-def budget_bytes(word: str) -> float:
-    """Bytes of `budget:60gib`."""
-    text = word.removeprefix("budget:")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)?", text.lower())
-    if match is None or not float(match[1]):
-        raise UserError(f"layout: recompute=budget:{text} is not a size: write for example recompute=budget:60GiB")
-    return float(match[1]) * {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}[match[2] or "gib"]
 
 
 def _cp_kind(word: str) -> str:

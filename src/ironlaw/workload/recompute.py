@@ -8,57 +8,21 @@ that the backward pass needs is there, so the last product of a block never runs
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Self
-
-from pydantic import Field, model_validator
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.schema import Section
-from ironlaw.units import parse_bytes
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.recompute_config import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
-Keepable = Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"]
-KEEPABLE: tuple[Keepable, ...] = (
-    "qkv",
-    "attention",
-    "attention_out",
-    "ffn_gate",
-    "ffn_up",
-)  # in the order of execution
 AGAIN = " again"  # ends the name of an operation that is run a second time
 GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where dropout must draw the same noise twice
 
 
-class RecomputeConfig(Section):
-    """What the forward pass does not keep for the backward pass. Memory for time; the loss changes by no bit."""
-
-    # full: every block keeps only its input. every: only every k-th block does. selective: by operation, see `keep`.
-    # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
-    mode: Literal["none", "full", "every", "selective", "budget"] = "none"
-    every: int = Field(2, gt=0)  # k of mode = "every"
-    keep: tuple[Keepable, ...] = KEEPABLE  # what experts compute is never kept
-    budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.mode == "budget" and self.budget is None:
-            raise ValueError('recompute.mode = "budget" needs recompute.budget, such as "20GiB"')
-        if self.budget is not None:
-            parse_bytes(self.budget)
-        return self
-
-
-def layout_word(config: RecomputeConfig) -> str:
-    """The same as a layout says it (`workload/layout.py`)."""
-    return {"every": f"every:{config.every}", "budget": f"budget:{config.budget}"}.get(config.mode, config.mode)
-
-
-def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
+def policies(config: Recompute, model: ModelConfig) -> tuple[Policy, ...]:
     """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/decisions.py`)."""
     match config.mode:
         case "full":

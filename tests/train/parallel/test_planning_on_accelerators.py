@@ -14,6 +14,7 @@ from ironlaw.train.parallel.rehearse import at_scale
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Recipe, StepBatch
+from ironlaw.workload.recompute_config import Recompute
 
 MODEL = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "context": 1024}
 
@@ -77,6 +78,34 @@ def test_a_job_has_one_figure_wherever_it_is_planned(accelerators, user_cache, t
     assert planned.totals["peak_bytes"].value == max(peak.total for peak in peaks)
     assert {line.component for line in planned.memory} == {line.component for line in run.memory}
     assert run.decided.precision == "bf16" and run.facts["ranks"] == 4  # what the trainer follows
+
+
+@pytest.mark.parametrize("text", ["dp=4 zero=3", "dp=2 pp=2"])
+def test_a_budget_on_accelerators_is_one_step_of_memory_and_time(accelerators, user_cache, tmp_path, text):
+    """The memory is within the budget, the time is that of what each layer recomputes, and the trainer is told just
+    that. One process alone would need more than the budget: it is one rank's."""
+    layout = parse_layout(f"{text} micro_batch=2")
+    config = with_layout(config_of(), layout)
+    kept = plan_on_accelerators(config, accelerators, 4, 4)
+    least = plan_on_accelerators(config.model_copy(update={"recompute": Recompute(mode="full")}), accelerators, 4, 4)
+    budget = (kept.peak_bytes + least.peak_bytes) / 2
+    within = config.model_copy(update={"recompute": Recompute(mode="budget", budget=str(int(budget)))})
+    run = plan_on_accelerators(within, accelerators, 4, 4)
+    policies = run.ledger.decided.recompute
+    assert run.peak_bytes <= budget and sum(policy is not None for policy in policies) > 0
+    assert kept.step_seconds < run.step_seconds < least.step_seconds
+    again = {line.operation.removesuffix(" again") for line in run.ledger.lines if line.operation.endswith(" again")}
+    program = step(config.model, StepBatch(32, 1024), layout, Recipe("bf16", True, gloo=False, recompute=policies))
+    ran = {op.name.removesuffix(" again") for stage in (0, len(program.stages) - 1)
+           for op, times in program.operations(stage) if times and op.name.endswith(" again")}  # fmt: skip
+    assert again == ran
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(within.model_dump(mode="json", exclude_none=True, exclude={"layout"})))
+    asked = Options(engine="ironlaw", layout=f"{layout} recompute=budget:{budget / 1e6:.6f}MB")
+    planned = plan_request(str(path), on="4xh100-sxm-80gb", options=asked).ledger
+    assert planned.decided.recompute == policies
+    assert planned.totals["peak_bytes"].value == run.peak_bytes
+    assert planned.totals["step_seconds"].value == run.step_seconds
 
 
 def test_the_layout_of_accelerators_is_searched_with_their_planner(accelerators, user_cache, monkeypatch):

@@ -23,13 +23,14 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.block_values import Array, BlockValues, Known, distinct_rows
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.blocks import Precision, Shape
+from ironlaw.workload.blocks import Policy, Precision, Shape
 from ironlaw.workload.division import is_sharded, local_shape
 from ironlaw.workload.kinds import both_passes, forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import rows_of_a_rank
 from ironlaw.workload.pipeline import V_SHAPED
+from ironlaw.workload.recompute import keepable
 from ironlaw.workload.sizes import Size, divided, is_array, larger
 
 
@@ -63,6 +64,7 @@ class Candidates:
     every: Array  # full recomputation of one block in so many
     offload: Array
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
+    decided: tuple[Policy, ...] = ()  # by layer, in place of what selective recomputation of our trainer keeps
     known: Known | None = None  # of a search under one system: what is known of blocks, in all of its parts
 
     def __len__(self) -> int:
@@ -179,7 +181,17 @@ class Candidates:
     @property
     def recomputed_share(self) -> Array:
         """Share of the blocks that are recomputed in full."""
-        return np.where(self.has("recompute", "full"), 1 / self.every, 0.0)
+        decided = self.decided.count(frozenset()) / len(self.decided) if self.decided else 0.0
+        return np.where(self.has("recompute", "full"), 1 / self.every, decided)
+
+    def policies(self, kind: str) -> dict[Policy, float]:
+        """Of the blocks of a kind under selective recomputation of our trainer, the share that keeps what."""
+        if not self.decided:
+            return {keepable(self.model, kind): 1.0}
+        found = Counter(
+            policy for policy, group in zip(self.decided, layer_groups(self.model), strict=True) if group == kind
+        )
+        return {policy: count / found.total() for policy, count in found.items()}
 
     @property
     def offloads_optimizer(self) -> npt.NDArray[np.bool_]:

@@ -40,7 +40,7 @@ FP32, INT64 = 4.0, 8.0
 
 def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
     """`function` on the distinct rows of the columns only: layouts share most of their shapes."""
-    spread = np.broadcast_arrays(*columns)
+    spread = np.broadcast_arrays(*(np.atleast_1d(column) for column in columns))
     if len(spread[0]) <= 64:  # finding out which are alike takes longer
         return np.asarray(function(*spread))
     first, sort = distinct_rows(spread, len(spread[0]))

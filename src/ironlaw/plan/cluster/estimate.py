@@ -10,7 +10,6 @@ all accelerators together and add up to the model's. Both are per optimizer step
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,25 +18,31 @@ import numpy as np
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.ledger import Decisions, Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
-from ironlaw.plan.cluster.operation_costs import operation_costs
+from ironlaw.plan.cluster.operation_costs import operation_costs, seconds_by_part
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
 from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
-from ironlaw.plan.cluster.timeline import Times, assemble
+from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
+from ironlaw.plan.decisions import first_within, within_budget
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.memory import peak_memory as walked_peak
-from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
+from ironlaw.plan.recipe import not_trained_here
+from ironlaw.workload.blocks import Policy
 from ironlaw.workload.conventions import StorageFormat
-from ironlaw.workload.layout import Layout, budget_bytes
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import step
+from ironlaw.workload.recipe import Recipe, StepBatch
+from ironlaw.workload.recompute_config import Recompute
 
 
 @dataclass(frozen=True)
@@ -108,19 +113,28 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
 
     The memory of our own trainer is that of its program, walked pass by pass.
     """
-    model, where, settled = asked.model, asked.system, ""
+    model, where, settled, decided = asked.model, asked.system, "", tuple[Policy, ...]()
     layout.check(model, sequence=asked.sequence, global_batch=asked.global_batch, accelerators=asked.cluster.count)
     if layout.cp > 1 and layout.cp_kind is None:
         layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, asked.sequence))
-    if layout.recompute.startswith("budget:"):
-        layout, settled = within_budget(asked, layout)
-    candidates = asked.candidates([layout])
+    run = None
+    if not where.engine.fused and not_trained_here(layout, model) is None:
+        run = batch, recipe = asked.run(layout)
+        if layout.recompute.mode == "budget":
+            run = batch, recipe = batch, _within_budget(asked, layout, batch, recipe)
+            again = sum(policy is not None for policy in recipe.recompute)
+            settled = f"{again} of {model.layers} blocks recompute within a budget of {layout.recompute.budget}"
+        if layout.recompute.mode in ("budget", "selective"):
+            decided = recipe.recompute or (None,) * model.layers
+    elif layout.recompute.mode == "budget":
+        layout, settled = _fastest_word(asked, layout)
+    candidates = replace(asked.candidates([layout]), decided=decided)
     if layout.offload != "none":
         check_host(asked.cluster, where)
     outcome, memory = plan_candidates(candidates, where), list[MemoryLine]()
     peak_at = _peak_at(candidates, where, outcome)
-    if not where.engine.fused and not_trained_here(layout, model) is None:
-        outcome, memory, peak_at = _walked(asked, layout.filled(asked.global_batch), outcome)
+    if run is not None:
+        outcome, memory, peak_at = _walked(asked, layout.filled(asked.global_batch), outcome, *run)
     ledger = Ledger(
         "plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where.engine.storage)
     )
@@ -128,18 +142,31 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
     ledger.facts = _facts(asked, layout, outcome)
     ledger.facts["peak_at"] = peak_at
     ledger.facts["products"] = _products(candidates, where)
+    if run is not None:
+        ledger.decisions = Decisions(asked.precision, recipe.loss_chunk, recipe.recompute)
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ClusterPlan(ledger, layout, outcome, settled)
 
 
+def _within_budget(asked: ClusterStep, layout: Layout, batch: StepBatch, recipe: Recipe) -> Recipe:
+    """Our trainer's: what each layer keeps, by what its calls take here."""
+    where, candidates = asked.system, asked.candidates([layout])
+    shape, factors = candidates.shape(where.engine), part_factors(candidates.flash, where.engine)
+
+    def seconds(op: Operation) -> float:
+        found = seconds_by_part(op, shape, candidates, where)
+        streamed = streaming_seconds(op.bytes_moved, where.hardware)
+        return sum(factors[part] * float(np.sum(streamed if of is None else of)) for part, of in found)
+
+    budget, limit = layout.recompute.budget_bytes, usable_bytes(where)
+    return within_budget(asked.model, batch, layout.filled(asked.global_batch), recipe, budget, seconds, limit)
+
+
 def _walked(
-    asked: ClusterStep, layout: Layout, outcome: PlannedCandidates
+    asked: ClusterStep, layout: Layout, outcome: PlannedCandidates, batch: StepBatch, recipe: Recipe
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
     """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
-    batch, recipe = asked.recipe or recipe_of_layout(
-        asked.model, layout, asked.sequence, asked.global_batch, asked.precision, asked.optimizer, asked.config
-    )
     program = step(asked.model, batch, layout, recipe)
     peaks = [walked_peak(program, position) for position in range(layout.pp)]
     position = max(range(layout.pp), key=lambda index: peaks[index].total)
@@ -167,35 +194,28 @@ def check_host(cluster: Cluster, where: ClusterSystem) -> None:
         )
 
 
-def within_budget(asked: ClusterStep, layout: Layout) -> tuple[Layout, str]:
-    """The layout with the recomputation that takes least time of those whose peak stays within its budget.
+def _fastest_word(asked: ClusterStep, layout: Layout) -> tuple[Layout, str]:
+    """Of software that knows words alone: the layout with the one that takes least time within the layout's budget.
 
     And a sentence: what was tried, and what the next faster one would need. UserError where none stays within.
     """
-    budget = budget_bytes(layout.recompute)
+    budget = layout.recompute.budget_bytes
     words = ["none", "selective", *(f"every:{k}" for k in range(asked.model.layers, 1, -1)), "full"]
-    choices = [replace(layout, recompute=word) for word in words]
+    choices = [replace(layout, recompute=Recompute.parse(word)) for word in words]
     outcome = plan_candidates(asked.candidates(choices), asked.system)
-    peaks, within = outcome.peak.total, outcome.peak.total <= budget
-    if not within.any():
-        least = math.ceil(float(peaks.min()) / 2**30 * 10) / 10  # rounded down it would be refused again
-        limit = outcome.limit_bytes / 2**30
-        more = "raise the budget to that, or shard more"
-        if least > limit:
-            more = f"more than the {limit:.1f} GiB of the device: shard more, or lower micro_batch"
-        raise UserError(f"layout '{layout}' needs {least:.1f} GiB even with every block recomputed: {more}")
-    best = int(np.where(within, outcome.step_seconds, np.inf).argmin())
+    peaks, seconds, path = outcome.peak.total, outcome.step_seconds, list[int]()
+    for index in map(int, np.argsort(seconds, kind="stable")):
+        if not path or peaks[index] < peaks[path[-1]]:
+            path.append(index)
+    best = first_within(path, budget, lambda index: float(peaks[index]), outcome.limit_bytes)
     says = (
         f"{words[best]} is what a budget of {units.bytes_(budget)} comes to, the fastest within it of none, "
         "selective, every:K and full"
     )
-    faster = outcome.step_seconds < outcome.step_seconds[best]
-    if faster.any():
-        following = int(np.where(faster, peaks, np.inf).argmin())
-        saved = float(1 - outcome.step_seconds[following] / outcome.step_seconds[best])
-        says += (
-            f"; {words[following]} would be {units.percent(saved)} faster and needs {units.bytes_(peaks[following])}"
-        )
+    if best != path[0]:
+        following = path[path.index(best) - 1]
+        saved = units.percent(float(1 - seconds[following] / seconds[best]))
+        says += f"; {words[following]} would be {saved} faster and needs {units.bytes_(peaks[following])}"
     return choices[best], says
 
 

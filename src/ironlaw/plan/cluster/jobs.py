@@ -42,7 +42,8 @@ def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
     first = structure(jobs[0])
     assert len({structure(job) for job in jobs}) == 1
     columns: dict[str, Any] = columns_of(layout_table(job.layout for job in jobs))
-    columns["every"] = np.array([job.layout.every if job.every is None else job.every for job in jobs], dtype=float)
+    strides = [job.layout.recompute.stride if job.every is None else job.every for job in jobs]
+    columns["every"] = np.array(strides, dtype=float)
     for name in ("sequence", "global_batch", "imbalance"):
         columns[name] = np.array([getattr(job, name) for job in jobs], dtype=float)
     model, kinds = _stacked([job.model for job in jobs], MODEL_SIZES), dict[str, Size](block=1.0)

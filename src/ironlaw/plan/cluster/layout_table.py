@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.workload.layout import CP_KINDS, OFFLOAD, SCHEDULES, Layout
+from ironlaw.workload.recompute_config import every as one_in
 
 WORDS: dict[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES, "cp_kind": (None, *CP_KINDS), "recompute": ("none", "selective", "full"), "offload": OFFLOAD,
@@ -45,11 +46,13 @@ def layout_of(row: np.void) -> Layout:
     every = values.pop("every")
     values |= {name: words[values[name]] for name, words in WORDS.items()}
     values |= {"sp": bool(values["sp"]), "shard": values["shard"] or None, "etp": values["etp"] or None}
-    return Layout(**values | ({"recompute": f"every:{every}"} if every > 1 else {}))
+    return Layout(**values | ({"recompute": one_in(every)} if every > 1 else {}))
 
 
 def _number(layout: Layout, name: str) -> int:
+    if name == "every":
+        return layout.recompute.stride
+    if name == "recompute":  # a budget is settled before: what it comes to is selective
+        return code(name, {"every": "full", "budget": "selective"}.get(layout.recompute.mode, layout.recompute.mode))
     value = getattr(layout, name)
-    if name == "recompute" and value not in WORDS["recompute"]:
-        value = "full"
     return code(name, value) if name in WORDS else int(value or 0)

@@ -28,7 +28,8 @@ from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
-from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
+from ironlaw.workload.layout import SPLIT_BACKWARD
+from ironlaw.workload.recompute import kept_bytes, weight_copies
 
 
 @dataclass(frozen=True)
@@ -59,39 +60,42 @@ def layer_activation_bytes(
     everything = sum(
         share * sum(op.saved_bytes for op in forward_of(shape, kind)) for kind, share in candidates.kinds.items()
     )
-    entrance = shape.stream_tokens * shape.model.hidden * shape.stream_bytes
+    entrance = shape.tokens / candidates.stream_shards * shape.model.hidden * shape.stream_bytes
     slack = engine.activation_slack
     return slack * everything, slack * attention_core_bytes(shape), slack * entrance
 
 
-def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array, Array]:
-    """Bytes of one block and micro-batch between forward and backward, on average; and of a block that is recomputed.
-
-    The second is what comes back for one block at a time.
-    """
+def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array, Array, Array]:
+    """Bytes of one block and micro-batch: kept between forward and backward, on average; that recomputing brings back,
+    for one block at a time; of cast weights, which autocast remembers until a forward pass is over."""
     found = candidates.of_blocks("bytes", engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
     back = np.where(full, everything, np.where(selective, everything - partly, 0.0))
-    return kept, back
+    return kept, back, found["copies"] * np.where(full, again, np.where(selective, 1.0, 0.0))
 
 
 def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
     """What one block keeps: everything, under selective recomputation, and recomputed in full."""
     shape, kinds = candidates.shape(engine), candidates.kinds.items()
     everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
-    if not engine.fused:  # products and attention stay, and casts of weights until the forward pass is over
-        entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
-        partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
+    copies = np.zeros(len(candidates))
+    if not engine.fused:  # products and attention stay
+        copies = copies + sum(share * weight_copies(shape, kind) for kind, share in kinds)
+        partly = entrance
+        for kind, of_layers in kinds:
+            for policy, share in candidates.policies(kind).items():
+                beside = everything - entrance if policy is None else kept_bytes(shape, policy)
+                partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
     elif engine.widens_again(candidates.model):
         partly = everything - engine.activation_slack * widened_bytes(shape)
     else:
         partly = everything - core
-    return {"everything": everything, "partly": partly, "entrance": entrance}
+    return {"everything": everything, "partly": partly, "entrance": entrance, "copies": copies}
 
 
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
@@ -146,7 +150,7 @@ def host_bytes(candidates: Candidates, engine: Engine, layers: StageLayers) -> A
     parameters = owned_parameters(candidates, layers)
     wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
     state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
-    kept, _ = kept_activation_bytes(candidates, engine)
+    kept, *_ = kept_activation_bytes(candidates, engine)
     flight = np.maximum(in_flight(candidates, 0), 1.0)
     activations = layers.fullest * flight * kept
     return np.where(candidates.offloads_optimizer, state, 0.0) + np.where(
@@ -188,28 +192,36 @@ class _HeldBy:
 
 
 def _stage(
-    candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array, activations_of: tuple[Array, Array]
+    candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array,
+    activations_of: tuple[Array, Array, Array],
 ) -> PeakMemory:  # fmt: skip
     """What one stage of each job holds; nothing where `stage` is negative."""
-    here, (kept, back) = _HeldBy.of(candidates, layers, stage), activations_of
+    here, (kept, back, copies) = _HeldBy.of(candidates, layers, stage), activations_of
     master, moments = _optimizer_state(candidates, engine, here)
     flight = in_flight(candidates, stage)
     # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
     held = here.count * flight
     activations = np.where(candidates.offloads_activations, np.minimum(held, 2.0), held) * kept
+    gradients = _gradients(candidates, engine, here)
+    if not engine.fused:
+        activations = activations + _waiting(candidates, here)
+        # While the last micro-batches run backward, gradients come as activations go; DDP has its buckets throughout.
+        one = here.count * kept / candidates.virtual_stages
+        late = (candidates.accumulation <= flight) & ~_by_ddp(candidates)
+        gradients = np.where(late, np.maximum(gradients - one, 0.0), gradients)
     logits = _logits(candidates, engine, here)
     width = candidates.model.ffn_size / candidates.tp * engine.element_bytes
     working = engine.activation_slack * engine.backward_ffn_tensors * candidates.tokens * width * (here.count > 0)
-    recomputed = back * (here.count > 0) + working
+    # Behind a forward pass or within a backward one: logits and a block's backward pass are never alive together.
+    passing = np.maximum(back * (here.count > 0) + working, logits + copies * here.count / candidates.virtual_stages)
     parts = {
         "weights": _weights(candidates, engine, here),
-        "gradients": _gradients(candidates, engine, here),
+        "gradients": gradients,
         "master": master,
         "moments": moments,
         "activations": activations,
         "logits": logits,
-        # Logits and a block's backward pass are never alive together.
-        "temporaries": _gathered(candidates, engine, here) + np.maximum(recomputed - logits, 0.0),
+        "temporaries": _gathered(candidates, engine, here) + passing - logits,
         "context": np.full(len(candidates), engine.context_bytes),
     }
     exists = stage >= 0
@@ -223,7 +235,11 @@ def _weights(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
         # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
         narrow = engine.gathered_bytes
-        weights = np.where(candidates.zero == 2, here.parameters * (narrow + engine.weight_bytes / shards), weights)
+        kept = candidates.zero == 2
+        if not engine.fused:  # FSDP2 gathers for ZeRO 1 as for 2
+            kept = kept | (candidates.zero == 1)
+        sharded = here.own * narrow + here.parameters * engine.weight_bytes / shards
+        weights = np.where(kept, sharded, weights)
         off = here.parameters * narrow / np.where(whole, shards, 1.0)
         weights = np.where(candidates.offloads_optimizer, off, weights)
     # Quantised copies; of sharded weights they are made when those are gathered.
@@ -235,15 +251,37 @@ def _gradients(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
     in_pieces = candidates.zero >= 2
-    gradients = np.where(in_pieces, here.parameters, here.own) * (engine.gradient_bytes + lasting)
-    whole = engine.pipeline_keeps & (candidates.pp > 1)
-    gradients = gradients / np.where(in_pieces & ~whole, candidates.shard_ranks, 1.0)
+    in_pieces = in_pieces & ~(engine.pipeline_keeps & (candidates.pp > 1))
+    gradients = np.where(in_pieces, here.parameters / candidates.shard_ranks, here.own)
+    gradients = gradients * (engine.gradient_bytes + lasting)
     if engine.fused:
         return np.asarray(gradients)
+    # DTensor makes the gradient of the whole table of words.
+    table = candidates.model.embedding_parameters * (1 - 1 / candidates.tp)
+    gradients = gradients + np.where(here.first, table * FP32, 0.0)
     # Buckets that DDP reduces, beside the gradients of earlier micro-batches.
-    plain = (candidates.zero == 0) & (candidates.tp * candidates.pp * candidates.ep == 1)
-    copied = plain & (candidates.dp * candidates.cp > 1) & (candidates.accumulation > 1)
+    copied = _by_ddp(candidates) & (candidates.accumulation > 1)
     return np.asarray(gradients + np.where(copied, here.parameters * FP32, 0.0))
+
+
+def _by_ddp(candidates: Candidates) -> npt.NDArray[np.bool_]:
+    """Whether our trainer's replicas are DDP's."""
+    alone = candidates.tp * candidates.pp * candidates.ep == 1
+    return np.asarray((candidates.zero == 0) & alone & (candidates.dp * candidates.cp > 1))
+
+
+def _waiting(candidates: Candidates, here: _HeldBy) -> Array:
+    """What gradients of weights in passes of their own wait with: those of the wide layers' outputs, of every
+    micro-batch behind the first pass back."""
+    model = candidates.model
+    wide = model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)
+    passed = in_flight(candidates, here.number) - np.minimum(candidates.accumulation, candidates.pp - here.number)
+    waits = np.where(candidates.has("schedule", *SPLIT_BACKWARD), np.maximum(passed, 0.0), 0.0)
+    held = here.count * candidates.tokens * wide
+    # And the gradient of the logits, with what the loss has saved: its logits, or a gradient of the output layer.
+    rows = candidates.tokens + np.minimum(candidates.tokens, model.hidden)
+    held = held + np.where(here.has_head, rows * model.vocab, 0.0)
+    return np.asarray(waits * held / candidates.tp * FP32)
 
 
 def _optimizer_state(candidates: Candidates, engine: Engine, here: _HeldBy) -> tuple[Array, Array]:
@@ -259,12 +297,15 @@ def _optimizer_state(candidates: Candidates, engine: Engine, here: _HeldBy) -> t
 
 def _logits(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     model, tokens = candidates.model, candidates.tokens
-    loss_tokens = tokens
+    loss_tokens, beside = tokens, np.zeros(len(candidates))
     if not engine.fused:
         of_all = candidates.micro_batch * candidates.sequence
         chunked = of_all * model.vocab * FP32 > FULL_LOGITS_BYTES
         loss_tokens = np.where(chunked, np.minimum(tokens, chunk_of(of_all, model.vocab)), tokens)
-    logits = np.where(here.has_head, loss_tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
+        # The output layer's gradient, which a loss in chunks makes at once, and its cast weight.
+        beside = np.where(chunked, model.hidden * (FP32 + engine.element_bytes), 0.0)
+    logits = loss_tokens * engine.logit_bytes + beside
+    logits = np.where(here.has_head, logits * model.vocab / candidates.tp, 0.0)
     # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
     # to collectives come free only when the device gets there. One micro-batch gives it half the way.
     ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
@@ -274,18 +315,26 @@ def _logits(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
 def _gathered(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     """Weights gathered for a while, gradients on their way, and buffers of messages."""
     stream = candidates.tokens * candidates.model.hidden
+    message = stream / candidates.stream_shards * engine.element_bytes
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
     copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)
-    gathered = gathered * candidates.local_block_parameters
+    unit = candidates.local_block_parameters
+    if not engine.fused:  # which gathers the output layer, too
+        words = candidates.model.hidden * candidates.model.vocab / candidates.tp
+        unit = np.maximum(unit, np.where(here.has_head, words, 0.0))
+    gathered = gathered * unit
     if not engine.fused:  # FSDP2 replicates: each rank's shard is whole, and gathered from it
         several = (candidates.dp * candidates.cp > 1) & (candidates.tp * candidates.pp * candidates.ep > 1)
-        gathered = gathered + np.where((candidates.zero == 0) & several, here.parameters * FP32, 0.0)
+        gathered = gathered + np.where((candidates.zero == 0) & several, here.own * FP32, 0.0)
+        # A buffer for each micro-batch's input and for the gradient of its output, of every chunk.
+        buffers = (2 * candidates.virtual_stages - here.first - here.has_head) * candidates.accumulation
+        message = stream / candidates.stream_shards * FP32
+        return np.asarray(gathered + np.where(candidates.pp > 1, buffers * message, 0.0))
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(here.first & (candidates.sp > 0), engine.entrance_bytes * stream, 0.0)
     gathered = gathered + np.where(here.count > 0, buffer_bytes(candidates, engine), 0.0)
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
-    message = stream / candidates.stream_shards * engine.element_bytes
     return np.asarray(gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0))

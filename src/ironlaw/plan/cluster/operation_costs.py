@@ -7,7 +7,7 @@ conventions; for many candidates at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +23,11 @@ from ironlaw.plan.cluster.collective_costs import context_kinds, distinct
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.blocks import Shape
+from ironlaw.workload.blocks import Policy, Shape
 from ironlaw.workload.kinds import both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import AGAIN, again, keepable
+from ironlaw.workload.recompute import AGAIN, again
 from ironlaw.workload.sizes import Size, larger, smaller
 
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
@@ -70,17 +70,17 @@ def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[O
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
         forward, backward = both_passes(shape, kind)
-        runs_again = _ours_again(shape, kind) if not engine.fused else None
+        runs_again = _ours_again(shape, kind, candidates.policies(kind)) if not engine.fused else None
         for op in forward:
-            for part, seconds in _seconds(op, shape, candidates, system):
+            for part, seconds in seconds_by_part(op, shape, candidates, system):
                 again = _again(op, part, candidates.model, engine) if runs_again is None else runs_again(op)
                 yield OperationCost(op, part, share, seconds, again)
         for op in backward:
-            for part, seconds in _seconds(op, shape, candidates, system):
+            for part, seconds in seconds_by_part(op, shape, candidates, system):
                 yield OperationCost(op, part, share, seconds)
 
 
-def _seconds(
+def seconds_by_part(
     op: Operation, shape: Shape, candidates: Candidates, system: ClusterSystem
 ) -> Iterator[tuple[str, Array | None]]:
     """By part; None where all operations of a part are timed together."""
@@ -114,14 +114,22 @@ def _again(op: Operation, part: str, model: ModelConfig, engine: Engine) -> tupl
     return 1.0, float(part in ("attention", "scores"))
 
 
-def _ours_again(shape: Shape, kind: str) -> Callable[[Operation], tuple[float, float]]:
-    """The same of our trainer, which stops as soon as everything is there."""
-    policies = (frozenset[str](), keepable(shape.model, kind))
-    run = [
-        {(op.name.removesuffix(AGAIN), op.kernel) for op in again(shape, policy, kind) if op.repeat != 0}
-        for policy in policies
-    ]
-    return lambda op: (float((op.name, op.kernel) in run[0]), float((op.name, op.kernel) in run[1]))
+def _ours_again(
+    shape: Shape, kind: str, policies: Mapping[Policy, float]
+) -> Callable[[Operation], tuple[float, float]]:
+    """The same of our trainer, which stops as soon as everything is there. `policies`: shares of the blocks."""
+    whole = frozenset[str]()
+    run = {
+        policy: {(op.name.removesuffix(AGAIN), op.kernel) for op in again(shape, policy, kind) if op.repeat != 0}
+        for policy in {whole, *policies}
+        if policy is not None
+    }
+
+    def times(op: Operation) -> tuple[float, float]:
+        found = {policy for policy, calls in run.items() if (op.name, op.kernel) in calls}
+        return float(whole in found), sum(share for policy, share in policies.items() if policy in found)
+
+    return times
 
 
 def is_on_stream(op: Operation) -> bool:

@@ -17,6 +17,7 @@ from ironlaw.plan.cluster.system import ClusterSystem, system_of
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.recipe import recipe_of_layout
 from ironlaw.plan.work import Work
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recipe import Recipe, StepBatch
@@ -45,6 +46,12 @@ class ClusterStep:
         """UserError where the catalogue lacks a figure that every plan needs."""
         engine = engine_named(self.engine) if isinstance(self.engine, str) else self.engine
         return system_of(self.cluster, engine, self.precision, update_cost(self.optimizer, self.model))
+
+    def run(self, layout: Layout) -> tuple[StepBatch, Recipe]:
+        """Of our own trainer's run in a layout: what has been decided of it, or what the layout and the config say."""
+        return self.recipe or recipe_of_layout(
+            self.model, layout, self.sequence, self.global_batch, self.precision, self.optimizer, self.config
+        )
 
     @property
     def flashes(self) -> bool:

@@ -97,7 +97,7 @@ def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayer
     owned, rate = owned_parameters(candidates, layers), min(host.link_bytes_per_second, host.memory_bytes_per_second)
     update = owned * system.update.block_bytes / host.memory_bytes_per_second
     back = owned * engine.element_bytes / rate
-    kept, _ = kept_activation_bytes(candidates, engine)
+    kept, *_ = kept_activation_bytes(candidates, engine)
     return {
         "host_update": np.where(candidates.offloads_optimizer, np.maximum(update, back), 0.0),
         "host_gradients": np.where(

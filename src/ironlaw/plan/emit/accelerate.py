@@ -12,7 +12,7 @@ from ironlaw.workload.layout import Layout
 
 def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its configuration cannot say this, or None."""
-    plain, zero, word = layout.tp == layout.pp == 1, layout.zero, layout.recompute
+    plain, zero, word = layout.tp == layout.pp == 1, layout.zero, layout.recompute.mode
     fsdp = plain and zero in (0, 2, 3) and not (zero == 0 and word == "full")
     megatron = not fsdp
     return first_reason(
@@ -20,7 +20,7 @@ def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
         (layout.offload != "none",
          "its CPU offload moves the weights too, which this planner does not plan: use offload=none"),
         (layout.schedule != "1f1b", "its pipelines have the 1f1b schedule only"),
-        (layout.every > 1, "it recomputes whole blocks, all of them or none"),
+        (word == "every", "it recomputes whole blocks, all of them or none"),
         (fsdp and word != "none" and not (word == "full" and zero >= 2),
          "its FSDP configuration recomputes whole blocks or nothing"),
         (megatron and zero > 1,
@@ -44,7 +44,7 @@ def accelerate_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         notes.append(f"{request.optimizer} is built in the script")
     if layout.tp == layout.pp == 1 and layout.zero >= 2:
         document |= _fsdp(layout)
-    elif layout.tp == layout.pp == 1 and layout.zero == 0 and layout.recompute == "none":
+    elif layout.tp == layout.pp == 1 and layout.zero == 0 and layout.recompute.mode == "none":
         document["distributed_type"] = "MULTI_GPU" if layout.dp > 1 else "NO"
     else:
         document |= _megatron(layout, accumulation)
@@ -64,7 +64,7 @@ def _fsdp(layout: Layout) -> dict[str, Any]:
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": layout.zero == 3,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_activation_checkpointing": layout.recompute == "full",
+            "fsdp_activation_checkpointing": layout.recompute.mode == "full",
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_offload_params": False,
         },
@@ -85,7 +85,7 @@ def _megatron(layout: Layout, accumulation: int) -> dict[str, Any]:
             "megatron_lm_pp_degree": layout.pp,
             "megatron_lm_num_micro_batches": accumulation,
             "megatron_lm_sequence_parallelism": layout.sp,
-            "megatron_lm_recompute_activations": layout.recompute == "selective",
+            "megatron_lm_recompute_activations": layout.recompute.mode == "selective",
             "megatron_lm_use_distributed_optimizer": layout.zero == 1,
             "megatron_lm_gradient_clipping": 1.0,
         },

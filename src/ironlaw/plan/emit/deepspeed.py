@@ -17,10 +17,10 @@ def deepspeed_cannot(layout: Layout, model: ModelConfig) -> str | None:
         (layout.pp > 1, "pipeline stages are built in code there (PipelineModule), not in its JSON"),
         (layout.cp > 1, "its JSON has no context parallelism"),
         (layout.sp, "its tensor parallelism (autotp_size) does not shard the sequence: use sp=0"),
-        (layout.recompute == "selective" or layout.every > 1,
+        (layout.recompute.mode in ("selective", "every"),
          "what is recomputed is decided in the model's code: use recompute=none or full"),
         (layout.shard, "it shards over all replicas since its MiCS was removed: use no shard"),
-        (layout.offload in ("activations", "both") and layout.recompute != "full",
+        (layout.offload in ("activations", "both") and layout.recompute.mode != "full",
          "it offloads the inputs of recomputed blocks only (cpu_checkpointing): use recompute=full"),
         (layout.offload in ("optimizer", "both") and layout.zero == 0,
          "its optimizer is offloaded with ZeRO only: use zero=1, 2 or 3"),
@@ -53,7 +53,7 @@ def deepspeed_config(request: ClusterRequest, layout: Layout) -> tuple[str, list
     if request.optimizer not in ("adam", "adamw"):
         document["zero_allow_untested_optimizer"] = True
         notes.append(f"{request.optimizer} is built in the script and passed to deepspeed.initialize")
-    if layout.recompute == "full":
+    if layout.recompute.mode == "full":
         notes.append("recompute=full is switched on in the model: gradient_checkpointing_enable()")
     if layout.offload in ("activations", "both"):
         document["activation_checkpointing"] = {"cpu_checkpointing": True}

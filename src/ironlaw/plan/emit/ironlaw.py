@@ -6,19 +6,10 @@ from typing import Any
 
 import tomli_w
 
-from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.request import ClusterRequest
-from ironlaw.plan.recipe import not_trained_here, recomputation
 from ironlaw.workload.layout import Layout
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
-
-
-def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Why its config file cannot say this, or None."""
-    if layout.recompute == "selective":
-        return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
-    return not_trained_here(layout, model)
 
 
 def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
@@ -34,7 +25,8 @@ def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[s
         "optimizer": {"name": request.optimizer},
     }
     notes = ["for `ironlaw train`; [data] is yours to add"]
-    document |= recomputation(layout)
+    if layout.recompute.mode != "none":
+        document["recompute"] = layout.recompute.section()
     if layout.offload != "none":
         document["train"]["offload"] = layout.offload
     if layout.accelerators > 1:

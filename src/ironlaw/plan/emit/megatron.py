@@ -36,7 +36,7 @@ OPTIMIZER_FLAGS = {
 
 def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Megatron-LM's flags cannot say this, or None."""
-    chunk, every, zero = _chunk(model, layout), layout.every, layout.zero
+    chunk, every, zero = _chunk(model, layout), layout.recompute.stride, layout.zero
     uneven = ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None
     return (
         _model_refused(model)
@@ -138,7 +138,9 @@ def megatron_flags(request: ClusterRequest, layout: Layout, accumulation: int) -
 def _widening_flags(request: ClusterRequest, layout: Layout) -> list[str]:
     """What selective recomputation repeats, where the plan has taken it as other than attention."""
     widens = (
-        layout.recompute == "selective" and request.model.latent is not None and engine(request.engine).selective_widens
+        layout.recompute.mode == "selective"
+        and request.model.latent is not None
+        and engine(request.engine).selective_widens
     )
     return ["--recompute-modules mla_up_proj"] if widens else []
 
@@ -267,9 +269,9 @@ OFFLOAD_FLAGS = [
 
 def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
     first_less, last_less = ends_lighter(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
-    again = RECOMPUTE_FLAGS.get(layout.recompute, [])
-    if layout.every > 1:  # as many blocks, the first ones of every chunk
-        blocks = _chunk(model, layout) // layout.every
+    again = RECOMPUTE_FLAGS.get(layout.recompute.mode, [])
+    if layout.recompute.mode == "every":  # as many blocks, the first ones of every chunk
+        blocks = _chunk(model, layout) // layout.recompute.every
         again = ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
     fsdp = [  # Megatron FSDP
         "--use-megatron-fsdp",

@@ -174,16 +174,15 @@ def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:
 
 
 def _recomputation(layout: Layout) -> dict[str, Any]:
-    if layout.recompute == "selective":
-        return {"mode": "selective", "selective_ac_option": "op"}
-    if layout.every > 1:
-        return {"mode": "selective", "selective_ac_option": str(layout.every)}
-    return {"mode": layout.recompute}
+    chosen = layout.recompute
+    if chosen.mode in ("selective", "every"):
+        return {"mode": "selective", "selective_ac_option": "op" if chosen.mode == "selective" else str(chosen.every)}
+    return {"mode": chosen.mode}
 
 
 def _options(document: dict[str, Any], layout: Layout) -> list[str]:
     """Command-line options of 0.3; none where it lost what 0.2 could say. The optimizer is its config's there."""
-    gone = layout.every > 1 or layout.cp_kind == "ring" or "quantize" in document
+    gone = layout.recompute.mode == "every" or layout.cp_kind == "ring" or "quantize" in document
     if gone or document["optimizer"]["name"] != "AdamW":
         return []
     words = []

@@ -21,9 +21,10 @@ from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.update_cost import NAMES
 from ironlaw.plan.emit.accelerate import accelerate_cannot, accelerate_config
 from ironlaw.plan.emit.deepspeed import deepspeed_cannot, deepspeed_config
-from ironlaw.plan.emit.ironlaw import IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
+from ironlaw.plan.emit.ironlaw import IRONLAW_OPTIMIZERS, ironlaw_config
 from ironlaw.plan.emit.megatron import MEGATRON_OPTIMIZERS, PRECISION_FLAGS, megatron_cannot, megatron_flags
 from ironlaw.plan.emit.torchtitan import torchtitan_cannot, torchtitan_config
+from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.layout import Layout
 
 ENGINE_OF_TRAINER = {
@@ -114,7 +115,7 @@ TRAINERS = {
         TrainerOptions("deepspeed", "json", ("bf16", "fp16", "fp32"), NAMES, deepspeed_cannot, deepspeed_config),
         TrainerOptions("accelerate", "yaml", ("bf16", "fp16", "fp32"), NAMES, accelerate_cannot, accelerate_config),
         TrainerOptions(
-            "ironlaw", "toml", ("bf16", "fp16", "fp32", "tf32"), IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
+            "ironlaw", "toml", ("bf16", "fp16", "fp32", "tf32"), IRONLAW_OPTIMIZERS, not_trained_here, ironlaw_config
         ),
     )
 }

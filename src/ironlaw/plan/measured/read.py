@@ -35,6 +35,7 @@ from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import Row
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
+from ironlaw.workload.recompute_config import Recompute
 
 Number = TypeVar("Number", int, float)
 
@@ -271,7 +272,7 @@ def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: b
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, micro_batch=micro_batch,
         sp=(engine.default_sp if sp is None else sp) and tp > 1,
-        recompute=parsing.recompute(cells.row) or engine.default_recompute,
+        recompute=Recompute.parse(parsing.recompute(cells.row) or engine.default_recompute),
     )  # fmt: skip
     virtual = _virtual(cells, engine, model.layers, layout, global_batch)
     if pp * virtual > model.layers:

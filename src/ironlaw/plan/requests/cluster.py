@@ -21,7 +21,6 @@ from ironlaw.plan.requests.engine_choice import result_under, software_for
 from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.moe import IMBALANCE
-from ironlaw.workload.recompute import layout_word
 
 
 def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
@@ -113,7 +112,7 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
 
 def _of_config(config: RunConfig) -> Layout:
     """What a config says of one device, in the words of a layout."""
-    return Layout(micro_batch=config.micro_batch, recompute=layout_word(config.recompute), offload=config.train.offload)
+    return Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
 
 
 def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:

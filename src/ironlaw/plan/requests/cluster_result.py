@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.ledger import Estimate, Ledger
@@ -173,7 +173,7 @@ def _constraints(found: SearchResult) -> dict[str, dict[str, Any]]:
 
 def _layout(layout: Layout, request: ClusterRequest) -> dict[str, Any]:
     filled = layout.filled(request.work.global_batch)
-    return {"text": str(filled)} | asdict(filled)
+    return {"text": str(filled)} | filled.to_json()
 
 
 def _cluster(request: ClusterRequest) -> dict[str, Any]:

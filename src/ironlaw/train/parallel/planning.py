@@ -31,7 +31,7 @@ from ironlaw.plan.recipe import batch_of, layout_of, micro_batch_of, not_trained
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recompute import layout_word
+from ironlaw.workload.recompute_config import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
@@ -72,16 +72,16 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     `per_host` of them are together: as many as their usual node has unless given. What the trainer does beside the
     layout is decided as for one process. UserError where the catalogue lacks the accelerator, or the layout cannot run.
     """
-    of_one = plan_run(config, profile)
+    of_one = plan_run(config.model_copy(update={"recompute": Recompute()}), profile)
     settled = check(config, size)
     layout = layout_of(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
-    layout = replace(layout, recompute=layout_word(config.recompute), offload=config.train.offload)
+    layout = replace(layout, recompute=config.recompute, offload=config.train.offload)
     cluster, assumed = _accelerators(profile, size, per_host)
     decided = of_one.decided
-    recipe = replace(recipe_of(config, decided.precision, cuda=True, gloo=False), recompute=decided.recompute)
+    recipe = recipe_of(config, decided.precision, cuda=True, gloo=False)
     asked = _step(config, cluster, decided.precision)
     plan = plan_cluster(replace(asked, recipe=(batch_of(config), recipe)), layout)
-    plan.ledger.decisions = of_one.decisions
+    plan.ledger.decisions = replace(decided, recompute=plan.ledger.decided.recompute)
     plan.ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
     return plan
 
@@ -139,14 +139,15 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
         fabric = RankFabric(costs_here(profile), local)
         return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
     cluster, _ = _accelerators(profile, size, local)
-    wanted: dict[str, Any] = {"recompute": layout_word(config.recompute), "offload": config.train.offload}
+    wanted: dict[str, Any] = {"recompute": config.recompute, "offload": config.train.offload}
 
     def excluded(layout: Layout) -> str | None:
-        if layout.recompute != "none" and wanted["recompute"] == "none":
+        if layout.recompute.mode != "none" and config.recompute.mode == "none":
             return "recompute.mode is none in the config"
         return not_trained_here(layout, config.model)
 
-    asked = _step(config, cluster, plan_run(config, profile).decided.precision)
+    kept = config.model_copy(update={"recompute": Recompute()})  # a budget is a rank's, not one process's
+    asked = _step(config, cluster, plan_run(kept, profile).decided.precision)
     fastest = (replace(one.layout, **wanted) for one in search(asked, keep=200, excluded=excluded).best)
     return chosen(
         (layout for layout in fastest if runs(config, layout)),

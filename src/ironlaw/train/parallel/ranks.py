@@ -23,7 +23,6 @@ from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import Rendezvous, join
-from ironlaw.workload.recompute import layout_word
 from ironlaw.workload.sharding import expert_dp
 
 Result = TypeVar("Result")
@@ -185,7 +184,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     micro_batch = micro_batch_of(config, share)
     plan = layout_of(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
-    if reason := not_trained_here(replace(plan, recompute=layout_word(config.recompute)), model):
+    if reason := not_trained_here(replace(plan, recompute=config.recompute), model):
         raise UserError(reason)
     if config.sequence % (2 * layout.cp) and layout.cp > 1:
         raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")

@@ -16,12 +16,13 @@ import math
 import multiprocessing
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
+from ironlaw.ledger import Decisions
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
@@ -178,10 +179,15 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
 
 
 def at_scale(
-    model: ModelConfig, layout: Layout, sequence: int, global_batch: int
+    model: ModelConfig, layout: Layout, sequence: int, global_batch: int, decided: Decisions | None = None
 ) -> tuple[list[Table], list[Peak]]:  # fmt: skip
-    """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position."""
+    """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position.
+
+    `decided`: by the plan of this layout.
+    """
     batch, recipe = recipe_of_layout(model, layout, sequence, global_batch, "bf16", "adamw")
+    if decided is not None:
+        recipe = replace(recipe, recompute=decided.recompute)
     program = planned_step(model, batch, layout, recipe)
     peaks = [peak_memory(program, position) for position in range(layout.pp)]
     return [table_of(sent) for sent in program.collectives], peaks
