@@ -125,3 +125,39 @@ def test_the_line_that_fills_rows_up(tmp_path: Path) -> None:
     assert padding_line([str(tmp_path / "nowhere.py"), str(script)]) == f"{script}:4"
     other.write_text("PAD = 0\nrow = [PAD]\nrows = pad_sequence(rows)\n")
     assert padding_line([str(script), str(other)]) == f"{other}:3"
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_a_loop_with_modes_of_its_own_keeps_them(around: bool, tmp_path: Path) -> None:
+    """One that counts a whole epoch, and one that begins within the step that is looked at."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, flops = nn.Linear(8, 8), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        counter = FlopCounterMode(display=False)
+        for step in range(6):
+            if step == (0 if around else 2):
+                counter.__enter__()
+            model(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counter.__exit__(None, None, None)
+        flops = counter.get_total_flops()
+    assert flops == (6 if around else 4) * 2 * (2 * 4 * 8 * 8)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr("ironlaw.observe.close_look.nearly_empty", fails)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            model(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert facts_of(tmp_path / "run")["unread_values"] is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.inputs import input_tensors
@@ -41,14 +41,32 @@ class CloseLook(TorchDispatchMode):
         self._made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self._nodes: dict[int, tuple[str, bool]] = {}  # sequence number -> line, and whether it had zeros
         self._newest = torch._C._autograd._get_sequence_nr()
+        self._on, self._looks = False, True
+
+    def begin(self) -> None:
+        """Looks from here to `end`, unless the loop has a mode of its own on: modes must end in turn."""
+        if not _get_current_dispatch_mode_stack():
+            self._on = True
+            self.__enter__()
+
+    def end(self) -> None:
+        """Under a mode that the loop has begun since it stays, and looks no more; a later call ends it."""
+        self._looks = False
+        if self._on and _get_current_dispatch_mode_stack()[-1] is self:
+            self._on = False
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         seconds = time.perf_counter() - began
         self._operations += 1
-        if self._operations < MOST_OPERATIONS and self._in_passes():
-            self._count(func, args, result, seconds)
+        if self._looks and self._operations < MOST_OPERATIONS and self._in_passes():
+            try:
+                self._count(func, args, result, seconds)
+            except Exception:  # of a tensor unlike others: what observes ends no loop
+                self._looks = False
+                self._whole = 0.0
         return result
 
     def _in_passes(self) -> bool:

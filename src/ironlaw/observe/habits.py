@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -122,7 +122,6 @@ class Habits:
         self._graphs = _compiled_graphs()
         self.gradients = GradientUse(self.module, self.optimizers)
         self._closely: CloseLook | None = None
-        self._looking = ExitStack()
         self._outputs: dict[int, Callable[[], Any]] = {}  # of this step's passes: what to call where one is used
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,11 +207,12 @@ class Habits:
         self.gradients.begin()
         if self.partition is not None and not _compiled_graphs():
             self._closely = CloseLook(self.partition)
-            self._looking.enter_context(self._closely)
+            self._closely.begin()
 
     def end_look(self) -> None:
         self.gradients.end()
-        self._looking.close()
+        if self._closely is not None:
+            self._closely.end()
 
     def facts(self, precision: str | None) -> dict[str, Any]:
         steps = max(1, len(self.resident))
