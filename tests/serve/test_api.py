@@ -147,7 +147,7 @@ def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -
 FIELDS: list[dict[str, Any]] = [
     {name: value}
     for name, values in {
-        "prompt": [None, "", [], {}, 3, [[]], [""], ["a", 3], [999_999], [-1], [1.5], "long " * 2000],
+        "prompt": [None, "", [], {}, 3, [[]], [""], ["a", 3], [999_999], [-1], [1.5], [True], "long " * 2000],
         "max_tokens": [0, -1, "many", 1.5, 10**12, [], {}], "temperature": [-1, "warm", [], 1e9],
         "top_p": [0, 2, "a"], "top_k": [-2, "a", 1.5], "min_p": [-1, 2], "n": [0, -1, 10**6, "a", 1.5],
         "stop": [3, [3], "", [""], ["a"] * 99, {}], "stop_token_ids": [["a"], 3, [10**9]], "seed": ["a", 1.5, 10**30],
@@ -158,7 +158,7 @@ FIELDS: list[dict[str, Any]] = [
             {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
         ],
         "structured_outputs": [{}, {"regex": "("}, {"regex": "a", "choice": ["b"]}, {"what": 1}],
-        "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1], "echo": ["a"], "suffix": ["a"],
+        "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1, 2], "echo": ["a"], "suffix": ["a"],
         "unknown_field": [1], "tools": [[{"type": "function"}]], "ignore_eos": ["perhaps"],
     }.items()
     for value in values
@@ -183,12 +183,22 @@ def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[
         answers += [("path", client.get("/v1/nothing")), ("method", client.get("/v1/completions"))]
         answers.append(("size", client.post("/v1/completions", content=b" " * (5 * 2**20))))
         answers.append(("steps", client.get("/steps?since=never")))
+        packed, gzip = b"\x1f\x8b\x08", {"content-encoding": "gzip"}
+        answers.append(("gzip", client.post("/v1/completions", content=packed, headers=gzip)))
         assert len(answers) >= 100
         for asked, answer in answers:
             message = answer.json()["error"]["message"]
             assert 400 <= answer.status_code < 500 and message and "\n" not in message and len(message) < 450, asked
         assert client.post("/v1/completions", json={"prompt": "f", "max_tokens": 1}).status_code == 200
     assert engine.failure is None
+
+
+def test_half_a_request_is_not_waited_for_without_end(served: tuple[str, Engine], monkeypatch: Any) -> None:
+    monkeypatch.setattr("ironlaw.serve.api.BODY_SECONDS", 0.1)
+    host, port = served[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert client.recv(2**16).startswith(b"HTTP/1.1 408")
 
 
 def test_pages_of_a_client_that_is_killed_are_free_again(served: tuple[str, Engine]) -> None:

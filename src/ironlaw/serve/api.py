@@ -40,6 +40,7 @@ from ironlaw.serve.request import Chosen, Piece, Request
 from ironlaw.serve.text import Reader
 
 _OPEN = ("/", "/health")  # without a key
+BODY_SECONDS = 60  # for a request to be sent whole
 Result = TypeVar("Result")
 
 
@@ -349,11 +350,16 @@ def _add_figures(app: FastAPI, server: Server) -> None:
 
 
 async def _json(http: HttpRequest) -> dict[str, Any]:
+    coding = http.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        raise HTTPException(415, f"content-encoding {coding!r} is not read: send the JSON as it is")
     try:
-        text = (await http.body()).decode("utf-8")
+        text = (await asyncio.wait_for(http.body(), BODY_SECONDS)).decode("utf-8")
         document = json.loads(text)
         if "\\ud" in text.lower():  # half of a pair is no character, and no tokenizer takes it
             json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_SECONDS} s") from None
     except (ValueError, RecursionError):
         raise UserError("the body is not JSON in UTF-8") from None
     if not isinstance(document, dict):

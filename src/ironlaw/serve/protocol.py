@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from ironlaw.errors import UserError
 from ironlaw.serve.request import Sampling
@@ -117,6 +117,8 @@ class Body(BaseModel):
         return None
 
     def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> Sampling:
+        if self.min_tokens > max_tokens:
+            raise UserError(f"min_tokens = {self.min_tokens} is more than the max_tokens of {max_tokens}: use as many")
         return Sampling(
             max_tokens=max_tokens, temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p,
             min_p=self.min_p, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
@@ -128,7 +130,7 @@ class Body(BaseModel):
 
 
 class Completion(Body):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     best_of: int | None = None
