@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from ironlaw.kernels.native import Shapes, compiled
+from ironlaw.kernels.native import CNorm, Shapes, compiled
 from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
 from ironlaw.model.config import ModelConfig
 
@@ -74,10 +75,10 @@ def test_turning_keeping_and_norms_are_pytorchs(tmp_path: Path) -> None:
     cache.keep(heads[:, :2], heads[:, 6:])
     pages[1].write(pages[1].rows(torch.tensor([1, 4, 4]), at % PAGE), heads[:, :2], heads[:, 6:])
     assert all(torch.equal(a, b) for a, b in zip(pages[0].parts, pages[1].parts, strict=True))
-    x, norm = torch.randn(5, 17), torch.nn.RMSNorm(17)
-    torch.testing.assert_close(
-        native.norm(x, norm.weight, 1e-6), torch.nn.functional.rms_norm(x, (17,), norm.weight, 1e-6)
-    )
+    x, weight, bias = torch.randn(5, 17), torch.rand(17), torch.rand(17)
+    rms, layer = (CNorm(weight.data_ptr(), b, 1e-6, b is not None) for b in (None, bias.data_ptr()))
+    torch.testing.assert_close(native.norm(rms, x, 17), F.rms_norm(x, (17,), weight, 1e-6))
+    torch.testing.assert_close(native.norm(layer, x, 17), F.layer_norm(x, (17,), weight, bias, 1e-6))
 
 
 def test_without_a_compiler_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

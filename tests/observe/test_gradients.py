@@ -60,6 +60,13 @@ def test_a_teacher_whose_gradients_nobody_asked_for(tmp_path: Path) -> None:
     assert idle["part"] == pytest.approx(2 / 3) and "# HERE" in line(idle["place"])
 
 
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other tests of this process."""
+    monkeypatch.setattr("ironlaw.observe.habits._compiled_graphs", lambda: 0)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
     model = nn.Linear(64, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -127,6 +134,7 @@ def test_the_line_that_fills_rows_up(tmp_path: Path) -> None:
     assert padding_line([str(script), str(other)]) == f"{other}:3"
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("around", [True, False])
 def test_a_loop_with_modes_of_its_own_keeps_them(around: bool, tmp_path: Path) -> None:
     """One that counts a whole epoch, and one that begins within the step that is looked at."""
@@ -148,6 +156,7 @@ def test_a_loop_with_modes_of_its_own_keeps_them(around: bool, tmp_path: Path) -
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
