@@ -27,6 +27,7 @@ from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.sharding import local_shape_of
 
 ALL = "all-linear"  # PEFT's word
+BOTH = "embeddings"
 WHOLE = Layout()
 
 
@@ -43,7 +44,7 @@ class FinetuneConfig(Section):
     # the blocks.
     targets: tuple[str, ...] = Field((ALL,), min_length=1)
     # Trained in full beside the adapters, by PEFT's names: the embedding ("embed_tokens", "wte"), the output layer
-    # ("lm_head"); both where they are one.
+    # ("lm_head"); both where they are one. embeddings: both, whatever the family calls them.
     modules_to_save: tuple[str, ...] = ()
     start_from: str | None = None  # a directory with PEFT's adapter files, to go on from
 
@@ -218,12 +219,12 @@ def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Ada
     modules = {"embedding": names.embedding, "head": names.head}
     chosen: set[str] = set()
     for wanted in config.modules_to_save:
-        found = [ours for ours, theirs in modules.items() if f".{theirs}".endswith(f".{wanted}")]
+        found = [ours for ours, theirs in modules.items() if wanted == BOTH or f".{theirs}".endswith(f".{wanted}")]
         if not found:
             known = [theirs.rpartition(".")[2] for theirs in modules.values()]
             raise UserError(
-                f"finetune.modules_to_save has {wanted!r}: {' and '.join(known)} can be trained in full, matrices of "
-                "the blocks take adapters (finetune.targets)"
+                f"finetune.modules_to_save has {wanted!r}: {' and '.join(known)} ({BOTH}: both) can be trained in full, "
+                "matrices of the blocks take adapters (finetune.targets)"
             )
         chosen |= set(modules if model.tied else found)
     saved = tuple(entry for entry in entries(model, names) if entry.ours.partition(".")[0] in chosen)
