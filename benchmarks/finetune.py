@@ -61,9 +61,9 @@ def page(rows: list[dict[str, Any]]) -> str:
     by = {(row["way"], row["seed"]): row["loss"] for row in rows}
     lines = [
         "# Adapters beside full fine-tuning", "",
-        "`python benchmarks/finetune.py --folder DIR`: the demo's model after 850 steps on the standard library but for",
-        f"{', '.join(PACKAGES)}; then these by examples/finetune.toml (200 steps, 1e-4 for all weights, 1e-3",
-        "for adapters of rank 16) in bf16; loss of held-out files in nats per token, and beside all weights of the same",
+        "`python benchmarks/finetune.py --folder DIR`: the demo's model after 850 steps of the standard library but",
+        f"for {', '.join(PACKAGES)}; then these by examples/finetune.toml (200 steps, 1e-4 for all weights, 1e-3",
+        "for adapters of rank 16) in bf16; loss of held-out files in nats per token, beside all weights of the same",
         "seed, mean and standard error.", "",
         "| trained | seeds | loss | above all weights |", "|---|---:|---:|---:|",
     ]  # fmt: skip

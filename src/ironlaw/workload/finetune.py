@@ -223,7 +223,7 @@ def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Ada
         if not found:
             known = [theirs.rpartition(".")[2] for theirs in modules.values()]
             raise UserError(
-                f"finetune.modules_to_save has {wanted!r}: {' and '.join(known)} ({BOTH}: both) can be trained in full, "
+                f"finetune.modules_to_save has {wanted!r}: {' and '.join(known)} ({BOTH}: both) can be trained whole, "
                 "matrices of the blocks take adapters (finetune.targets)"
             )
         chosen |= set(modules if model.tied else found)
