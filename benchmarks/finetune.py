@@ -54,7 +54,8 @@ def run(folder: Path, way: str, seed: int) -> dict[str, Any]:
     out = folder / f"{way.replace(' ', '-')}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     done = ironlaw.train(ROOT / "examples" / "finetune.toml", out=out, settings=settings, quiet=True)
-    return {"way": way, "seed": seed, "loss": done.validation_loss}
+    assert done.validation_loss is not None
+    return {"way": way, "seed": seed, "loss": done.validation_loss.value}
 
 
 def page(rows: list[dict[str, Any]]) -> str:
