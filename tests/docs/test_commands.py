@@ -185,6 +185,7 @@ OWN = (
     ("./hf-model", "./mine-hf"), ("=DIR", "=./mine-hf"), ("runs/NAME", "runs/lora"), ("runs/big", "runs/demo"),
     (" --submit", ""), ("-node 8", "-node 2"), ("-node 4", "-node 2"), ("dp=2 pp=2", "dp=2"), ("0min", "0s"),
     ("5min", "5s"), ("--requests 200", "--requests 4"), ("out/ --to gguf", "gguf/ --to gguf"),
+    ("out/ --to hf", "codes/ --to hf"),
     ("--from ENGINE", "--from torchtitan"), ("trace.json.gz", "trace.json"), ("inference.csv", "served.csv"),
     ("CONFIG --set model.from=./mine-hf --set f", "whole.toml --out runs/lora --set model.from=./mine-hf --set f"),
     ("ironlaw tune --serve", "ironlaw tune --out runs/tuned-server --serve"),
