@@ -114,7 +114,8 @@ def reader(tmp_path: Path, tiny_file: Any, corpus: Path) -> Path:
 
     examples = tmp_path / "examples"
     examples.mkdir()
-    config = tiny_file(model={"heads": 4, "context": 256}, train={"profile_steps": 2}).read_text("utf-8")
+    shape = {"heads": 4, "context": 256, "positions": "rope"}  # of the example's family
+    config = tiny_file(model=shape, train={"profile_steps": 2}).read_text("utf-8")
     (examples / "gpt-tiny.toml").write_text(config, encoding="utf-8")
     learned = tiny_file(model={"positions": "learned"}).read_text("utf-8")
     for name in ("gpt2.toml", "examples/gpt2.toml"):
@@ -185,7 +186,7 @@ OWN = (
     ("./hf-model", "./mine-hf"), ("=DIR", "=./mine-hf"), ("runs/NAME", "runs/lora"), ("runs/big", "runs/demo"),
     (" --submit", ""), ("-node 8", "-node 2"), ("-node 4", "-node 2"), ("dp=2 pp=2", "dp=2"), ("0min", "0s"),
     ("5min", "5s"), ("--requests 200", "--requests 4"), ("out/ --to gguf", "gguf/ --to gguf"),
-    ("out/ --to hf", "codes/ --to hf"),
+    ("out/ --to hf", "codes/ --to hf"), ("kind=dpo", "kind=dpo --out runs/dpo"),
     ("--from ENGINE", "--from torchtitan"), ("trace.json.gz", "trace.json"), ("inference.csv", "served.csv"),
     ("CONFIG --set model.from=./mine-hf --set f", "whole.toml --out runs/lora --set model.from=./mine-hf --set f"),
     ("ironlaw tune --serve", "ironlaw tune --out runs/tuned-server --serve"),
