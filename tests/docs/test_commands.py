@@ -138,6 +138,24 @@ def reader(tmp_path: Path, tiny_file: Any, corpus: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def run(ironlaw_here: Here) -> Callable[..., tuple[int, str]]:
+    """A verb's exit status and messages."""
+    pytest.importorskip("uvicorn")
+
+    def verb(*words: str) -> tuple[int, str]:
+        code, _, messages = ironlaw_here(*words)
+        return code, messages
+
+    return verb
+
+
+def begin_with(run: Callable[..., tuple[int, str]], *more: str) -> None:
+    """What later commands rest on."""
+    for command in (*BEGIN, *more):
+        assert run(*shlex.split(command)[1:])[0] == 0
+
+
 @pytest.mark.slow
 def test_commands_run_as_printed(reader: Path, ironlaw_here: Here) -> None:
     """The first ones, and those that only look. All of them: the next test, with `-m long`."""
@@ -169,15 +187,8 @@ def follow(chosen: list[str], run: Callable[..., tuple[int, str]], start: Callab
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
-    pytest.importorskip("uvicorn")
-
-    def run(*words: str) -> tuple[int, str]:
-        code, _, messages = ironlaw_here(*words)
-        return code, messages
-
-    for command in BEGIN:
-        assert run(*shlex.split(command)[1:])[0] == 0
+def test_every_command_runs_as_printed(reader: Path, run: Any, start_ironlaw: Any) -> None:
+    begin_with(run)
     follow([c for c in commands() if c not in BEGIN], run, start_ironlaw, Path(sys.executable))
 
 
@@ -202,14 +213,8 @@ a,mine,vllm,2025-06,llama-3-8b,h100-sxm-80gb,1,bf16,decode,128,128,1,150
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_every_command_for_maintainers_runs(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
+def test_every_command_for_maintainers_runs(reader: Path, run: Any, start_ironlaw: Any) -> None:
     """Indented on the other pages."""
-    pytest.importorskip("uvicorn")
-
-    def run(*words: str) -> tuple[int, str]:
-        code, _, messages = ironlaw_here(*words)
-        return code, messages
-
     for name in ("my", "student"):
         shutil.copy(reader / "examples" / "gpt-tiny.toml", reader / f"{name}.toml")
     whole = re.sub(r"(packing|mask_documents) = .*", "", (reader / "examples" / "finetune.toml").read_text("utf-8"))
@@ -220,8 +225,7 @@ def test_every_command_for_maintainers_runs(reader: Path, ironlaw_here: Here, st
     pair = json.dumps({"prompt": "a", "chosen": " b", "rejected": " c"}) + "\n"
     (reader / "pairs.jsonl").write_text(pair * 200)
     (reader / "served.csv").write_text(SERVED)
-    for command in (*BEGIN, "ironlaw export runs/gpt2 ./mine-hf --to hf"):
-        assert run(*shlex.split(command)[1:])[0] == 0
+    begin_with(run, "ironlaw export runs/gpt2 ./mine-hf --to hf")
     (reader / "mine-hf" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     chosen = sketched() - {*BEGIN}
     for printed, own in OWN:
