@@ -60,7 +60,7 @@ class ServingRun:
     assumed: tuple[str, ...]
 
 
-def serving_rows(path: Path) -> list[Row] | None:
+def serving_rows(path: Path) -> list[dict[str, str]] | None:
     """The rows of a CSV file of measured serving; None where its columns are those of training."""
     names, rows = read_table(path)
     return list(rows) if set(COLUMNS) <= set(names) else None

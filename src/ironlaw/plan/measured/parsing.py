@@ -37,7 +37,7 @@ PRECISIONS = {
 """Parts of a word and the format they mean; the first that is there counts."""
 
 
-def read_table(path: Path) -> tuple[list[str], Iterator[Row]]:
+def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
     """Columns, in lower case, and rows as column -> text; a UserError where the file is no table."""
     if not path.is_file():
         raise UserError(f"{path} is not a file: give a CSV of measured runs")
