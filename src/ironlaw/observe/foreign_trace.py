@@ -7,7 +7,6 @@ it belongs to what the main thread runs. A trace does not say what Python did be
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
 from collections import defaultdict
@@ -18,7 +17,7 @@ from typing import Any
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
 from ironlaw.observe.partition import BRIDGES
-from ironlaw.observe.spans import COLLECTIVE, Span, device_key, kind_of, nest, span_key
+from ironlaw.observe.spans import COLLECTIVE, Span, device_key, innermost, kind_of, nest, span_key
 from ironlaw.observe.timeline import Segment, operation_segments, timeline
 from ironlaw.observe.trace_file import TraceFile
 
@@ -196,21 +195,18 @@ def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> Launchers:
     by_lane: dict[int | str, list[Span]] = defaultdict(list)
     for span in spans:
         by_lane[span.event.lane].append(span)
-    starts = {lane: [span.event.start for span in own] for lane, own in by_lane.items()}
+    around = {lane: innermost(own) for lane, own in by_lane.items()}
     by_link = {span.event.link: span for span in spans if span.event.link}
     found: Launchers = {}
     for event in events:
         if event.where != DEVICE:
             continue
         call = calls.get(event.details.get("correlation"))
-        around: Span | None = by_link.get(event.link) if call is None else None
-        if call is not None and call.lane in by_lane:
-            index = bisect.bisect_right(starts[call.lane], call.start) - 1
-            around = by_lane[call.lane][index] if index >= 0 else None
-            while around is not None and around.event.end < call.start:
-                around = around.parent
-        if around is not None:
-            found[id(event)] = around
+        launcher: Span | None = by_link.get(event.link) if call is None else None
+        if call is not None and call.lane in around:
+            launcher = around[call.lane](call.start)
+        if launcher is not None:
+            found[id(event)] = launcher
     return found
 
 

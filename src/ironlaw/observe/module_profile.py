@@ -17,7 +17,18 @@ from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import KnownStorages, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
 from ironlaw.observe.sampler import StackSampler
-from ironlaw.observe.spans import BACKWARD_NODE, LEAF, MARK, Span, device_key, group_of, kind_of, nest, span_key
+from ironlaw.observe.spans import (
+    BACKWARD_NODE,
+    LEAF,
+    MARK,
+    Span,
+    device_key,
+    group_of,
+    innermost,
+    kind_of,
+    nest,
+    span_key,
+)
 from ironlaw.observe.timeline import Segment, operation_segments, timeline
 
 MOST_LOSSES = 16  # operations of a loss in a step, forward and backward, of a few calls
@@ -47,41 +58,30 @@ def module_paths(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path + ("" if any(module.children()) else LEAF) for path, module in model.named_modules()}
 
 
-@dataclass
-class ModuleRecording:
-    """The partition's intervals of the recorded steps, each step a list; every interval ends at a mark of the trace."""
+Steps = Sequence[
+    Sequence[Interval]
+]  # the partition's intervals of each recorded step; each ends at a mark of the trace
 
-    steps: list[list[Interval]]
 
-    def phases(self, events: Sequence[Event]) -> tuple[list[int], list[tuple[int, Phase | None]]]:
-        """Ends of the intervals in the trace's time, and (step, phase) of each."""
-        ends = [event.start for event in events if event.name == MARK]
-        named = [(number, interval.phase) for number, step in enumerate(self.steps) for interval in step]
-        return ends[: len(named)], named[: len(ends)]
+def origins(spans: Sequence[Span], ends: Sequence[int], steps: Steps) -> Callable[[float], tuple[Kind, float | None]]:
+    """Of a moment of `time.perf_counter`: what the main thread worked at (Python between operations is host), and for
+    the backward pass the moment of the forward operation that it belongs to."""
+    moments = [interval.end.seconds * 1e9 for step in steps for interval in step]
+    offset = statistics.median(end - moment for end, moment in zip(ends, moments, strict=False))
+    main = main_lane(spans)
+    own = [span for span in spans if span.event.lane == main]
+    around = innermost(own)
+    called = {s.event.sequence: s.event.start for s in own if s.event.sequence >= 0 and not s.backward}
 
-    def origins(self, spans: Sequence[Span], ends: Sequence[int]) -> Callable[[float], tuple[Kind, float | None]]:
-        """Of a moment of `time.perf_counter`: what the main thread worked at (Python between operations is host), and
-        for the backward pass the moment of the forward operation that it belongs to."""
-        moments = [i.end.seconds * 1e9 for step in self.steps for i in step if i.end is not None]
-        offset = statistics.median(end - moment for end, moment in zip(ends, moments, strict=False))
-        main = main_lane(spans)
-        own = [span for span in spans if span.event.lane == main]
-        starts = [span.event.start for span in own]
-        called = {s.event.sequence: s.event.start for s in own if s.event.sequence >= 0 and not s.backward}
+    def at(seconds: float) -> tuple[Kind, float | None]:
+        span = around(seconds * 1e9 + offset)
+        kind = Kind.HOST if span is None or span.kernel is None else kind_of(span.kernel.name)
+        while span is not None and not span.name.startswith(BACKWARD_NODE):
+            span = span.parent
+        begun = called.get(span.event.sequence) if span is not None else None
+        return kind, (begun - offset) / 1e9 if begun is not None else None
 
-        def at(seconds: float) -> tuple[Kind, float | None]:
-            moment = seconds * 1e9 + offset
-            index = bisect.bisect_right(starts, moment) - 1
-            span: Span | None = own[index] if index >= 0 else None
-            while span is not None and span.event.end < moment:
-                span = span.parent
-            kind = Kind.HOST if span is None or span.kernel is None else kind_of(span.kernel.name)
-            while span is not None and not span.name.startswith(BACKWARD_NODE):
-                span = span.parent
-            begun = called.get(span.event.sequence) if span is not None else None
-            return kind, (begun - offset) / 1e9 if begun is not None else None
-
-        return at
+    return at
 
 
 def main_lane(spans: Sequence[Span]) -> int | str:
@@ -93,21 +93,23 @@ def main_lane(spans: Sequence[Span]) -> int | str:
 
 
 def line_work(
-    spans: Sequence[Span], ends: Sequence[int], recording: ModuleRecording, sampler: StackSampler
+    spans: Sequence[Span], ends: Sequence[int], steps: Steps, sampler: StackSampler
 ) -> dict[str, list[tuple[str, float]]]:
     """Kind of work to the user's lines that spent most time in it. A loss that is cut into many is host's work."""
     losses = sum(span.kernel is span.event and kind_of(span.name) is Kind.LOSS for span in spans)
-    many = {Kind.LOSS} if losses > MOST_LOSSES * len(recording.steps) else set()
-    origin = recording.origins(spans, ends)
+    many = {Kind.LOSS} if losses > MOST_LOSSES * len(steps) else set()
+    origin = origins(spans, ends, steps)
     wanted = {Kind.HOST: {Kind.HOST} | many, Kind.ELEMENTWISE: {Kind.ELEMENTWISE}}
     return {str(kind): sampler.busy_lines(kinds, origin) for kind, kinds in wanted.items()}
 
 
 def read_modules(
-    events: Sequence[Event], allocations: Sequence[Allocation], recording: ModuleRecording, held: KnownStorages,
+    events: Sequence[Event], allocations: Sequence[Allocation], recorded: Steps, held: KnownStorages,
     sampler: StackSampler | None = None,
 ) -> ModuleProfile:  # fmt: skip
-    ends, named = recording.phases(events)
+    ends = [event.start for event in events if event.name == MARK]
+    named = [(number, interval.phase) for number, step in enumerate(recorded) for interval in step]
+    ends, named = ends[: len(named)], named[: len(ends)]
     if not ends:
         return ModuleProfile()
 
@@ -116,7 +118,7 @@ def read_modules(
         return named[index] if index < len(named) else (-1, None)
 
     spans = nest(events)
-    steps = len(recording.steps)
+    steps = len(recorded)
     sums = _Sums(steps)
     on_device = any(event.where == DEVICE for event in events)
     if on_device:
@@ -129,7 +131,7 @@ def read_modules(
         lines=sums.lines(),
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
         timeline=_timeline(spans, events, ends, named, begin, sums),
-        line_work=line_work(spans, ends, recording, sampler) if sampler is not None and spans else {},
+        line_work=line_work(spans, ends, recorded, sampler) if sampler is not None and spans else {},
         launches=round(sum(sums.counts.values()) / steps),
         recomputed_seconds=None if on_device else _recomputed(spans, place, steps),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -116,6 +117,20 @@ def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = 
         stack.append(span)
         spans.append(span)
     return spans
+
+
+def innermost(spans: Sequence[Span]) -> Callable[[float], Span | None]:
+    """Of a moment: the last of these spans of one thread, in order, that lies around it."""
+    starts = [span.event.start for span in spans]
+
+    def at(moment: float) -> Span | None:
+        index = bisect_right(starts, moment) - 1
+        span: Span | None = spans[index] if index >= 0 else None
+        while span is not None and span.event.end < moment:
+            span = span.parent
+        return span
+
+    return at
 
 
 def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
