@@ -7,12 +7,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from ironlaw.ledger import Key, Kind, Line, Origin, Phase
+from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import KnownStorages, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
@@ -22,6 +22,7 @@ from ironlaw.observe.spans import (
     LEAF,
     MARK,
     Span,
+    StepSums,
     device_key,
     group_of,
     innermost,
@@ -29,7 +30,7 @@ from ironlaw.observe.spans import (
     nest,
     span_key,
 )
-from ironlaw.observe.timeline import Segment, operation_segments, timeline
+from ironlaw.observe.timeline import operation_segments, phase_segment, timeline
 
 MOST_LOSSES = 16  # operations of a loss in a step, forward and backward, of a few calls
 WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
@@ -118,69 +119,58 @@ def read_modules(
         return named[index] if index < len(named) else (-1, None)
 
     spans = nest(events)
+    for span in spans:
+        span.step, span.phase = place(span.event.start)
     steps = len(recorded)
-    sums = _Sums(steps)
+    sums = StepSums(steps)
     on_device = any(event.where == DEVICE for event in events)
     if on_device:
         _device_lines(events, spans, place, sums)
     else:
-        _processor_lines(spans, place, sums)
-    _rest_is_dispatch(ends, named, sums)
-    begin = min(spans[0].event.start, ends[0]) if spans else ends[0]
+        _processor_lines(spans, sums)
+    begins = [min(spans[0].event.start, ends[0]) if spans else ends[0], *ends]
+    stretches = [Stretch(*one) for one in zip(begins, ends, *zip(*named, strict=True), strict=False)]
+    _rest_is_dispatch(stretches, sums)
     return ModuleProfile(
         lines=sums.lines(),
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
-        timeline=_timeline(spans, events, ends, named, begin, sums),
+        timeline=_timeline(stretches, spans, events, steps),
         line_work=line_work(spans, ends, recorded, sampler) if sampler is not None and spans else {},
         launches=round(sum(sums.counts.values()) / steps),
-        recomputed_seconds=None if on_device else _recomputed(spans, place, steps),
+        recomputed_seconds=None if on_device else _recomputed(spans, steps),
     )
 
 
-def _recomputed(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], steps: int) -> float:
+class Stretch(NamedTuple):
+    """Nanoseconds between two marks; the first begins where the trace does."""
+
+    begin: int
+    end: int
+    step: int
+    phase: Phase | None
+
+
+def _recomputed(spans: Sequence[Span], steps: int) -> float:
     """Of the outermost modules that run again, with the Python between their calls; of the quickest step."""
     seconds = [0] * steps
     for span in spans:
-        step, _ = place(span.event.start)
-        if step >= 0 and span.again and not (span.parent is not None and span.parent.again):
-            seconds[step] += span.event.end - span.event.start
+        if span.step >= 0 and span.again and not (span.parent is not None and span.parent.again):
+            seconds[span.step] += span.event.end - span.event.start
     return min(seconds) / 1e9
 
 
-class _Sums:
-    """Nanoseconds by key and step."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.nanoseconds: dict[Key, list[int]] = defaultdict(lambda: [0] * steps)
-        self.counts: dict[Key, int] = defaultdict(int)
-        self.whole = [0] * steps
-
-    def add(self, step: int, key: Key, nanoseconds: int, count: int = 0) -> None:
-        self.nanoseconds[key][step] += nanoseconds
-        self.counts[key] += count
-
-    def lines(self) -> list[Line]:
-        return [
-            Line(*key, count=round(self.counts[key] / self.steps) or None, seconds=min(times) / 1e9,
-                 origin=Origin.MEASURED)
-            for key, times in sorted(self.nanoseconds.items()) if any(times)
-        ]  # fmt: skip
-
-
-def _processor_lines(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: _Sums) -> None:
+def _processor_lines(spans: Sequence[Span], sums: StepSums) -> None:
     for span in spans:
-        step, phase = place(span.event.start)
         behind = span.kernel is not None and kind_of(span.kernel.name) is Kind.COLLECTIVE  # by a thread of its own
-        if phase not in WORKING or step < 0 or behind:
+        if span.phase is None or span.phase not in WORKING or span.step < 0 or behind:
             continue
-        waiting = phase is Phase.COMMUNICATION  # whatever calls it
-        key = (phase, Kind.COLLECTIVE, "exchange") if waiting else span_key(span, phase)
-        sums.add(step, key, span.self_ns, span.kernel is span.event)
+        waiting = span.phase is Phase.COMMUNICATION  # whatever calls it
+        key = (span.phase, Kind.COLLECTIVE, "exchange") if waiting else span_key(span, span.phase)
+        sums.add(span.step, key, span.self_ns, span.kernel is span.event)
 
 
 def _device_lines(
-    events: Sequence[Event], spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: _Sums
+    events: Sequence[Event], spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: StepSums
 ) -> None:
     """Kernels count where they were launched: by the call they are linked to."""
     launchers = {span.event.link: span for span in spans if span.event.link}
@@ -188,24 +178,19 @@ def _device_lines(
         if event.where != DEVICE:
             continue
         span = launchers.get(event.link)
-        step, phase = place(span.event.start if span else event.start)
-        if phase is None or step < 0:
-            continue
-        sums.add(step, device_key(event, span, phase), event.end - event.start, 1)
+        step, phase = (span.step, span.phase) if span is not None else place(event.start)
+        if phase is not None and step >= 0:
+            sums.add(step, device_key(event, span, phase), event.end - event.start, 1)
 
 
-def _rest_is_dispatch(ends: Sequence[int], named: Sequence[tuple[int, Phase | None]], sums: _Sums) -> None:
+def _rest_is_dispatch(stretches: Sequence[Stretch], sums: StepSums) -> None:
     """What no call covers within a working phase is Python between calls."""
     by_phase: dict[tuple[int, Phase], int] = defaultdict(int)
-    for index in range(1, len(named)):
-        step, phase = named[index]
-        sums.whole[step] += ends[index] - ends[index - 1]
-        if phase in WORKING:
-            by_phase[step, phase] += ends[index] - ends[index - 1]
+    for begin, end, step, phase in stretches[1:]:
+        if phase in WORKING and phase is not Phase.OPTIMIZER:
+            by_phase[step, phase] += end - begin
     for (step, phase), whole in by_phase.items():
         covered = sum(times[step] for key, times in sums.nanoseconds.items() if key[0] is phase)
-        if phase is Phase.OPTIMIZER:
-            continue
         rest = (Kind.COLLECTIVE, "exchange") if phase is Phase.COMMUNICATION else (Kind.HOST, "dispatch")
         sums.add(step, (phase, *rest), max(0, whole - covered))
 
@@ -223,19 +208,15 @@ def _groups(spans: Sequence[Span]) -> Callable[[int], str]:
 
 
 def _timeline(
-    spans: Sequence[Span], events: Sequence[Event], ends: Sequence[int], named: Sequence[tuple[int, Phase | None]],
-    begin: int, sums: _Sums,
-) -> dict[str, Any] | None:  # fmt: skip
+    stretches: Sequence[Stretch], spans: Sequence[Span], events: Sequence[Event], steps: int
+) -> dict[str, Any] | None:
     """Of the quickest recorded step."""
-    if not sums.whole or not any(sums.whole):
+    whole = [sum(s.end - s.begin for s in stretches[1:] if s.step == step) for step in range(steps)]
+    if not any(whole):
         return None
-    quickest = min(range(sums.steps), key=lambda step: sums.whole[step] or float("inf"))
-    own = [index for index, (step, _) in enumerate(named) if step == quickest]
-    first, last = (ends[own[0] - 1] if own[0] else begin), ends[own[-1]]
-    segments = [
-        Segment("phases", str(named[i][1] or Phase.HOST), str(named[i][1] or Phase.HOST),
-                ends[i - 1] if i else begin, ends[i])
-        for i in own
-    ]  # fmt: skip
+    quickest = min(range(steps), key=lambda step: whole[step] or float("inf"))
+    own = [stretch for stretch in stretches if stretch.step == quickest]
+    first, last = own[0].begin, own[-1].end
+    segments = [phase_segment(s.phase or Phase.HOST, s.begin, s.end) for s in own]
     segments += operation_segments(spans, events, main_lane(spans), first, last)
     return timeline(segments, first, last)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from ironlaw.ledger import Key, Kind, Line, Origin, Phase
+from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
-from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest
+from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, StepSums, nest
 from ironlaw.workload.objective import FROZEN
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
@@ -213,13 +212,7 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
 
 
 def _lines(spans: list[Span], steps: int) -> list[Line]:
-    """Per key the quickest of the recorded steps: stalls, and the pages that the profiler's own events cost, only add.
-
-    Whoever compares them with phases timed without a profiler scales them to those.
-    """
-    nanoseconds: dict[Key, list[int]] = defaultdict(lambda: [0] * steps)
-    counts: dict[Key, int] = defaultdict(int)
-    step = -1
+    sums, step = StepSums(steps), -1
     for span in spans:
         if span.name == STEP_SCOPE:
             step += 1
@@ -227,12 +220,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             continue
         kind, operation = _classify(span)
         key = (span.phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation)
-        nanoseconds[key][step] += span.self_ns
-        counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
-    return [
-        Line(*key, count=round(counts[key] / steps), seconds=min(times) / 1e9, origin=Origin.MEASURED)
-        for key, times in sorted(nanoseconds.items())
-    ]
+        sums.add(step, key, span.self_ns, span.inside != _PRODUCT_WITH_BIAS)  # what that calls is part of the product
+    return sums.lines()
 
 
 def _classify(span: Span) -> tuple[Kind, str]:
