@@ -104,7 +104,8 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
     document: dict[str, Any] = {
         "optimizer": {"name": {"adam": "Adam"}.get(request.optimizer, "AdamW")},
         "training": {
-            "local_batch_size": _local_batch(request, layout),
+            # Per rank and accumulation step; a pipeline takes all its micro-batches at once.
+            "local_batch_size": request.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch,
             "global_batch_size": request.global_batch,
             "seq_len": request.sequence,
             "steps": request.steps,
@@ -136,11 +137,6 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         text += "".join(f"#   {option}\n" for option in options)
     newer = "options of 0.3 in its last comment" if options else "0.3 has no option for all of it"
     return text, [f"a TOML job config of torchtitan 0.2; {newer}"]
-
-
-def _local_batch(request: ClusterRequest, layout: Layout) -> int:
-    """Sequences per rank and gradient accumulation step; a pipeline takes all its micro-batches at once."""
-    return request.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
 
 
 def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.adapters import plan_adapters
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.update_cost import update_cost
-from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
+from ironlaw.plan.emit.trainers import emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.requests.engine_choice import result_under, software_for
@@ -55,15 +55,13 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         steps=work.steps, assumed=work.assumed + assumed, prices=options.prices, layout=layout,
     )  # fmt: skip
     if trainer:
-        check_words(trainer, precision, optimizer)
+        trainer.check(request, layout)
 
         def excluded(candidate: Layout) -> str | None:
             reason = trainer.cannot(candidate, requested.model, optimizer)
             return f"{trainer.name}: {reason}" if reason else None
 
         request = replace(request, excluded=excluded)
-        if layout is not None and (reason := trainer.cannot(layout, requested.model, optimizer)):
-            raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
     request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
     if trainer and answer.fits:
         values = answer.more["layout"]

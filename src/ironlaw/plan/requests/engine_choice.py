@@ -11,7 +11,7 @@ from ironlaw.plan.cluster.capabilities import engines_for, lacking
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.cluster.request import DEFAULT_ENGINE, ClusterRequest
-from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, TrainerOptions
+from ironlaw.plan.emit.trainers import TrainerOptions
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import PlanOutcome
@@ -34,7 +34,7 @@ def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelera
     usual = (DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning")
     found = []
     if trainer:
-        found.append((ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"))
+        found.append((trainer.engine, f"whose constants describe {trainer.name}"))
     elif known := DEFAULT_ON.get(acc.generation):
         found.append((known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"))
     elif acc.vendor == "google":
