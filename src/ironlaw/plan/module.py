@@ -9,6 +9,7 @@ imported when a module is traced, not before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -248,8 +249,8 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
 
 def _types(traced: ModuleTrace) -> str:
     """The types that the matrix products run in, the busiest first."""
-    flops: dict[str, int] = {}
+    flops = Counter[str]()
     for op in traced.operations:
         if op.flops:
-            flops[op.dtype] = flops.get(op.dtype, 0) + op.flops
-    return " and ".join(sorted(flops, key=lambda dtype: -flops[dtype])) or "no matrix products"
+            flops[op.dtype] += op.flops
+    return " and ".join(dtype for dtype, _ in flops.most_common()) or "no matrix products"

@@ -71,7 +71,6 @@ TRACED_SEQUENCE = 2048
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
     from ironlaw.plan.module import plan_module
-    from ironlaw.plan.totals import fits as traced_fits
     from ironlaw.workload.module_source import Input
     from ironlaw.workload.transformers_source import causal_decoder
 
@@ -100,7 +99,7 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
     ):
         if said is None:
             assumed.append(Assumption(name, value, "a first try", flag))
-    return PlanOutcome(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+    return PlanOutcome(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
