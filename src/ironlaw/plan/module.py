@@ -26,7 +26,7 @@ from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.lines import collective_costs, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
-from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
+from ironlaw.workload.module_source import read_inputs, resolve_module
 from ironlaw.workload.program import Program, replicated, step_of_trace
 from ironlaw.workload.updates import Loop
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from ironlaw.workload.trace import Loss, ModuleTrace
     from ironlaw.workload.trace_inputs import Inputs
-
-__all__ = ["Input", "parse_input", "plan_module", "plan_traced", "resolve_module"]
 
 EAGER_FRAMEWORK = "torchtitan"
 """Whose engine says how much slower PyTorch's kernels are in a run than alone."""

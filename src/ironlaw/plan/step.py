@@ -346,6 +346,3 @@ def _offload(program: Program, machine: MeasuredMachine, profile: Profile) -> Of
         if is_block(op.group) and op.phase in seconds:
             seconds[op.phase] += machine.time(op).seconds * count / program.micro_batches
     return plan_offload(program, host_of_machine(profile), seconds)
-
-
-__all__ = ["StagePlan", "StepPlan", "plan_run", "plan_step", "step_operations"]

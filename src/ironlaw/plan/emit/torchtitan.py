@@ -16,35 +16,24 @@ from ironlaw.workload.pipeline import ends_lighter
 SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
 
 
-EXPERTS_NARROW: dict[str, dict[str, Any]] = {
-    "fp8": {"float8": {"fqns": ["experts"]}},
-    "mxfp8": {"mx": {"recipe_name": "mxfp8", "fqns": ["experts"]}},
-}
-
-NARROW: dict[str, dict[str, Any]] = {
+NARROW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Scales per row, which are the library's default and what published runs used; the output layer stays in bf16.
-    "fp8": {
-        "model": {"converters": ["quantize.linear.float8"]},
-        "quantize": {"linear": {"float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]}}},
-    },
-    "mxfp8": {
-        "model": {"converters": ["quantize.linear.mx"]},
-        "quantize": {"linear": {"mx": {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]}}},
-    },
-}
+    "fp8": ("float8", {"recipe_name": "rowwise", "filter_fqns": ["output"]}, {"fqns": ["experts"]}),
+    "mxfp8": (
+        "mx", {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
+        {"recipe_name": "mxfp8", "fqns": ["experts"]},
+    ),
+}  # fmt: skip
+"""The kind of converter; its options for linear layers, and for grouped products."""
 
 
 def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
     """The converters of linear layers, and of grouped products where there are experts."""
     if precision not in NARROW:
         return {}
-    document = {key: dict(value) for key, value in NARROW[precision].items()}
-    if model.moe is not None:
-        of_experts = EXPERTS_NARROW[precision]
-        document["quantize"]["grouped_mm"] = of_experts
-        kinds = [f"quantize.grouped_mm.{kind}" for kind in of_experts]
-        document["model"]["converters"] = [*document["model"]["converters"], *kinds]
-    return document
+    kind, linear, of_experts = NARROW[precision]
+    products = {"linear": {kind: linear}} | ({"grouped_mm": {kind: of_experts}} if model.moe is not None else {})
+    return {"model": {"converters": [f"quantize.{name}.{kind}" for name in products]}, "quantize": products}
 
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
