@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ironlaw.config import RunConfig
+    from ironlaw.plan.request_types import Options
     from ironlaw.workload.layout import Layout
 
 
@@ -73,16 +74,16 @@ def plan(
     from ironlaw.plan.request_types import Options
     from ironlaw.plan.work import WorkOptions
 
-    if serve is not None:
-        _plan_serving(what, on, set_ or [], serve, (weights, kv, engine, layout, emit, price_per_hour), json)
-        return
-    if weights or kv:
-        raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
         WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
-        ranks=ranks, runnable=_runnable() if ranks else None,
+        ranks=ranks, weights=weights, kv=kv, runnable=_runnable() if ranks and serve is None else None,
     )  # fmt: skip
+    if serve is not None:
+        _plan_serving(what, on, set_ or [], serve, options, json)
+        return
+    if weights or kv:
+        raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     answer = plan_request(what, on=on or "this", overrides=set_ or [], options=options)
     if json:
         print_json(answer.to_json())
@@ -98,15 +99,13 @@ def plan(
         raise typer.Exit(1)
 
 
-def _plan_serving(
-    what: str, on: str | None, overrides: list[str], request: str, said: tuple[Any, ...], json: bool
-) -> None:
+def _plan_serving(what: str, on: str | None, overrides: list[str], request: str, options: Options, json: bool) -> None:
     from ironlaw.plan.request import resolve
-    from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+    from ironlaw.plan.serving.answer import answer_serving
 
     if on == "this":
         raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
-    answer = answer_serving(resolve(what, overrides).model, on, request, ServeOptions(*said))
+    answer = answer_serving(resolve(what, overrides).model, on, request, options)
     if json:
         print_json(answer.to_json())
     elif "emit" in answer.more:
