@@ -10,8 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.report.console import messages, print_json, show
 
 if TYPE_CHECKING:
-    from ironlaw.plan.request_types import PlanOutcome
-    from ironlaw.plan.serving.answer import ServeOptions
+    from ironlaw.plan.request_types import Options, PlanOutcome
 
 
 def plan(
@@ -71,28 +70,25 @@ def plan(
     from ironlaw.plan.request_types import Options
     from ironlaw.plan.work import WorkOptions
 
-    if serve is not None:
-        from ironlaw.plan.serving.answer import ServeOptions
-
-        served = ServeOptions(weights, kv, engine, layout, emit, price_per_hour)
-        _show(_plan_serving(what, on, set_ or [], serve, served), why, json)
-        return
-    if weights or kv:
-        raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     runnable = None
-    if ranks:  # what the trainer would refuse is not planned
+    if ranks and serve is None:  # what the trainer would refuse is not planned
         from ironlaw.train.parallel.planning import runs
 
         runnable = runs
     options = Options(
         WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
-        ranks=ranks, runnable=runnable,
+        ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
+    if serve is not None:
+        _show(_plan_serving(what, on, set_ or [], serve, options), why, json)
+        return
+    if weights or kv:
+        raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     _show(plan_request(what, on=on or "this", overrides=set_ or [], options=options), why, json)
 
 
-def _plan_serving(what: str, on: str | None, overrides: list[str], request: str, options: ServeOptions) -> PlanOutcome:
+def _plan_serving(what: str, on: str | None, overrides: list[str], request: str, options: Options) -> PlanOutcome:
     from ironlaw.plan.request import resolve
     from ironlaw.plan.serving.answer import answer_serving
 
