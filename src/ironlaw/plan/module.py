@@ -33,8 +33,9 @@ from ironlaw.workload.updates import Loop
 if TYPE_CHECKING:
     from torch import nn
 
-    from ironlaw.workload.trace import Loss, ModuleTrace
+    from ironlaw.workload.trace import Loss
     from ironlaw.workload.trace_inputs import Inputs
+    from ironlaw.workload.trace_store import ModuleTrace
 
 EAGER_FRAMEWORK = "torchtitan"
 """Whose engine says how much slower PyTorch's kernels are in a run than alone."""
