@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Self
 
 import torch
@@ -25,21 +25,8 @@ EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
-_LOGGERS = (
-    "logging",
-    "wandb",
-    "mlflow",
-    "tensorboard",
-    "tensorboardX",
-    "comet_ml",
-    "neptune",
-    "rich",
-    "tqdm",
-    "matplotlib",
-    "seaborn",
-    "plotly",
-    "PIL",
-)
+_LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
+            "matplotlib", "seaborn", "plotly", "PIL")  # fmt: skip
 
 
 class StackSampler:
@@ -65,9 +52,7 @@ class StackSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
         sys.setswitchinterval(self._interval)
@@ -85,7 +70,7 @@ class StackSampler:
         frames.pop(threading.get_ident(), None)
         if frame is None or not self._partition.intervals:
             return
-        inner, outer = user_line(frame) or "?", user_line(frame, self._loop) or "?"
+        inner, outer = user_line(frame), user_line(frame, self._loop)
         self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter()))
         if running in (None, Phase.HOST):
             self._gaps[logs(frame)] += 1
@@ -117,7 +102,7 @@ class StackSampler:
         self, kinds: Collection[Kind], origin: Callable[[float], tuple[Kind, float | None]]
     ) -> list[tuple[str, float]]:
         """The user's lines of the forward pass and the loss that spent most time in these kinds of work, their part of
-        the backward pass included, each with its share of all recorded time. `origin`: `ModuleRecording.origins`."""
+        the backward pass included, each with its share of all recorded time. `origin`: of `module_profile.origins`."""
         moments = [seconds for *_, seconds in self._lines]
         here: Counter[str] = Counter()
         for interval, place, _, seconds in self._lines:

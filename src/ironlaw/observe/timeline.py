@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ironlaw.ledger import Phase
 from ironlaw.observe.events import DEVICE, Event
 from ironlaw.observe.spans import Span, device_kind, group_of, kind_of
 
@@ -23,6 +24,10 @@ class Segment:
     start: int
     end: int
     calls: int = 1
+
+
+def phase_segment(phase: Phase, start: int, end: int) -> Segment:
+    return Segment("phases", str(phase), str(phase), start, end)
 
 
 def operation_segments(
@@ -52,10 +57,10 @@ def timeline(segments: Iterable[Segment], begin: int, end: int) -> dict[str, Any
     while len(merged) > MOST_SEGMENTS:
         shortest *= 2
         merged = _merge(merged, shortest)
-    shown = []
-    for s in merged:
-        entry = asdict(s) | {"start": (max(s.start, begin) - begin) / 1e9, "end": (min(s.end, end) - begin) / 1e9}
-        shown.append(entry)
+    shown = [
+        asdict(s) | {"start": (max(s.start, begin) - begin) / 1e9, "end": (min(s.end, end) - begin) / 1e9}
+        for s in merged
+    ]
     return {"seconds": whole / 1e9, "lanes": list(dict.fromkeys(s.lane for s in merged)), "segments": shown}
 
 

@@ -38,7 +38,7 @@ from ironlaw.workload.tensors import Tensor, lasting_tensors
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
-    from ironlaw.workload.trace import ModuleTrace
+    from ironlaw.workload.trace_store import ModuleTrace
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
