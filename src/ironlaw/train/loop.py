@@ -41,10 +41,10 @@ from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import earlier_profile, keep_profile
 from ironlaw.train.interruption import Interruption
-from ironlaw.train.journal import Digested, Journal, Silent
+from ironlaw.train.journal import Journal, Silent, batch_crc32
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
-from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
+from ironlaw.train.recovery import Recovery, Spike
 from ironlaw.train.result import Outcome, StepReport, finished_ledger, validate
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
@@ -90,7 +90,7 @@ class Trainer:
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
         self._spike_known = False
-        self._digested: Any = None
+        self._batch_crc32: int | None = None
         self._replanned: dict[str, Any] = {}
         self._setup(start)
 
@@ -181,12 +181,11 @@ class Trainer:
     def _steps(self, energy: EnergyMeter) -> None:
         """From where the run stands to its end, a signal, or a spike that makes it go back."""
         config, observed = self.config, self.observed
-        ahead: Any = SkippingBatches(self.batches, self.recovery.skips)
         with Prefetcher(
-            ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
-        ) as prefetcher:
-            self.prefetcher = prefetcher
-            batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
+            self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device,
+            number_of=self.recovery.skips.batch,
+        ) as batches:  # fmt: skip
+            self.prefetcher = batches
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
                     self._record_steps(batches)
@@ -199,7 +198,7 @@ class Trainer:
                         self._plan_again()
                 self._probe_sometimes()
                 observed.joules, observed.joules_basis = energy.joules(), energy.basis
-            self.data_facts = self.loader.facts() | prefetcher.facts()
+            self.data_facts = self.loader.facts() | batches.facts()
 
     def _plan_again(self) -> None:
         """Once, by what the first steps say of the rest: beside the plan from before the run, not in its place."""
@@ -230,6 +229,8 @@ class Trainer:
         with clock.step() as times, step_scope(recording), observer.step(number + 1, clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
+                if self.config.tracking.batch_digests:
+                    self._batch_crc32 = batch_crc32(batch)
             loss = self.one_step.forward_backward(batch, number, clock, recording)
             stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
             agreed = self.one_step.update(loss, number, clock, recording, stop, numbers)
@@ -295,8 +296,8 @@ class Trainer:
             entry["recorded"] = True
         if step <= self._warm_until:
             entry["warmup"] = True
-        if isinstance(self._digested, Digested):
-            entry["batch_crc32"] = self._digested.crc32
+        if self._batch_crc32 is not None:
+            entry["batch_crc32"] = self._batch_crc32
         self.journal.step(entry)
         # After the metrics: a checkpoint without its line could not be told from one with it.
         self.checkpointer.write()

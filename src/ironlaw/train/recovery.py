@@ -77,19 +77,6 @@ class Skips:
         return Skips([*self.ranges, (first, end)])
 
 
-class SkippingBatches:
-    """A loader's batches by step, without the skipped ones."""
-
-    def __init__(self, batches: Any, skips: Skips) -> None:
-        self._batches, self._skips = batches, skips
-
-    def batch(self, step: int) -> Any:
-        return self._batches.batch(self._skips.batch(step))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
 def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike | None:
     """Whether the run, as of the last entry of `history`, is in a spike.
 
