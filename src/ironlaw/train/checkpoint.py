@@ -210,8 +210,9 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     saved = ModelConfig(**checkpoint.index["model"])
     if saved.model_dump(exclude={"name", "dropout"}) != config.model_dump(exclude={"name", "dropout"}):
         fields = [f for f in ModelConfig.model_fields if getattr(saved, f) != getattr(config, f)]
+        differences = ", ".join(f"{f} {getattr(saved, f)} there, {getattr(config, f)} here" for f in fields[:3])
         raise UserError(
-            f"the checkpoint {checkpoint.path} is of another model ({_differences(saved, config, fields)}): "
+            f"the checkpoint {checkpoint.path} is of another model ({differences}): "
             "use the config it was trained with, or another --out"
         )
 
@@ -244,10 +245,6 @@ def complete(folder: Path) -> list[Path]:
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _differences(saved: ModelConfig, now: ModelConfig, fields: list[str]) -> str:
-    return ", ".join(f"{f} {getattr(saved, f)} there, {getattr(now, f)} here" for f in fields[:3])
 
 
 def _index_sha256(index: dict[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.transfer_stream import TransferStream
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig, assign
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
+
+Item = TypeVar("Item")
 
 
 def build_optimizer(
@@ -24,17 +27,13 @@ def build_optimizer(
 
     `stream`: state and update on the host that it leads to (`train/host_optimizer.py`).
     """
-    named = trained_parameters(model)
-    assigned = assign(described(model), config)
-    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
-    for (_, tensor), to in zip(named, assigned, strict=True):
-        groups.setdefault((to.matrix, to.lr_scale, to.weight_decay), []).append(tensor)
+    groups = grouped(described(model), config, [tensor for _, tensor in trained_parameters(model)])
 
     def of(matrix: bool) -> list[dict[str, Any]]:
         return [
-            {"params": tensors, "weight_decay": decay, "lr_scale": scale, "lr": config.lr * scale}
-            for (is_matrix, scale, decay), tensors in groups.items()
-            if is_matrix is matrix
+            {"params": some, "weight_decay": to.weight_decay, "lr_scale": to.lr_scale, "lr": config.lr * to.lr_scale}
+            for to, some in groups.items()
+            if to.matrix is matrix
         ]
 
     if stream is not None:
@@ -46,6 +45,16 @@ def build_optimizer(
             f"optimizer.name = {config.name!r} finds no matrix to work on: lower optimizer.rank or use adamw"
         )
     return Combined([_build(config.name, of(True), config), _build("adamw", of(False), config)])
+
+
+def grouped(
+    parameters: Sequence[Parameter], config: OptimizerConfig, items: Sequence[Item]
+) -> dict[Assignment, list[Item]]:
+    """`items`, one of each parameter, in the groups of one process's optimizer."""
+    groups: dict[Assignment, list[Item]] = {}
+    for item, to in zip(items, assign(parameters, config), strict=True):
+        groups.setdefault(to, []).append(item)
+    return groups
 
 
 def described(model: nn.Module) -> list[Parameter]:
