@@ -120,7 +120,10 @@ def open_source(
         check(Transformer(config.model))
     dataset = prepare(config.data, config.model.vocab, say=say)
     model = Transformer(config.model)
-    _load(found, path, model, config)
+    if found is not None:
+        load(found, model, config.model)
+    else:
+        load_first_weights(str(path), model, config.model)
     say(f"loss of {path} on held-out text")
     wide = stored_type(path) if found is None else torch.float32
     return CompressionSource(path, config, found, model, wide, dataset, _loss(model, config, dataset))
@@ -220,13 +223,6 @@ def _config(source: Path, data: str | None) -> RunConfig:
     sequence = min(config.sequence, LONGEST_SEQUENCE)
     train = config.train.model_copy(update={"start_from": None, "sequence": sequence})
     return config.model_copy(update={"train": train})
-
-
-def _load(found: disk.Checkpoint | None, source: Path, model: Transformer, config: RunConfig) -> None:
-    if found is not None:
-        load(found, model, config.model)
-    else:
-        load_first_weights(str(source), model, config.model)
 
 
 def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:

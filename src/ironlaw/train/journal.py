@@ -38,9 +38,9 @@ class Journal:
         """Every line is on the disk; OSError when it has no room."""
         self._metrics.sync()
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: str, **fields: Any) -> None:
         """Something that happened to the run, on the disk when this returns; OSError when it cannot be."""
-        write_event(self.run, kind, **fields)
+        write_event(self.run, event, **fields)
 
     def forget_after(self, step: int, observed: Observations) -> None:
         """The steps after `step` were given up; their time stays accounted for."""

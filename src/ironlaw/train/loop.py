@@ -175,7 +175,11 @@ class Trainer:
         if not self._checkpoint_due() and self.step > first_step:
             self._take_checkpoint()
             self.checkpointer.write()
-        self._wait_for_checkpoint()
+        began = time.perf_counter()
+        try:
+            self.checkpointer.finish()
+        finally:
+            self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
         self.journal.close()
 
     def _steps(self, energy: EnergyMeter) -> None:
@@ -340,13 +344,6 @@ class Trainer:
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
-
-    def _wait_for_checkpoint(self) -> None:
-        began = time.perf_counter()
-        try:
-            self.checkpointer.finish()
-        finally:
-            self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
 
     def _look_for_spike(self) -> None:
         """Raises GoBack, or UserError when going back cannot help. Nothing of a spike's last step is recorded."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,22 +18,28 @@ from ironlaw.train.transfer_stream import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 
-Item = TypeVar("Item")
-
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, stream: TransferStream | None = None
-) -> torch.optim.Optimizer:
+    model: nn.Module, config: OptimizerConfig, *, stream: TransferStream | None = None,
+    whole: Sequence[Parameter] | None = None,
+) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it.
 
-    `stream`: state and update on the host that it leads to (`train/host_optimizer.py`).
+    `stream`: state and update on the host that it leads to (`train/host_optimizer.py`). `whole`: of a model that ranks
+    divide, its tensors before that. A fused update takes those of one mesh only, so that each has its groups.
     """
-    groups = grouped(described(model), config, [tensor for _, tensor in trained_parameters(model)])
+    whole = described(model) if whole is None else whole
+    assigned = {parameter.name: to for parameter, to in zip(whole, assign(whole, config), strict=True)}
+    groups: dict[tuple[Assignment, Any], list[nn.Parameter]] = {}
+    for name, tensor in trained_parameters(model):
+        name = re.sub(r"\.qkv\.(query|key|value)\.", ".qkv.", name)  # which a division takes apart
+        to = assigned[name if name in assigned else "embedding.weight"]  # the copy of a tied one, on the last stage
+        groups.setdefault((to, getattr(tensor, "device_mesh", None)), []).append(tensor)
 
     def of(matrix: bool) -> list[dict[str, Any]]:
         return [
             {"params": some, "weight_decay": to.weight_decay, "lr_scale": to.lr_scale, "lr": config.lr * to.lr_scale}
-            for to, some in groups.items()
+            for (to, _), some in groups.items()
             if to.matrix is matrix
         ]
 
@@ -47,13 +54,11 @@ def build_optimizer(
     return Combined([_build(config.name, of(True), config), _build("adamw", of(False), config)])
 
 
-def grouped(
-    parameters: Sequence[Parameter], config: OptimizerConfig, items: Sequence[Item]
-) -> dict[Assignment, list[Item]]:
-    """`items`, one of each parameter, in the groups of one process's optimizer."""
-    groups: dict[Assignment, list[Item]] = {}
-    for item, to in zip(items, assign(parameters, config), strict=True):
-        groups.setdefault(to, []).append(item)
+def grouped(parameters: Sequence[Parameter], config: OptimizerConfig) -> dict[Assignment, list[str]]:
+    """Names in the groups of one process's optimizer."""
+    groups: dict[Assignment, list[str]] = {}
+    for parameter, to in zip(parameters, assign(parameters, config), strict=True):
+        groups.setdefault(to, []).append(parameter.name)
     return groups
 
 

@@ -64,7 +64,7 @@ class SharedAdapterFiles(AdapterFiles):
             key=lambda p: place[re.sub(r"\.adapters\..*|\.\w+$", "", p.name)]
         )  # as modules stand in one process
         self.names = [p.name for p in trained]
-        self.groups = grouped(trained, config.optimizer, self.names)
+        self.groups = grouped(trained, config.optimizer)
         self.order = list(chain.from_iterable(self.groups.values()))  # as an optimizer of one process counts them
 
     def gather(self, model: nn.Module, states: Mapping[str, Stateful] | None = None) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -227,12 +227,12 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
     global _current
     traffic = Traffic(ranks)
     functional = torch.ops._c10d_functional
-    replaced: list[tuple[Any, str, Any]] = []
+    replaced = ExitStack()
 
     def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
         plain = getattr(owner, name, None)
         if plain is not None:
-            replaced.append((owner, name, plain))
+            replaced.callback(setattr, owner, name, plain)
             setattr(owner, name, wrapped(plain))
 
     for name, (kind, place, keyword) in CALLS.items():
@@ -251,8 +251,7 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
         yield traffic
     finally:
         _current = None
-        for owner, name, plain in replaced:
-            setattr(owner, name, plain)
+        replaced.close()
 
 
 @contextmanager

@@ -162,9 +162,7 @@ def read_checkpoint(
     if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here
         optimizer.load_state_dict(saved["optimizer"])
         return saved
-    parameters = model_parameters(config)
-    groups = grouped(parameters, settings, [parameter.name for parameter in parameters])
-    order = list(chain.from_iterable(groups.values()))
+    order = list(chain.from_iterable(grouped(model_parameters(config), settings).values()))
     for index, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             for piece, tensor in pieces(order[index], value, config) if isinstance(value, Tensor) else ():

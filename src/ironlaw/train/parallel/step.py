@@ -28,6 +28,7 @@ from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.noise_scale import first_part
+from ironlaw.train.optimizer import described
 from ironlaw.train.parallel import communication, experts, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.applied import local_part
@@ -63,7 +64,7 @@ class LayoutStep(Step):
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
         self._compiled = wanted == "on" and self._can_compile()
-        drawn = fresh and not config.train.start_from
+        drawn, whole = fresh and not config.train.start_from, described(model)
         self.applied = apply(model, config, ranks, plan.recompute, self._compiled, drawn)
         self.model = self.applied.model
         # Of the layers that dividing has made, too: projections apart, a pipeline's copy of a tied head.
@@ -73,7 +74,7 @@ class LayoutStep(Step):
         self.store = SharedAdapterFiles(config, self.writers) if adapts else ShardedFiles(group, config.optimizer)
         if fresh and config.train.start_from and isinstance(self.store, ShardedFiles):
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
-        self.optimizer = build(self.applied, config.optimizer)
+        self.optimizer = build(self.applied, config.optimizer, whole)
         if ranks.config.pp > 1:
             self.schedule = self._schedule_of(self.micro_batches)
         self._schedule_of_part: Any = None  # of a step that estimates the noise scale
