@@ -188,18 +188,14 @@ def check_none_lost(run: RunDirectory) -> None:
 def read_index(path: Path) -> Checkpoint:
     """Check a checkpoint's files against its checksums; UserError if anything is missing or changed."""
     try:
-        try:
-            index = read_json(path / INDEX)
-        except UserError:
-            raise UserError(f"the checkpoint {path} is damaged") from None
+        index = read_json(path / INDEX)
         intact = index["index_sha256"] == _index_sha256(index)
-        if intact and index["schema_version"] > SCHEMA_VERSION:
-            raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
-        intact = intact and all(sha256(path / name) == digest for name, digest in index["sha256"].items())
-    except UserError:
-        raise
+        newer = intact and index["schema_version"] > SCHEMA_VERSION
+        intact = newer or (intact and all(sha256(path / name) == to for name, to in index["sha256"].items()))
     except (OSError, ValueError, KeyError, TypeError):
-        intact = False
+        intact = newer = False
+    if newer:
+        raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
     if not intact:
         raise UserError(f"the checkpoint {path} is damaged")
     return Checkpoint(path, index["step"], index["tokens"], index)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
-from ironlaw.model.huggingface.configs import names_of
 from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped, trained_parameters
 from ironlaw.train.parallel.materialize import copy_part
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import give_state
 from ironlaw.train.state import Stateful, host_copy
-from ironlaw.workload.finetune import adapter_parameters
-from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.parameters import Parameter
 
 
 def _orders(model: nn.Module) -> dict[str, Tensor]:
@@ -54,17 +51,12 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 class SharedAdapterFiles(AdapterFiles):
     """Of ranks that share adapters: the first one writes what one process would, and every rank reads its part."""
 
-    def __init__(self, config: RunConfig, writers: Ranks) -> None:
-        self.config, self.writers, self.first = config, writers, writers.first
+    def __init__(self, whole: Sequence[Parameter], config: OptimizerConfig, writers: Ranks) -> None:
+        """`whole`: what is trained, as one process has it."""
+        self.writers, self.first = writers, writers.first
         self.speaks = writers.index("tp") == writers.index("cp") == writers.index("dp") == 0  # for its stage
-        names = names_of(Path(config.train.start_from or ""), config.model)
-        place = {p.name.rpartition(".")[0]: number for number, p in enumerate(model_parameters(config.model))}
-        trained = adapter_parameters(config.model, names, config.finetune)
-        trained.sort(
-            key=lambda p: place[re.sub(r"\.adapters\..*|\.\w+$", "", p.name)]
-        )  # as modules stand in one process
-        self.names = [p.name for p in trained]
-        self.groups = grouped(trained, config.optimizer)
+        self.names = [parameter.name for parameter in whole]
+        self.groups = grouped(whole, config)
         self.order = list(chain.from_iterable(self.groups.values()))  # as an optimizer of one process counts them
 
     def gather(self, model: nn.Module, states: Mapping[str, Stateful] | None = None) -> dict[str, Tensor]:

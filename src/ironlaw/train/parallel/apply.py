@@ -89,7 +89,7 @@ def apply(
                 compiling.forward = torch.compile(compiling.forward)
 
     # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
-    deferred = materialize.is_shapes(model)
+    deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred and not fsdp:
         materialize.materialize(plain.values(), ranks.device, drawn)
     for part in plain.values() if not deferred else ():
@@ -127,7 +127,7 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
     parallel or pipelined models) the shard dimension is 1, and only gradients are reduced.
     """
-    frozen = adapted.frozen_parameters(part) if adapted_layers(part) else set()
+    frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
     if frozen and ranks.config.zero == 3:  # what is frozen is divided too; else only what is trained
         adapted.share_codes(part)
         frozen = set()

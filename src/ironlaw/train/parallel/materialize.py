@@ -36,10 +36,6 @@ def shapes(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
-def is_shapes(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 @torch.no_grad()
 def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool = True) -> None:
     """Memory for the parts, and the first weights in them unless others follow (`drawn`). torch's generator must stand

@@ -71,7 +71,10 @@ class LayoutStep(Step):
         use_onednn(self.model, onednn)
         group = dist.new_group(backend="gloo")
         self.writers = replace(ranks, writing=group)
-        self.store = SharedAdapterFiles(config, self.writers) if adapts else ShardedFiles(group, config.optimizer)
+        if adapts:
+            self.store = SharedAdapterFiles(whole, config.optimizer, self.writers)
+        else:
+            self.store = ShardedFiles(group, config.optimizer)
         if fresh and config.train.start_from and isinstance(self.store, ShardedFiles):
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
         self.optimizer = build(self.applied, config.optimizer, whole)
