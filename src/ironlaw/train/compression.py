@@ -32,7 +32,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import CompressedWeight, Method, Target, check_method, compress, mixed_formats
 from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
-from ironlaw.train.evaluation import evaluate
+from ironlaw.train.objective import CrossEntropy
 from ironlaw.train.quantized_store import QuantizedFiles
 from ironlaw.train.restore import check_first_weights, check_resumable, load, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
@@ -232,8 +232,16 @@ def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:
     return (batch.map(torch.from_numpy) for batch in batches)
 
 
+@torch.no_grad()
 def _loss(model: Transformer, config: RunConfig, dataset: Dataset) -> float:
-    return evaluate(model, _held_out(config, dataset), nullcontext)
+    """Mean over all targets that count. The model is in training mode afterwards."""
+    model.eval()
+    total, tokens = 0.0, 0
+    for batch in _held_out(config, dataset):
+        losses, counted = CrossEntropy().held_out(model, batch, nullcontext)
+        total, tokens = total + losses, tokens + counted
+    model.train()
+    return total / tokens
 
 
 def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:

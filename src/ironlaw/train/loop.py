@@ -37,7 +37,6 @@ from ironlaw.observe.measured import Observations, warmup_steps
 from ironlaw.observe.profile import copy_scope, named_modules_recorded, read_profile, silent_stderr, step_scope
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import earlier_profile, keep_profile
 from ironlaw.train.interruption import Interruption
@@ -45,7 +44,7 @@ from ironlaw.train.journal import Journal, Silent, batch_crc32
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
 from ironlaw.train.recovery import Recovery, Spike
-from ironlaw.train.result import Outcome, StepReport, finished_ledger, validate
+from ironlaw.train.result import Outcome, StepReport, finished_ledger, in_other_units, validate
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
@@ -115,7 +114,7 @@ class Trainer:
             self._load(start)
             self.say(f"resumed from step {start.step}")
         self.compiled = self.one_step.compile()
-        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
+        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file))
         if mesh.first:
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
