@@ -118,15 +118,12 @@ def loader_rate(packing: str, masked: bool, processes: int = 0) -> tuple[float, 
 
 def demo(folder: Path, steps: int, mock: bool) -> tuple[float, float, float]:
     """Tokens per second of the demo, the seconds that a step waits for its batch, and the seconds of a step."""
-    from ironlaw.machine.keep import measure_and_keep
-    from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.machine.keep import this_machine
     from ironlaw.train.session import run_training
 
-    if not profile_path().is_file():
-        measure_and_keep()
     overrides = [f"train.steps={steps}", "evaluation.every=0", "evaluation.batches=1", "train.profile_steps=0"]
     config = load_config(DEMO, [*overrides, f"data.mock={str(mock).lower()}", "checkpoint.every=0"])
-    ledger = run_training(config, folder / f"run-{mock}", load_profile()).ledger
+    ledger = run_training(config, folder / f"run-{mock}", this_machine()).ledger
     step = ledger.totals["step_seconds"].value
     lines = (folder / f"run-{mock}" / "metrics.jsonl").read_text().splitlines()[10:]
     wait = statistics.median(json.loads(line).get("data_seconds", 0.0) for line in lines)

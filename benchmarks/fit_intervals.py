@@ -24,8 +24,8 @@ from scipy.optimize import minimize
 from ironlaw.plan.cluster.intervals import Distance, comparable, spread_factors
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured import parsing
 from ironlaw.plan.measured.evaluate import of_runs, settled
+from ironlaw.plan.measured.parsing import Cells
 from ironlaw.plan.measured.read import Run, read_runs
 
 LEARNED = ("within", "between", "unknown_engine", "skew")
@@ -163,7 +163,7 @@ def checked(path: Path, kind: str) -> dict[str, dict[str, list[list[int]]]]:
 
 def formats(path: Path, kind: str) -> dict[str, dict[str, dict[str, int]]]:
     """Engine to generation to the number formats that its runs state, with how many do."""
-    stated = {row["id"] for row in csv.DictReader(path.open(encoding="utf-8")) if parsing.precision(row)}
+    stated = {row["id"] for row in csv.DictReader(path.open(encoding="utf-8")) if Cells(row).precision()}
     found: dict[str, dict[str, Counter[str]]] = {}
     for run in usable(read_runs(path)[0], kind):
         if run.id in stated:

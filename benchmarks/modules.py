@@ -37,8 +37,9 @@ from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import saved_bytes, total_flops
 from ironlaw.workload.program import step_of_trace
-from ironlaw.workload.trace import ModuleTrace, _floating, _tensors, trace
+from ironlaw.workload.trace import _floating, _tensors, trace
 from ironlaw.workload.trace_inputs import arguments, as_tensors, named_inputs
+from ironlaw.workload.trace_store import ModuleTrace
 
 IDS, MASK = Input("input_ids", (2, 128), "int64"), Input("attention_mask", (2, 128), "int64")
 GRAPH = [Input("x", (200, 32)), Input("edge_index", (2, 1000), "int64")]

@@ -282,12 +282,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    from ironlaw.machine.keep import measure_and_keep
-    from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.machine.keep import this_machine
 
-    if not profile_path().is_file():
-        measure_and_keep()
-    profile = load_profile()
+    profile = this_machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # these runs are not part of the planner's record

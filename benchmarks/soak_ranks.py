@@ -220,12 +220,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of this sitting")
     arguments = parser.parse_args()
 
-    from ironlaw.machine.keep import measure_and_keep
-    from ironlaw.machine.profile import load_profile, profile_path, save_profile
+    from ironlaw.machine.keep import this_machine
+    from ironlaw.machine.profile import save_profile
 
-    if not profile_path().is_file():
-        measure_and_keep()
-    profile = load_profile()
+    profile = this_machine()
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # these runs are not part of the planner's record

@@ -57,7 +57,7 @@ ADDED = {
         from ironlaw.workload.operations import saved_bytes, total_flops
         from ironlaw.workload.parameters import model_parameters
         from ironlaw.workload.program import training_operations
-        from ironlaw.workload.trace import trace_operations
+        from ironlaw.workload.trace import trace
         gated = tiny(attention_gate=True)
         class Step(torch.nn.Module):
             def __init__(self):
@@ -70,7 +70,7 @@ ADDED = {
         assert gated.parameters == sum(p.elements for p in model_parameters(gated))
         for precision, cast in (("fp32", "as is"), ("bf16", "bf16")):
             listed = training_operations(Shape(gated, 2, 16, precision))
-            traced = trace_operations(Step, [Input("tokens", (2, 16), "int64")], precision=cast)
+            traced = trace(Step, [Input("tokens", (2, 16), "int64")], precision=cast).operations
             assert saved_bytes(traced) - saved_bytes(listed) == 4  # the sum of the loss weights
             assert not sum((op.saved_bytes - op.frees_saved_bytes) * op.repeat for op in listed)
             assert total_flops(listed) == total_flops(traced)

@@ -235,17 +235,16 @@ def plan(
     is_file = isinstance(what, str | Path)
     subject = str(what) if is_file else _config(what, settings)
     overrides = with_settings(settings) if is_file else []
+    options = Options(
+        WorkOptions(tokens, sequence, global_batch, steps), precision, optimizer, engine, layout, None,
+        Prices(price_per_hour, None, None), network=network, weights=weights,
+    )  # fmt: skip
     if serve is not None:
-        from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+        from ironlaw.plan.serving.answer import answer_serving
 
         model = subject.model if isinstance(subject, RunConfig) else resolve(subject, overrides).model
-        options_ = ServeOptions(weights, None, engine, layout, None, price_per_hour)
-        answer = answer_serving(model, on, serve, options_)
+        answer = answer_serving(model, on, serve, options)
     else:
-        options = Options(
-            WorkOptions(tokens, sequence, global_batch, steps), precision, optimizer, engine, layout, None,
-            Prices(price_per_hour, None, None), network=network,
-        )  # fmt: skip
         answer = plan_request(subject, on=on or "this", overrides=overrides, options=options)
     return PlanResult(answer.ledger, answer.fits, answer.more)
 

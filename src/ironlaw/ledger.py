@@ -228,10 +228,10 @@ class Ledger:
         """Phase totals: measured directly where there is a measurement, else the sum of the lines."""
         if self.phase_seconds:
             return dict(self.phase_seconds)
-        return {p: s for p, s in _totals(self.lines, lambda line: line.phase, "seconds").items() if s is not None}
+        return {p: s for p, s in summed(self.lines, lambda line: line.phase, "seconds").items() if s is not None}
 
     def seconds_by_kind(self) -> dict[Kind, float]:
-        sums = _totals(self.lines, lambda line: line.kind, "seconds")
+        sums = summed(self.lines, lambda line: line.kind, "seconds")
         return {kind: seconds for kind, seconds in sums.items() if seconds is not None}
 
     def flops(self) -> int:
@@ -295,7 +295,7 @@ def line_of(entry: dict[str, Any]) -> Line:
     )
 
 
-def _totals(lines: Iterable[Line], key: Callable[[Line], Any], column: str) -> dict[Any, float | None]:
+def summed(lines: Iterable[Line], key: Callable[[Line], Any], column: str = "seconds") -> dict[Any, float | None]:
     """Sum one column by a key; a key whose lines are all absent stays absent."""
     sums: dict[Any, float | None] = {}
     for line in lines:

@@ -21,7 +21,7 @@ from ironlaw.report import charts
 
 def fall(plan: Ledger, **changes: Any) -> dict[str, Any]:
     run = make_run(plan, **changes)
-    return waterfall(plan, run, subtract_ledgers(plan, run)).to_json()
+    return waterfall(plan, subtract_ledgers(plan, run))
 
 
 def seconds(document: dict[str, Any]) -> dict[str, float]:
@@ -53,7 +53,7 @@ def test_each_cause_has_its_own_step(plan: Ledger) -> None:
 
 def test_a_run_alone_has_no_utilisation(plan: Ledger) -> None:
     run = make_run(plan)
-    alone = waterfall(Ledger("plan"), run, subtract_ledgers(Ledger("plan"), run)).to_json()
+    alone = waterfall(Ledger("plan"), subtract_ledgers(Ledger("plan"), run))
     assert alone["mfu"] is None and alone["ideal_seconds"] is None
     assert sum(seconds(alone).values()) == pytest.approx(alone["step_seconds"], rel=1e-9)
 

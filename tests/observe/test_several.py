@@ -17,7 +17,7 @@ from ironlaw.explain.observed import explain_observed
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
-from ironlaw.workload.trace import trace_operations
+from ironlaw.workload.trace import trace
 
 
 def network(*sizes: int) -> nn.Sequential:
@@ -191,6 +191,6 @@ def test_the_planned_peak_is_the_runs_however_gradients_are_cleared(
 def test_gradients_of_a_module_count_though_it_has_some_already() -> None:
     model = network(64, 256, 64)
     batch = torch.randn(32, 64)
-    first = sum(op.gradient_bytes for op in trace_operations(model, [batch]))
+    first = sum(op.gradient_bytes for op in trace(model, [batch]).operations)
     model(batch).mean().backward()
-    assert sum(op.gradient_bytes for op in trace_operations(model, [batch])) == first > 0
+    assert sum(op.gradient_bytes for op in trace(model, [batch]).operations) == first > 0

@@ -19,7 +19,6 @@ from ironlaw.plan.requests.communication_savings import (
     compressed_share,
 )
 from ironlaw.plan.step import plan_step
-from ironlaw.plan.work import Work
 from ironlaw.workload.collectives import collectives, compressed_elements, table_of
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.parameters import Parameter
@@ -32,7 +31,7 @@ GPT = {"name": "gpt", "layers": 4, "hidden": 128, "heads": 4, "vocab": 1024, "co
 
 def asked(engine: str, global_batch: int, on: str = "32xa100-sxm-80gb") -> ClusterRequest:
     return ClusterRequest(
-        ModelConfig.named("gpt2-xl"), parse_cluster(on), Work(1024, global_batch, 1000), "bf16", engine
+        ModelConfig.named("gpt2-xl"), parse_cluster(on), 1024, global_batch, "bf16", engine, steps=1000
     )
 
 

@@ -15,7 +15,6 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.emit.trainers import TRAINERS, emit, trainer_named
-from ironlaw.plan.work import Work
 from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
@@ -31,7 +30,7 @@ def written(
     chosen = parse_layout(layout)
     cluster = parse_cluster(f"{chosen.accelerators}x{on}")
     sequence = min(8192, model.context)
-    ask = ClusterRequest(model, cluster, Work(sequence, global_batch, 1000), precision, engine, optimizer=optimizer)
+    ask = ClusterRequest(model, cluster, sequence, global_batch, precision, engine, optimizer, steps=1000)
     return emit(trainer, ask, chosen)["text"]
 
 

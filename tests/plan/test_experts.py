@@ -22,7 +22,6 @@ from ironlaw.plan.engines.named import engine
 from ironlaw.plan.measured.named_experts import named_experts
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.requests.cluster_result import other_conventions
-from ironlaw.plan.work import Work
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.messages import places_of_a_token
@@ -169,7 +168,7 @@ def test_wide_numbers_double_what_experts_keep_and_send():
 
 def test_megatron_writes_folding_in_its_own_words():
     layout = parse_layout("dp=8 tp=8 sp=1 ep=8 etp=1 zero=1")
-    ask = ClusterRequest(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), Work(SEQUENCE, BATCH, 10), "bf16", "megatron-core")
+    ask = ClusterRequest(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), SEQUENCE, BATCH, engine="megatron-core", steps=10)
     text = emit("megatron", ask, layout)["text"]
     assert "--expert-model-parallel-size 8" in text and "--expert-tensor-parallel-size 1" in text
 

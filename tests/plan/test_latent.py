@@ -22,7 +22,6 @@ from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import emit
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.request import plan_request
-from ironlaw.plan.work import Work
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.layout import parse_layout
@@ -152,9 +151,7 @@ def test_the_search_finds_a_layout():
 
 def test_ironlaws_own_config_holds_the_model():
     model = ModelConfig.named("deepseek-v2-lite")
-    ask = ClusterRequest(
-        model, parse_cluster("8xb200-sxm"), Work(4096, 128, 1000), "bf16", "generic", optimizer="adamw"
-    )
+    ask = ClusterRequest(model, parse_cluster("8xb200-sxm"), 4096, 128, engine="generic", steps=1000)
     text = emit("ironlaw", ask, parse_layout("dp=8 zero=3"))["text"]
     config = build_config(tomllib.loads(text)).model
     assert config.parameters == model.parameters and config.latent == model.latent

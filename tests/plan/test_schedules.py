@@ -11,6 +11,7 @@ from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
+from ironlaw.workload.schedule import passes, pytorch_passes
 
 GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
 SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]
@@ -154,3 +155,10 @@ def test_virtual_stages_that_do_not_divide_the_layers_are_as_equal_as_can_be():
         assert [int(n) for n in stage_layers(candidates).counts[0]] == held and sum(held) == 61
     too_many = Layout(pp=16, virtual_stages=4).reason_invalid(model, sequence=1024, global_batch=64)
     assert too_many == "61 layers are fewer than pp 16 x virtual_stages 4"
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 2), ("1f1b", 3), ("zb", 1), ("zb", 3)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 2), (4, 12), (3, 6)])
+def test_orders_written_here_are_those_that_pytorch_runs(schedule, chunks, ranks, micro_batches):
+    order = pytorch_passes(schedule, ranks, chunks, micro_batches)
+    assert passes(schedule, ranks, chunks, micro_batches) == [list(one) for one in order]

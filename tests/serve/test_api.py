@@ -22,7 +22,6 @@ from serving import write_server_directory
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.server import text_of
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -46,7 +45,7 @@ def running(directory: Path, **settings: Any) -> Iterator[tuple[str, Engine]]:
 
     config = ServeConfig(**({"device": "cpu", "port": 0, "drain_seconds": 0.2} | settings))
     engine = Engine(load_served(directory, config), config)
-    app = create_app(engine, text_of(engine.served))
+    app = create_app(engine)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

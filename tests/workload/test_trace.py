@@ -20,7 +20,8 @@ from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
 from ironlaw.workload.program import training_operations
-from ironlaw.workload.trace import ModuleTrace, trace
+from ironlaw.workload.trace import trace
+from ironlaw.workload.trace_store import ModuleTrace
 
 GPT = {}
 LLAMA = {

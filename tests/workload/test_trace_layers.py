@@ -19,8 +19,9 @@ from ironlaw.plan.request import Options, plan_request
 from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.program import step_of_trace
-from ironlaw.workload.trace import ModuleTrace, trace
+from ironlaw.workload.trace import trace
 from ironlaw.workload.trace_layers import longest_stack
+from ironlaw.workload.trace_store import ModuleTrace
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
 GROUPED = SIZES | {"num_key_value_heads": 2, "use_cache": False}

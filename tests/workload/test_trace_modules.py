@@ -17,7 +17,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.module_source import Input, install_advice
 from ironlaw.workload.operations import saved_bytes, total_flops
-from ironlaw.workload.trace import trace, trace_operations
+from ironlaw.workload.trace import trace
 
 
 class Convolutional(nn.Module):
@@ -99,21 +99,21 @@ def test_convolution_flops_are_torchs() -> None:
     image, label = real_inputs(IMAGES)
     with FlopCounterMode(display=False) as counter:
         Convolutional()(image, label).backward()
-    assert total_flops(trace_operations(Convolutional, IMAGES)) == counter.get_total_flops()
+    assert total_flops(trace(Convolutional, IMAGES).operations) == counter.get_total_flops()
 
 
 def test_grouped_convolution_costs_its_share() -> None:
     """torch's counter charges a grouped weight gradient for all pairs of channels; there are 1 / groups of them."""
 
     def products(groups: int) -> list[int | None]:
-        operations = trace_operations(lambda: Convolutional(groups), IMAGES)
+        operations = trace(lambda: Convolutional(groups), IMAGES).operations
         return [op.flops for op in operations if op.name == "layers.4" and op.kind is Kind.MATMUL]
 
     assert products(4) == [flops // 4 for flops in products(1) if flops]
 
 
 def test_convolution_is_an_implicit_product() -> None:
-    first = next(op for op in trace_operations(Convolutional, IMAGES) if op.name == "layers.0")
+    first = next(op for op in trace(Convolutional, IMAGES).operations if op.name == "layers.0")
     assert first.matmul == (4 * 32 * 32, 16, 3 * 3 * 3)
     assert first.flops == 2 * 4 * 32 * 32 * 16 * 27
 
@@ -126,20 +126,20 @@ def test_encoder_decoder_flops_count_half_of_the_causal_scores() -> None:
     causal_scores = 2 * 24 * 24 * 64 * 2  # layers x queries x keys x width x sequences
     hidden = 6 * 2 * causal_scores // 2  # two products forward, four backward, 2 FLOPs each, half of them masked
     expected = counter.get_total_flops() - hidden
-    assert total_flops(trace_operations(Translator, PHRASES, loss=next_token_loss)) == expected
+    assert total_flops(trace(Translator, PHRASES, loss=next_token_loss).operations) == expected
     # With dropout attention is composed of batched products; the mask still hides half of them.
-    dropped = trace_operations(lambda: Translator(dropout=0.1), PHRASES, loss=next_token_loss)
+    dropped = trace(lambda: Translator(dropout=0.1), PHRASES, loss=next_token_loss).operations
     assert total_flops(dropped) == expected
 
 
 def test_without_a_loss_gradients_start_at_every_output() -> None:
-    operations = trace_operations(Translator, PHRASES)
+    operations = trace(Translator, PHRASES).operations
     assert not [op for op in operations if op.kind is Kind.LOSS]
     assert [op for op in operations if op.name == "head" and op.phase is Phase.BACKWARD and op.matmul]
 
 
 def test_recurrent_layers_show_their_products() -> None:
-    operations = trace_operations(lambda: nn.LSTM(32, 64, batch_first=True), [Input("input", (8, 20, 32))])
+    operations = trace(lambda: nn.LSTM(32, 64, batch_first=True), [Input("input", (8, 20, 32))]).operations
     weights = 4 * 64 * (32 + 64)
     # Forward once; backward for weights and states. The first step needs no gradient of inputs, nor of its state.
     assert total_flops(operations) >= 2 * 2 * 8 * 20 * weights
@@ -159,7 +159,7 @@ class Recomputed(nn.Module):
 
 
 def test_recomputation_is_seen() -> None:
-    operations = trace_operations(Recomputed, [Input("x", (8, 64))])
+    operations = trace(Recomputed, [Input("x", (8, 64))]).operations
     assert saved_bytes(operations) == 0
     again = [op for op in operations if op.name == "up" and op.phase is Phase.BACKWARD and op.kernel == "matmul_bias"]
     assert [op.matmul for op in again] == [(8, 256, 64)]
@@ -184,7 +184,7 @@ def test_meta_modules_are_traced() -> None:
 
 
 def test_inference_saves_nothing() -> None:
-    operations = trace_operations(Convolutional, IMAGES, training=False)
+    operations = trace(Convolutional, IMAGES, training=False).operations
     assert {op.phase for op in operations} == {Phase.FORWARD}
     assert saved_bytes(operations) == 0
 
@@ -202,7 +202,7 @@ def test_inference_saves_nothing() -> None:
 )
 def test_what_cannot_be_traced_says_what_to_do(build: Any, inputs: list[Input], says: str) -> None:
     with pytest.raises(UserError, match=says) as raised:
-        trace_operations(build, inputs)
+        trace(build, inputs)
     assert "\n" not in str(raised.value)
 
 
@@ -266,4 +266,4 @@ class Keeps(nn.Module):
 
 
 def test_constants_and_what_is_written_into_are_not_saved() -> None:
-    assert saved_bytes(trace_operations(Keeps, [Input("x", (64, 64))])) == 0
+    assert saved_bytes(trace(Keeps, [Input("x", (64, 64))]).operations) == 0

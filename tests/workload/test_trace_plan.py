@@ -19,7 +19,7 @@ from ironlaw.plan.totals import fits
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
 from ironlaw.workload.operations import line_name
 from ironlaw.workload.program import replicated, step_of_trace
-from ironlaw.workload.trace import ModuleTrace
+from ironlaw.workload.trace_store import ModuleTrace
 
 CODE = """
 import torch

@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.workload import trace as tracing
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
-from ironlaw.workload.trace import trace, trace_operations
+from ironlaw.workload.trace import trace
 
 WIDE = 300  # a weight of this width squared is too large to have values in a trace
 
@@ -72,7 +72,7 @@ def test_a_mask_decides_as_it_does_in_the_run(padded: bool) -> None:
     mask[0, 20:] = 0 if padded else 1
     inputs = {"x": Input("x", (2, 32, 64)), "attention_mask": mask}
     same_as_real(Masked, inputs)
-    attention = [op for op in trace_operations(Masked, inputs) if op.attention]
+    attention = [op for op in trace(Masked, inputs).operations if op.attention]
     assert attention[0].elements == 2 * 4 * (32 * 32 if padded else 32 * 32 // 2)
 
 
@@ -188,7 +188,7 @@ def test_a_module_that_looks_at_values_is_run_on_real_tensors() -> None:
     assert name == "a step on real tensors" and "looks at the values" in reason and "test_trace_values.py:" in reason
     products = [op for op in found.operations if op.name.startswith("experts") and op.matmul]
     assert sum(op.matmul[0] for op in products if str(op.phase) == "forward" and op.matmul) == 64
-    assert total_flops(found.operations) == total_flops(trace_operations(Router, inputs, real=True))
+    assert total_flops(found.operations) == total_flops(trace(Router, inputs, real=True).operations)
 
 
 def test_a_large_one_is_run_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:

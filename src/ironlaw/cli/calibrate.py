@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.report.console import messages, print_json, show
+from ironlaw.report.console import answer, messages
 
 
 def calibrate(
@@ -35,8 +35,6 @@ def calibrate(
         "path": str(path),
         "not_planned": [{"id": i, "group": group, "reason": reason} for i, group, reason in rejected],
     }
-    if json:
-        print_json(document)
-        return
-    show(calibration_view(document))
-    messages().print(f"Kept in {path}. Use it: ironlaw plan ... --profile {name}")
+    answer(json, document, calibration_view)
+    if not json:
+        messages().print(f"Kept in {path}. Use it: ironlaw plan ... --profile {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, find_remedies, situation
-from ironlaw.explain.remedy import Remedy
+from ironlaw.explain.remedy import Remedy, RemedyKind
 from ironlaw.explain.roofline import roofline
 from ironlaw.explain.waterfall import waterfall
 from ironlaw.files import read_json_lines, read_text
@@ -84,8 +85,7 @@ class Explanation:
     @property
     def notes(self) -> list[str]:
         """What a reader must know to read the figures right."""
-        notes = []
-        notes += self.run.facts.get("unknown", [])
+        notes = list(self.run.facts.get("unknown", []))
         if self.run.facts.get("not_planned"):
             notes.append(f"There is no plan beside this run: {self.run.facts['not_planned']}.")
         if self.run.facts.get("interrupted") and self.config is not None:
@@ -122,13 +122,12 @@ class Explanation:
                 f"speed, by kernels repeated now and then); at the speed it had, the planned step is "
                 f"{units.seconds((self.gap.step.planned or 0.0) / speed)}."
             )
-        missed = [check for check in self.checks if check.met is False]
-        for check in missed:
-            notes.append(
-                f"{LABELS[check.name]} misses its limit: {units.signed_percent(check.error)}, "
-                f"where ±{units.percent(check.limit, 0)} is promised."
-            )
-        return notes
+        return notes + [
+            f"{LABELS[check.name]} misses its limit: {units.signed_percent(check.error)}, "
+            f"where ±{units.percent(check.limit, 0)} is promised."
+            for check in self.checks
+            if check.met is False
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """One document; its keys are stable within a schema version. SI units, fractions, nats per token."""
@@ -159,7 +158,7 @@ class Explanation:
                 "resident": _row(totals, "resident_bytes"),
                 "components": [row.to_json() for row in gap.memory],
             },
-            "waterfall": waterfall(self.plan, self.run, gap).to_json(),
+            "waterfall": waterfall(self.plan, gap),
             "roofline": roofline(self.plan, self.run),
             "ranks": ranks_document(self.plan, self.run),
             "timeline": self.run.facts.get("timeline"),
@@ -190,19 +189,25 @@ DRAWN = (
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 
+def explained(
+    run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, found: tuple[list[Remedy], str],
+    kinds: Iterable[RemedyKind] = (), config: tuple[RunConfig | None, str] = (None, ""),
+) -> Explanation:  # fmt: skip
+    """`found`: the remedies that pay, and a note; of the `kinds` that were tried, one that is not found gains 0."""
+    remedies, note = found
+    gains = {kind.name: 0.0 for kind in kinds} | {remedy.name: remedy.gain for remedy in remedies}
+    diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
+    metrics = read_metrics(run_dir / "metrics.jsonl") if run_dir.is_dir() else []
+    return Explanation(run_dir, *config, plan, run, gap, diagnosis, remedies, note, metrics)
+
+
 def explain_run(run_dir: Path, profile: Profile | None = None) -> Explanation:
     """Read a finished run and explain it. `profile`: the machine to plan remedies on; this machine's by default."""
     config, config_text = _config(run_dir)
     plan, run = _ledgers(run_dir)
-    gap = subtract_ledgers(plan, run)
-    remedies, note = _remedies(config, plan, run, profile)
-    # Once the planner was asked, a remedy that is not in the list is one without gain.
-    gains = {} if note.startswith(NOT_PLANNED) else {kind.name: 0.0 for kind in REMEDIES}
-    gains |= {remedy.name: remedy.gain for remedy in remedies}
-    diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
-    return Explanation(
-        run_dir, config, config_text, plan, run, gap, diagnosis, remedies, note, read_metrics(run_dir / "metrics.jsonl")
-    )
+    found = _remedies(config, plan, run, profile)
+    tried = () if found[1].startswith(NOT_PLANNED) else REMEDIES
+    return explained(run_dir, plan, run, subtract_ledgers(plan, run), found, tried, (config, config_text))
 
 
 def _config(run_dir: Path) -> tuple[RunConfig, str]:

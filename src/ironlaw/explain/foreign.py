@@ -6,9 +6,7 @@ from pathlib import Path
 
 from ironlaw.catalog.accelerators import accelerator, catalogued, peak
 from ironlaw.errors import UserError
-from ironlaw.explain.diagnose import diagnose
-from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.explanation import NOT_PLANNED, Explanation
+from ironlaw.explain.explanation import NOT_PLANNED, Explanation, explained
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.ledger import Estimate, Ledger, Origin
 
@@ -21,10 +19,8 @@ def explain_trace(path: Path) -> Explanation:
     plan = Ledger("plan", facts={"model": run.facts["model"]})
     _add_peak(plan, run)
     run.facts["unknown"] = _unknown(run)
-    gap = subtract_ledgers(plan, run)
-    evidence = RunEvidence(plan, run, gap)
     note = f"{NOT_PLANNED}: a trace has no config to change; what helps stands with each cause."
-    return Explanation(path, None, "", plan, run, gap, diagnose(evidence), [], note, [])
+    return explained(path, plan, run, subtract_ledgers(plan, run), ([], note))
 
 
 def _add_peak(plan: Ledger, run: Ledger) -> None:

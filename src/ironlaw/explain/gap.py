@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.ledger import STEP_PHASES, Key, Kind, Ledger, Line, Phase, relative_error, subtract
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, relative_error, subtract, summed
 from ironlaw.workload.recompute import AGAIN
 
 RUN_AGAIN = (AGAIN, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
@@ -85,20 +85,23 @@ def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
     """Rows for everything that either side knows. Both may be runs: then "planned" reads as "before"."""
     run, scale = reconcile(run)
     plan, _ = reconcile(plan)  # changes nothing in a plan; another run was profiled too
-    totals = {
-        name: _total(name, plan, run) for name in [*plan.totals, *(n for n in run.totals if n not in plan.totals)]
-    }
+    totals = {}
+    for name in dict.fromkeys((*plan.totals, *run.totals)):
+        two = plan.totals.get(name), run.totals.get(name)
+        planned, measured = (None if side is None else side.value for side in two)
+        totals[name] = GapRow(name, planned, measured, *map(_interval, two))
     planned_phases, phases = _step_phases(plan), _step_phases(run)
     step = run.totals.get("step_seconds")
     unattributed = step.value - sum(phases.values()) if step is not None and phases else None
     if unattributed is not None and step is not None and abs(unattributed) < 1e-9 * step.value:
         unattributed = 0.0  # what rounding leaves of phases that close
+    components = dict.fromkeys(line.component for line in (*plan.memory, *run.memory))
     return Gap(
         totals=totals,
         phases=_rows((p for p in Phase if p in STEP_PHASES), planned_phases, phases),
         kinds=_rows(Kind, _kinds(plan), _kinds(run)),
         operations=_operations(plan, run),
-        memory=_rows(_component_names(plan, run), plan.memory_bytes(), run.memory_bytes()),
+        memory=_rows(components, plan.memory_bytes(), run.memory_bytes()),
         unattributed_seconds=unattributed,
         scale=scale,
     )
@@ -114,7 +117,7 @@ def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
     scale: dict[Phase, float] = {}
     of_host: dict[Phase, float] = {}
     for phase, seconds in run.phase_seconds.items():
-        work, calling = operations.get(phase, 0.0), host.get(phase, 0.0)
+        work, calling = operations.get(phase) or 0.0, host.get(phase) or 0.0
         if work + calling > 0:
             left = min(calling, max(LEAST_HOST * calling, seconds - work)) if seconds < work + calling else calling
             scale[phase] = seconds / (work + left)
@@ -127,12 +130,8 @@ def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
     return replace(run, lines=[scaled(line) for line in run.lines]), scale
 
 
-def _profiled(run: Ledger, of_host: bool) -> dict[Phase, float]:
-    sums: dict[Phase, float] = {}
-    for line in run.lines:
-        if line.seconds is not None and (line.kind is Kind.HOST) is of_host:
-            sums[line.phase] = sums.get(line.phase, 0.0) + line.seconds
-    return sums
+def _profiled(run: Ledger, of_host: bool) -> dict[Phase, float | None]:
+    return summed((x for x in run.lines if (x.kind is Kind.HOST) is of_host), lambda line: line.phase)
 
 
 def recomputed_seconds(run: Ledger) -> float:
@@ -143,21 +142,10 @@ def recomputed_seconds(run: Ledger) -> float:
     return max(operations, float(whole) * scale.get(Phase.BACKWARD, 1.0))
 
 
-def _total(name: str, plan: Ledger, run: Ledger) -> GapRow:
-    planned, measured = plan.totals.get(name), run.totals.get(name)
-
-    def interval(estimate: Any) -> tuple[float, float] | None:
-        if estimate is None or estimate.low is None or estimate.high is None:
-            return None
-        return estimate.low, estimate.high
-
-    return GapRow(
-        name,
-        None if planned is None else planned.value,
-        None if measured is None else measured.value,
-        interval(planned),
-        interval(measured),
-    )
+def _interval(estimate: Estimate | None) -> tuple[float, float] | None:
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return None
+    return estimate.low, estimate.high
 
 
 def _step_phases(ledger: Ledger) -> dict[Phase, float]:
@@ -165,21 +153,19 @@ def _step_phases(ledger: Ledger) -> dict[Phase, float]:
     return {phase: s for phase, s in ledger.seconds_by_phase().items() if phase in STEP_PHASES}
 
 
+def _of_step(ledger: Ledger) -> list[Line]:
+    return [line for line in ledger.lines if line.phase in STEP_PHASES]
+
+
 def _kinds(ledger: Ledger) -> dict[Kind, float]:
     """Seconds by kind within the step. Empty when no operation was timed: phases alone say nothing of kinds."""
-    sums: dict[Kind, float] = {}
-    timed = [line for line in ledger.lines if line.seconds is not None and line.phase in STEP_PHASES]
-    for line in timed:
-        sums[line.kind] = sums.get(line.kind, 0.0) + (line.seconds or 0.0)
+    timed = [line for line in _of_step(ledger) if line.seconds is not None]
+    sums: dict[Kind, Any] = summed(timed, lambda line: line.kind)
     covered = {line.phase for line in timed}
     for phase, kind in PHASE_KINDS.items():
         if timed and phase in ledger.phase_seconds and phase not in covered:
             sums[kind] = sums.get(kind, 0.0) + ledger.phase_seconds[phase]
     return sums
-
-
-def _component_names(plan: Ledger, run: Ledger) -> list[str]:
-    return list(dict.fromkeys(line.component for line in (*plan.memory, *run.memory)))
 
 
 def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[Any, float]) -> list[GapRow]:
@@ -192,7 +178,7 @@ def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[
 
 
 def _operations(plan: Ledger, run: Ledger) -> list[OperationRow]:
-    planned, measured = _by_key(plan.lines), _by_key(run.lines)
+    planned, measured = (summed(_of_step(side), lambda line: line.key) for side in (plan, run))
     bounds = {line.key: line.bound for line in (*run.lines, *plan.lines) if line.bound is not None}
     rows = [
         OperationRow(key[2], planned.get(key), measured.get(key), None, None, key[0], key[1], bounds.get(key))
@@ -200,13 +186,3 @@ def _operations(plan: Ledger, run: Ledger) -> list[OperationRow]:
     ]
     # By the seconds that plan and run disagree by; an operation only one side has counts whole.
     return sorted(rows, key=lambda row: abs((row.measured or 0.0) - (row.planned or 0.0)), reverse=True)
-
-
-def _by_key(lines: Iterable[Line]) -> dict[Key, float | None]:
-    """Seconds by key; present with None when the operation is known but was not timed."""
-    sums: dict[Key, float | None] = {}
-    for line in lines:
-        if line.phase in STEP_PHASES:
-            before = sums.get(line.key)
-            sums[line.key] = before if line.seconds is None else (before or 0.0) + line.seconds
-    return sums

@@ -11,9 +11,7 @@ from pydantic import TypeAdapter
 from ironlaw import units
 from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
-from ironlaw.explain.diagnose import diagnose
-from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
+from ironlaw.explain.explanation import Explanation, explained, load_ledger
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
@@ -47,11 +45,8 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
         run.facts["machine_speed"] = machine_speed(plan, run)
     gap = subtract_ledgers(plan, run)
     remedies = _remedies(run_dir, plan, run, gap, profile)
-    gains = {kind.name: 0.0 for kind in REMEDIES} | {r.name: r.gain for r in remedies}
-    diagnosis = diagnose(RunEvidence(plan, run, gap, gains))
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
-    metrics = read_metrics(run_dir / "metrics.jsonl")
-    return Explanation(run_dir, None, "", plan, run, gap, diagnosis, remedies, note, metrics)
+    return explained(run_dir, plan, run, gap, (remedies, note), REMEDIES)
 
 
 def _share_keys(plan: Ledger, run: Ledger) -> None:
@@ -80,20 +75,17 @@ def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[s
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
     # The run as it was too, planned now: what is known of this machine may have changed since its plan was kept.
-    loop = _loop(run)
-    made[AS_IT_IS] = plan_trace(trace_from_json(document), profile, accumulation=accumulation, loop=loop)
-    for name, variant in document.get("variants", {}).items():
-        plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation, loop=loop)
-        if name == "larger_batch":
-            plan = plan_trace(trace_from_json(variant), profile, loop=loop)
+    for name, variant in {AS_IT_IS: document, **document.get("variants", {})}.items():
+        merged = name == "larger_batch"
+        again = 1 if merged else accumulation
+        made[name] = plan = plan_trace(trace_from_json(variant), profile, accumulation=again, loop=_loop(run))
+        if merged:
             plan.totals["step_seconds"] = plan.totals["step_seconds"].scaled(accumulation / larger_by(run.facts))
-        made[name] = plan
     return made
 
 
 def _loop(run: Ledger) -> Loop | None:
     """What the loop was seen to do around its micro-batches; None where it was observed before anybody looked."""
-
     updates = run.facts.get("updates")
     if not updates:
         return None

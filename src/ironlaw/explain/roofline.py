@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.explain.gap import reconcile
-from ironlaw.ledger import Key, Ledger
+from ironlaw.ledger import Ledger, summed
 
 
 def roofline(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
@@ -17,11 +17,7 @@ def roofline(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
     peak, copy = plan.facts.get("matmul_peak_flops_per_second"), plan.facts.get("copy_bytes_per_second")
     if not peak or not copy or not run.lines:
         return None
-    reconciled, _ = reconcile(run)
-    seconds: dict[Key, float] = {}
-    for line in reconciled.lines:
-        if line.seconds:
-            seconds[line.key] = seconds.get(line.key, 0.0) + line.seconds
+    seconds = summed(reconcile(run)[0].lines, lambda line: line.key)
     points, streams = [], []
     for line in plan.lines:
         took = seconds.get(line.key)

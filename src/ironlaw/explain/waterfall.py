@@ -10,12 +10,11 @@ curves), and what it took beyond its plan. So the steps sum to the measured step
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from ironlaw.explain.gap import RUN_AGAIN, Gap
-from ironlaw.ledger import Key, Kind, Ledger, Phase
+from ironlaw.ledger import Kind, Ledger, Phase, summed
 
 # name -> what it means; in the order of the descent.
 STEPS = {
@@ -51,34 +50,11 @@ class Drop:
         }  # fmt: skip
 
 
-@dataclass
-class Waterfall:
-    """`ideal` is None without a plan: then the descent starts at what the profile measured as compute."""
-
-    step: float | None
-    ideal: float | None
-    flops: float | None
-    recomputed_flops: float
-    peak: float | None
-    drops: list[Drop]
-    closed: bool  # whether operations were timed, so that the drops could be told apart
-
-    def to_json(self) -> dict[str, Any]:
-        rows, now = [], self.ideal or 0.0
-        for drop in self.drops:
-            rows.append(drop.to_json(now, self.ideal))
-            now += drop.seconds or 0.0
-        mfu = self.ideal / self.step if self.ideal is not None and self.step else None
-        again = self.recomputed_flops / self.flops if self.flops else 0.0
-        return {
-            "step_seconds": self.step, "ideal_seconds": self.ideal, "peak_flops_per_second": self.peak,
-            "mfu": mfu, "hfu": None if mfu is None else mfu * (1 + again), "drops": rows, "complete": self.closed,
-        }  # fmt: skip
-
-
-def waterfall(plan: Ledger, run: Ledger, gap: Gap) -> Waterfall:
+def waterfall(plan: Ledger, gap: Gap) -> dict[str, Any]:
+    """`ideal_seconds` is None without a plan: then the descent starts at what the profile measured as compute.
+    `complete`: operations were timed, so that the drops could be told apart."""
     step, peak = gap.step.measured, plan.facts.get("matmul_peak_flops_per_second")
-    again = sum(line.flops or 0 for line in plan.lines if line.operation.endswith(RUN_AGAIN))
+    again = float(sum(line.flops or 0 for line in plan.lines if line.operation.endswith(RUN_AGAIN)))
     flops = float(plan.flops() - again) or None  # of the model: what runs again is no progress
     ideal = flops / peak if flops and peak else None
     drops = {name: Drop(name) for name in STEPS}
@@ -86,7 +62,7 @@ def waterfall(plan: Ledger, run: Ledger, gap: Gap) -> Waterfall:
     if timed:
         _operations(plan, gap, peak, drops)
     _phases(gap, drops)
-    _recomputation(plan, gap, drops)
+    _recomputation(gap, drops)
     if step is not None:
         named = sum(d.seconds or 0.0 for d in drops.values()) + (ideal or 0.0)
         rest = step - named - (gap.unattributed_seconds or 0.0)
@@ -94,17 +70,23 @@ def waterfall(plan: Ledger, run: Ledger, gap: Gap) -> Waterfall:
         if timed or ideal is not None:
             last.seconds = (last.seconds or 0.0) + rest
         _add(drops["unattributed"], "unattributed", gap.unattributed_seconds, True)
-    return Waterfall(step, ideal, flops, float(again), peak, list(drops.values()), timed)
+    rows, now = [], ideal or 0.0
+    for drop in drops.values():
+        rows.append(drop.to_json(now, ideal))
+        now += drop.seconds or 0.0
+    mfu = ideal / step if ideal is not None and step else None
+    return {
+        "step_seconds": step, "ideal_seconds": ideal, "peak_flops_per_second": peak, "mfu": mfu,
+        "hfu": None if mfu is None else mfu * (1 + (again / flops if flops else 0.0)), "drops": rows, "complete": timed,
+    }  # fmt: skip
 
 
 def _operations(plan: Ledger, gap: Gap, peak: float | None, drops: dict[str, Drop]) -> None:
-    flops: dict[Key, float] = defaultdict(float)
-    for line in plan.lines:
-        flops[line.key] += line.flops or 0
+    flops = summed(plan.lines, lambda line: line.key, "flops")
     for row in gap.operations:
         if row.measured is None or row.name.endswith(RUN_AGAIN):
             continue
-        at_peak = flops[row.phase, row.kind, row.name] / peak if peak else 0.0
+        at_peak = (flops.get((row.phase, row.kind, row.name)) or 0) / peak if peak else 0.0
         lawful = row.measured if row.planned is None else min(row.measured, row.planned)
         name = f"{row.name} ({row.phase})"
         if row.kind is Kind.HOST:
@@ -129,7 +111,7 @@ def _phases(gap: Gap, drops: dict[str, Drop]) -> None:
         _add(drops[name], str(phase), known.get(str(phase)), True)
 
 
-def _recomputation(plan: Ledger, gap: Gap, drops: dict[str, Drop]) -> None:
+def _recomputation(gap: Gap, drops: dict[str, Drop]) -> None:
     for row in gap.operations:
         seconds = row.measured if row.measured is not None else row.planned
         if row.name.endswith(RUN_AGAIN) and seconds:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ironlaw.ledger import Phase
-from ironlaw.observe.inputs import input_tensors
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import user_line
+from ironlaw.workload.trace_kernels import tensors
 
 PRODUCTS = ("mul", "mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
 LEAST_ELEMENTS, FULL = 2**14, 0.05  # of an operand that is looked into, and the part of it that is not zero
@@ -82,8 +82,8 @@ class CloseLook(TorchDispatchMode):
             self._read.add(line)
             self._zeros[line] += seconds if zeros else 0.0
             return
-        line, newest = user_line() or "?", torch._C._autograd._get_sequence_nr()
-        operands = list(input_tensors(args, {}))
+        line, newest = user_line(), torch._C._autograd._get_sequence_nr()
+        operands = list(tensors(args))
         empty = [t for t in operands if nearly_empty(t)]
         multiplies = bool(empty) and func.overloadpacket.__name__ in PRODUCTS
         for number in range(self._newest, newest):
@@ -94,7 +94,7 @@ class CloseLook(TorchDispatchMode):
         self._seconds[line] += seconds
         if any(t.requires_grad and not t.is_leaf for t in operands):
             self._learns.add(line)
-        made = [t for t in input_tensors((result,), {}) if nearly_empty(t)]
+        made = [t for t in tensors(result) if nearly_empty(t)]
         self._made_by |= {t.data_ptr(): line for t in made}
         self._zeros[line] += seconds if empty or made else 0.0
         if multiplies:

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from ironlaw.observe.gpu_monitor import GpuMonitor
 
 _RAPL = Path("/sys/class/powercap")
-
-
-class _Counter(Protocol):
-    """`read`: joules since some moment, None when it cannot be read; `limit`: where it starts again from zero."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def limit(self) -> float | None: ...
-
-    def read(self) -> float | None: ...
 
 
 class _Package:
@@ -29,9 +16,11 @@ class _Package:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "energy_uj"
-        self.limit: float | None = int((folder / "max_energy_range_uj").read_text()) / 1e6
+        # Where the counter starts again from zero.
+        self.limit = int((folder / "max_energy_range_uj").read_text()) / 1e6
 
     def read(self) -> float | None:
+        """Joules since some moment; None when it cannot be read."""
         try:
             return int(self._path.read_text()) / 1e6
         except (OSError, ValueError):
@@ -47,7 +36,7 @@ class EnergyMeter:
     """
 
     def __init__(self, folder: Path = _RAPL, *, accelerated: bool = False, gpu: GpuMonitor | None = None) -> None:
-        self._counters: list[_Counter] = list(_packages(folder))
+        self._counters: list[_Package | GpuMonitor] = list(_packages(folder))
         if accelerated:
             self._counters = [*self._counters, gpu] if gpu is not None else []
         self._last = [counter.read() for counter in self._counters]

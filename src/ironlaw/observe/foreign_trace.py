@@ -7,19 +7,18 @@ it belongs to what the main thread runs. A trace does not say what Python did be
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
 from ironlaw.observe.partition import BRIDGES
-from ironlaw.observe.spans import COLLECTIVE, Span, device_key, kind_of, nest, span_key
-from ironlaw.observe.timeline import Segment, operation_segments, timeline
+from ironlaw.observe.spans import COLLECTIVE, Span, device_key, innermost, kind_of, nest, span_key
+from ironlaw.observe.timeline import Segment, operation_segments, phase_segment, timeline
 from ironlaw.observe.trace_file import TraceFile
 
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
@@ -28,60 +27,68 @@ CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the 
 
 
 @dataclass
-class StepPiece:
-    """A stretch of a step and whose it is."""
-
-    start: int
-    end: int
-    phase: Phase
-
-
-@dataclass
 class TracedStep:
+    """`pieces`: every stretch of it in one phase."""
+
     begin: int
     end: int
-    pieces: list[StepPiece] = field(default_factory=list)
+    pieces: list[Segment] = field(default_factory=list)
 
-    def seconds(self) -> dict[Phase, float]:
-        sums: dict[Phase, float] = defaultdict(float)
-        for piece in self.pieces:
-            sums[piece.phase] += (piece.end - piece.start) / 1e9
-        return dict(sums)
+    def seconds(self, phase: Phase) -> float:
+        return sum((piece.end - piece.start) / 1e9 for piece in self.pieces if piece.style == str(phase))
+
+
+class _Traced:
+    """A trace with its spans in phases, its steps, and what launched each event of the device."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events, self.spans = events, nest(events)
+        for span in self.spans:
+            span.phase = _phase_of(span)
+        self.main = _main_thread(self.spans)
+        self.on_device = any(event.where == DEVICE for event in events)
+        self.steps, self.how = _steps(events, self.spans)
+        self.launchers = _launchers(events, self.spans)
+        for step in self.steps:
+            step.pieces = _device_pieces(step, self) if self.on_device else _thread_pieces(step, self)
+
+    def inside(self, event: Event) -> bool:
+        return self.steps[0].begin <= event.start < self.steps[-1].end
+
+    def kernel_phase(self, event: Event) -> Phase:
+        """Of what launched it."""
+        span = self.launchers.get(id(event))
+        while span is not None and span.phase is None:
+            span = span.parent
+        return Phase.FORWARD if span is None or span.phase is None else span.phase
 
 
 def trace_ledger(trace: TraceFile) -> Ledger:
     """The run's side of the table, from the whole steps of the trace."""
-    events = trace.events
-    spans = nest(events)
-    main = _main_thread(spans)
-    on_device = any(event.where == DEVICE for event in events)
-    steps, how = _steps(events, spans, main)
-    launchers = _launchers(events, spans)
-    phases = {id(span): span_phase(span) for span in spans}
-    for step in steps:
-        if on_device:
-            _device_pieces(step, events, spans, phases, main, launchers)
-        else:
-            _thread_pieces(step, spans, phases, main)
-    ledger = Ledger("run", lines=_lines(steps, events, spans, phases, launchers, on_device))
+    traced = _Traced(trace.events)
+    events, spans, steps = traced.events, traced.spans, traced.steps
+    ledger = Ledger("run", lines=_lines(traced))
     seconds = sorted(steps, key=lambda s: s.end - s.begin)
     middle = seconds[len(seconds) // 2]
     step_seconds = sum(s.end - s.begin for s in steps) / len(steps) / 1e9
     low, high = (seconds[i].end - seconds[i].begin for i in (0, -1))
     ledger.totals["step_seconds"] = Estimate(
-        step_seconds, Origin.MEASURED, f"mean of {len(steps)} steps under the profiler ({how})", low / 1e9, high / 1e9
+        step_seconds,
+        Origin.MEASURED,
+        f"mean of {len(steps)} steps under the profiler ({traced.how})",
+        low / 1e9,
+        high / 1e9,
     )
     for phase in Phase:
-        mean = sum(step.seconds().get(phase, 0.0) for step in steps) / len(steps)
+        mean = sum(step.seconds(phase) for step in steps) / len(steps)
         if mean:
             ledger.phase_seconds[phase] = mean
-    segments = [Segment("phases", str(p.phase), str(p.phase), p.start, p.end) for p in middle.pieces]
-    segments += operation_segments(spans, events, main, middle.begin, middle.end)
+    segments = middle.pieces + operation_segments(spans, events, traced.main, middle.begin, middle.end)
     ledger.facts = {
-        "source": "trace", "steps_done": len(steps), "steps_inferred": how, "device": "cuda" if on_device else "cpu",
-        "machine": _device_name(trace), "timeline": timeline(segments, middle.begin, middle.end),
-        "launches_per_step": _launches(steps, events, spans, on_device),
-        "sync_points": _sync_points(steps, spans, events), "model": {"name": "a traced training step"},
+        "source": "trace", "steps_done": len(steps), "steps_inferred": traced.how,
+        "device": "cuda" if traced.on_device else "cpu", "machine": _device_name(trace),
+        "timeline": timeline(segments, middle.begin, middle.end), "launches_per_step": _launches(traced),
+        "sync_points": _sync_points(traced), "model": {"name": "a traced training step"},
         "shapes_recorded": any("Input Dims" in event.details for event in events),
         "stacks_recorded": any(_USER_LINE.match(event.name) for event in events),
         "precision": _precision(events), "world_size": _world_size(trace, events),
@@ -102,7 +109,7 @@ def _main_thread(spans: Sequence[Span]) -> int | str:
     return max(busy, key=lambda lane: busy[lane]) if busy else 0
 
 
-def _steps(events: Sequence[Event], spans: Sequence[Span], main: int | str) -> tuple[list[TracedStep], str]:
+def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedStep], str]:
     marked = [e for e in events if e.name.startswith("ProfilerStep#") and e.where == CPU]
     if marked:
         usual = sorted(e.end - e.start for e in marked)[len(marked) // 2]
@@ -116,7 +123,7 @@ def _steps(events: Sequence[Event], spans: Sequence[Span], main: int | str) -> t
     ], "the whole trace, as it marks no steps"
 
 
-def span_phase(span: Span) -> Phase | None:
+def _phase_of(span: Span) -> Phase | None:
     """None: it says nothing of a phase (a step's own mark, a Python function)."""
     name = span.event.name
     if span.outer.startswith("Optimizer."):
@@ -135,59 +142,55 @@ def span_phase(span: Span) -> Phase | None:
 # -- whose instant it is -----------------------------------------------------------------------------------------
 
 
-def _thread_pieces(step: TracedStep, spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str) -> None:
+def _thread_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
     """The main thread's outermost spans that tell a phase, and what lies between them."""
+    pieces: list[Segment] = []
     now, last = step.begin, None
-    for span in spans:
-        phase = phases[id(span)]
-        event = span.event
-        outside = phase is None or event.lane != main or event.end <= now or event.start >= step.end
-        if outside or (span.parent is not None and phases[id(span.parent)] is phase):
+    for span in traced.spans:
+        phase, event = span.phase, span.event
+        if phase is None or event.lane != traced.main or event.end <= now or event.start >= step.end:
             continue
-        assert phase is not None
+        if span.parent is not None and span.parent.phase is phase:
+            continue
         if event.start > now:
             between = BRIDGES.get((last, phase)) if last is not None else None
-            between = between or (phase if last is phase else Phase.HOST)
-            step.pieces.append(StepPiece(now, event.start, between))
+            pieces.append(phase_segment(between or (phase if last is phase else Phase.HOST), now, event.start))
         start, now = max(event.start, now), min(event.end, step.end)
-        step.pieces.append(StepPiece(start, now, phase))
+        pieces.append(phase_segment(phase, start, now))
         last = phase
     if now < step.end:
-        step.pieces.append(StepPiece(now, step.end, Phase.HOST))
+        pieces.append(phase_segment(Phase.HOST, now, step.end))
+    return pieces
 
 
-def _device_pieces(
-    step: TracedStep, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str,
-    launchers: Launchers,
-) -> None:  # fmt: skip
+def _device_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
     """By priority: compute, communication, copies from the host, then what the host does while the device idles."""
-    layers: list[list[StepPiece]] = [[], [], [], [], []]
-    for event in events:
-        if event.end <= step.begin or event.start >= step.end:
-            continue
-        if event.where == DEVICE:
-            if COLLECTIVE.search(event.name):
-                layers[1].append(StepPiece(event.start, event.end, Phase.COMMUNICATION))
-            elif "HtoD" in event.name:
-                layers[2].append(StepPiece(event.start, event.end, Phase.TRANSFER))
-            else:
-                layers[0].append(StepPiece(event.start, event.end, _kernel_phase(event, launchers, phases)))
+    layers: list[list[Segment]] = [[], [], [], [], []]
+
+    def add(layer: int, phase: Phase, event: Event) -> None:
+        if event.end > step.begin and event.start < step.end:
+            layers[layer].append(phase_segment(phase, event.start, event.end))
+
+    for event in traced.events:
+        if event.where == DEVICE and COLLECTIVE.search(event.name):
+            add(1, Phase.COMMUNICATION, event)
+        elif event.where == DEVICE and "HtoD" in event.name:
+            add(2, Phase.TRANSFER, event)
+        elif event.where == DEVICE:
+            add(0, traced.kernel_phase(event), event)
         elif event.where == RUNTIME:
-            layers[4].append(StepPiece(event.start, event.end, Phase.HOST))
-    for span in spans:
-        if span.event.lane == main and span.event.end > step.begin and span.event.start < step.end:
-            if phases[id(span)] is Phase.DATA:
-                layers[3].append(StepPiece(span.event.start, span.event.end, Phase.DATA))
-            elif span.event.name.startswith("aten::"):
-                layers[4].append(StepPiece(span.event.start, span.event.end, Phase.HOST))
-    step.pieces = _by_priority(layers, step.begin, step.end, Phase.IDLE)
+            add(4, Phase.HOST, event)
+    for span in traced.spans:
+        if span.event.lane == traced.main and span.phase is Phase.DATA:
+            add(3, Phase.DATA, span.event)
+        elif span.event.lane == traced.main and span.event.name.startswith("aten::"):
+            add(4, Phase.HOST, span.event)
+    return _by_priority(layers, step.begin, step.end, Phase.IDLE)
 
 
-Launchers = dict[int, Span]  # id of a device's event -> the call that launched it
-
-
-def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> Launchers:
-    """By the driver's call with the same correlation, and the operation around that call on its thread.
+def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> dict[int, Span]:
+    """Id of a device's event -> the call that launched it: by the driver's call with the same correlation, and the
+    operation around that call on its thread.
 
     Old traces repeat the correlation as the external id, so that this way leads where ids do not; without driver
     calls in the trace the external id, shared by operation and kernel, has to do.
@@ -196,35 +199,22 @@ def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> Launchers:
     by_lane: dict[int | str, list[Span]] = defaultdict(list)
     for span in spans:
         by_lane[span.event.lane].append(span)
-    starts = {lane: [span.event.start for span in own] for lane, own in by_lane.items()}
+    around = {lane: innermost(own) for lane, own in by_lane.items()}
     by_link = {span.event.link: span for span in spans if span.event.link}
-    found: Launchers = {}
+    found: dict[int, Span] = {}
     for event in events:
         if event.where != DEVICE:
             continue
         call = calls.get(event.details.get("correlation"))
-        around: Span | None = by_link.get(event.link) if call is None else None
-        if call is not None and call.lane in by_lane:
-            index = bisect.bisect_right(starts[call.lane], call.start) - 1
-            around = by_lane[call.lane][index] if index >= 0 else None
-            while around is not None and around.event.end < call.start:
-                around = around.parent
-        if around is not None:
-            found[id(event)] = around
+        launcher: Span | None = by_link.get(event.link) if call is None else None
+        if call is not None and call.lane in around:
+            launcher = around[call.lane](call.start)
+        if launcher is not None:
+            found[id(event)] = launcher
     return found
 
 
-def _kernel_phase(event: Event, launchers: Launchers, phases: dict[int, Phase | None]) -> Phase:
-    span = launchers.get(id(event))
-    while span is not None:
-        phase = phases[id(span)]
-        if phase is not None:
-            return phase
-        span = span.parent
-    return Phase.FORWARD
-
-
-def _by_priority(layers: Sequence[list[StepPiece]], begin: int, end: int, rest: Phase) -> list[StepPiece]:
+def _by_priority(layers: Sequence[list[Segment]], begin: int, end: int, rest: Phase) -> list[Segment]:
     """Cut [begin, end] so that each instant has the phase of the first layer that covers it."""
     free, taken = [(begin, end)], []
     for layer in layers:
@@ -243,51 +233,41 @@ def _by_priority(layers: Sequence[list[StepPiece]], begin: int, end: int, rest: 
                     continue
                 if start > now:
                     remaining.append((now, start))
-                taken.append(StepPiece(start, stop, piece.phase))
+                taken.append(replace(piece, start=start, end=stop))
                 now = stop
             if now < high:
                 remaining.append((now, high))
         free = remaining
-    taken += [StepPiece(low, high, rest) for low, high in free]
+    taken += [phase_segment(rest, low, high) for low, high in free]
     return sorted(taken, key=lambda piece: piece.start)
 
 
 # -- lines and facts ---------------------------------------------------------------------------------------------
 
 
-def _lines(
-    steps: Sequence[TracedStep], events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None],
-    launchers: Launchers, on_device: bool,
-) -> list[Line]:  # fmt: skip
+def _lines(traced: _Traced) -> list[Line]:
     seconds: dict[Key, float] = defaultdict(float)
     counts: dict[Key, int] = defaultdict(int)
     flops: dict[Key, int] = defaultdict(int)
-    for span in spans:
-        phase = phases[id(span)]
-        if phase in (None, Phase.DATA) or not _inside(span.event.start, steps):
+    for span in traced.spans:
+        if span.phase is None or span.phase is Phase.DATA or not traced.inside(span.event):
             continue
-        assert phase is not None
-        key, kernel = span_key(span, phase), span.kernel
-        if kernel is span.event:
+        key = span_key(span, span.phase)
+        if span.kernel is span.event:
             flops[key] += _flops(span.event)
             counts[key] += 1
-        if not on_device:
+        if not traced.on_device:
             seconds[key] += span.self_ns / 1e9
-    for event in events if on_device else ():
-        if event.where == DEVICE and _inside(event.start, steps):
-            launcher = launchers.get(id(event))
-            phase = _kernel_phase(event, launchers, phases)
-            seconds[device_key(event, launcher, phase)] += (event.end - event.start) / 1e9
-    n = len(steps)
+    for event in traced.events if traced.on_device else ():
+        if event.where == DEVICE and traced.inside(event):
+            key = device_key(event, traced.launchers.get(id(event)), traced.kernel_phase(event))
+            seconds[key] += (event.end - event.start) / 1e9
+    n = len(traced.steps)
     return [
         Line(*key, count=round(counts[key] / n) or None, flops=round(flops[key] / n) or None, seconds=s / n,
              origin=Origin.MEASURED)
         for key, s in sorted(seconds.items())
     ]  # fmt: skip
-
-
-def _inside(moment: int, steps: Sequence[TracedStep]) -> bool:
-    return steps[0].begin <= moment < steps[-1].end
 
 
 def _flops(event: Event) -> int:
@@ -307,23 +287,23 @@ def _flops(event: Event) -> int:
         return 0
 
 
-def _launches(steps: Sequence[TracedStep], events: Sequence[Event], spans: Sequence[Span], on_device: bool) -> int:
-    if on_device:
-        return sum(1 for e in events if e.where == DEVICE and _inside(e.start, steps)) // len(steps)
-    return sum(1 for s in spans if s.kernel is s.event and _inside(s.event.start, steps)) // len(steps)
+def _launches(traced: _Traced) -> int:
+    calls = [span.event for span in traced.spans if span.kernel is span.event]
+    launched = [event for event in traced.events if event.where == DEVICE] if traced.on_device else calls
+    return sum(map(traced.inside, launched)) // len(traced.steps)
 
 
-def _sync_points(steps: Sequence[TracedStep], spans: Sequence[Span], events: Sequence[Event]) -> list[dict[str, Any]]:
+def _sync_points(traced: _Traced) -> list[dict[str, Any]]:
     """Where the host waited for a value: with the line of the user's code when stacks were recorded."""
     found: dict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        if span.event.name in ("aten::item", "aten::is_nonzero") and _inside(span.event.start, steps):
+    for span in traced.spans:
+        if span.event.name in ("aten::item", "aten::is_nonzero") and traced.inside(span.event):
             found[_line_of(span)].append((span.event.end - span.event.start) / 1e9)
     if not found:
-        for event in events:
-            if event.where == RUNTIME and _SYNC.search(event.name) and _inside(event.start, steps):
+        for event in traced.events:
+            if event.where == RUNTIME and _SYNC.search(event.name) and traced.inside(event):
                 found[event.name].append((event.end - event.start) / 1e9)
-    n = len(steps)
+    n = len(traced.steps)
     points: list[dict[str, Any]] = [
         {"place": place, "call": "item", "per_step": len(times) / n, "seconds": sum(times) / n}
         for place, times in found.items()

@@ -57,12 +57,12 @@ class GradientUse:
     def _called(self, module: nn.Module, args: Any) -> None:
         own = {id(p) for p in module.parameters() if p.requires_grad} if torch.is_grad_enabled() else None
         if own:
-            self._calls.append(_Call(user_line() or "?", own, any(t.requires_grad for t in tensors(args))))
+            self._calls.append(_Call(user_line(), own, any(t.requires_grad for t in tensors(args))))
 
     def backward_begins(self, roots: Any) -> None:
         self._forget_cleared()
         if self._handles:
-            self._passes.append(_Pass(user_line() or "?", self._calls))
+            self._passes.append(_Pass(user_line(), self._calls))
             self._calls = []
             for leaf in _leaves(roots):
                 if id(leaf) not in self._handles:

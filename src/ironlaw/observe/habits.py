@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ironlaw.ledger import Phase
 from ironlaw.machine import host
 from ironlaw.observe.close_look import CloseLook
 from ironlaw.observe.gradients import GradientUse
-from ironlaw.observe.inputs import input_tensors, padding
+from ironlaw.observe.inputs import padding
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
@@ -36,6 +35,7 @@ from ironlaw.observe.user_code import (
     user_frame,
     user_line,
 )
+from ironlaw.workload.trace_kernels import tensors
 
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
 UNNAMED = 3  # times as much: growth that nothing of the user's holds may be a heap or a loader that still settles
@@ -84,6 +84,10 @@ NAMED: dict[str, tuple[str, ...]] = {
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> what the code that it is about calls, or sets."""
+SEEN = {name: name for name in ("update_by_hand", "evaluation_frequent", "checkpoint_frequent")} | {
+    "precision": "forward pass"
+}
+"""Rule -> what is seen in the loop where it begins."""
 
 
 @dataclass
@@ -95,20 +99,14 @@ class Habits:
     partition: Partition | None = None  # where operations are looked at too
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
-    zeroed: Counter[str] = field(default_factory=Counter)  # zero_grad(set_to_none=False)
-    retained: Counter[str] = field(default_factory=Counter)  # backward(retain_graph=True)
     forwards: int = 0
     read: int = 0  # forward passes that a backward pass has come back through
-    forward_lines: Counter[str] = field(default_factory=Counter)
-    unread_lines: Counter[str] = field(default_factory=Counter)
-    added_to: Counter[str] = field(default_factory=Counter)  # backward passes that found gradients of the step before
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
     loop: CodeType | None = None  # the user's function that updates
     backward_seconds: float = 0.0
     again_seconds: float = 0.0  # of backward passes through a graph that another one of the step had been through
-    loaders: Counter[str] = field(default_factory=Counter)  # iterators made of DataLoaders
-    lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # rule -> where it begins
+    lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # what was seen, by line
     compiled: list[int] = field(default_factory=list)  # steps in which the compiler ran
     learns_in_eval: bool = False  # the step before was of passes in evaluation mode only
     eval_steps: int = 0
@@ -128,24 +126,23 @@ class Habits:
         self.forwards += 1
         if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
             self.paddings.append(found)
-        self._place = user_line() or "?"
-        self.forward_lines[self._place] += 1
-        for tensor in input_tensors(args, kwargs):  # of one part of the model, for another: detached, and of use
+        self._place = self.sees("forward pass")
+        for tensor in tensors((args, kwargs)):  # of one part of the model, for another: detached, and of use
             self._outputs.pop(tensor.untyped_storage().data_ptr(), bool)()
 
     def forward_ended(self, output: Any) -> None:
         """A gradient that comes to any of its outputs tells that the pass was of use."""
         place, come = self._place, False
-        self.unread_lines[place] += 1
+        self.lines["unread pass"][place] += 1
 
         def comes(gradient: torch.Tensor | None = None) -> None:
             nonlocal come
             if not come:
                 come = True
                 self.read += 1
-                self.unread_lines[place] -= 1
+                self.lines["unread pass"][place] -= 1
 
-        for tensor in input_tensors((output,), {}):
+        for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(comes)
                 self._outputs[tensor.untyped_storage().data_ptr()] = comes
@@ -159,28 +156,25 @@ class Habits:
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.passes.append(time.perf_counter() - self._backward_began)
         if keeps_graph(args, kwargs):
-            self.retained[user_line() or "?"] += 1
+            self.sees("graph retained")
         self.gradients.backward_ended()
         self.look()
 
-    def finds_gradients(self) -> None:
-        self.added_to[user_line() or "?"] += 1
+    def sees(self, what: str) -> str:
+        """Counted by the line of the user's code, which it returns."""
+        place = user_line()
+        self.lines[what][place] += 1
+        return place
 
     def updates(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.updates(optimizer)
         frame = user_frame()
         self.loop = frame.f_code if frame is not None else None
-        self.lines["update_by_hand"][user_line() or "?"] += 1
-
-    def between(self, phase: Phase) -> None:
-        self.lines[f"{phase}_frequent"][user_line() or "?"] += 1
-
-    def loads_anew(self) -> None:
-        self.loaders[user_line() or "?"] += 1
+        self.sees("update_by_hand")
 
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if zeroes(args, kwargs):
-            self.zeroed[user_line() or "?"] += 1
+            self.sees("gradients zeroed")
 
     def look(self) -> None:
         self.on |= {mode.name for mode in MODES if mode.is_on()}
@@ -224,19 +218,19 @@ class Habits:
             ],
             "float64": self._float64(),
             "memory_growth": self._growth(),
-            "zeroed_gradients": most_calls(self.zeroed, steps),
-            "retained_graphs": most_calls(self.retained, steps),
-            "graphs_again": self._again(steps),
-            "added_gradients": most_calls(self.added_to, steps),
+            "zeroed_gradients": self.most_seen("gradients zeroed"),
+            "retained_graphs": self.most_seen("graph retained"),
+            "graphs_again": self._again(),
+            "added_gradients": self.most_seen("gradients found"),
             **self.gradients.facts(self._files),
-            **(self._closely.facts(self.forward_lines) if self._closely is not None else {}),
+            **(self._closely.facts(self.lines["forward pass"]) if self._closely is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
             "places": self._places(),
             "forwards_per_step": self.forwards / steps,
             "read_forwards_per_step": self.read / steps,
-            "forward_lines": [place for place, count in self.unread_lines.most_common(4) if count],
+            "forward_lines": [place for place, count in self.lines["unread pass"].most_common(4) if count],
             "profiled": line_calling(("profile", "emit_itt"), self._files) or "?" if self.profiled else None,
         }  # fmt: skip
 
@@ -246,9 +240,9 @@ class Habits:
         part, columns = (statistics.mean(parts) for parts in zip(*self.paddings, strict=True))
         return {"part": part, "columns": columns, "place": padding_line(self._files)}
 
-    def _again(self, steps: int) -> dict[str, Any] | None:
+    def _again(self) -> dict[str, Any] | None:
         """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
-        kept = most_calls(self.retained, steps)
+        kept = self.most_seen("graph retained")
         if kept is None or not self.again_seconds:
             return None
         return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}
@@ -262,7 +256,7 @@ class Habits:
         )
         if not differs or 2 * self.eval_steps < len(self.resident):
             return None
-        place = line_calling(("eval",), self._files) or self.forward_lines.most_common(1)[0][0]
+        place = line_calling(("eval",), self._files) or self.lines["forward pass"].most_common(1)[0][0]
         return {"place": place, "per_step": self.eval_steps / len(self.resident)}
 
     def _unscaled(self, precision: str | None) -> dict[str, Any] | None:
@@ -273,11 +267,15 @@ class Habits:
 
     def _places(self) -> dict[str, str]:
         """Rule -> the line that it is about, where the run or the text of the code tells."""
-        seen = {rule: lines.most_common(1)[0][0] for rule, lines in self.lines.items()}
-        if self.forward_lines:
-            seen["precision"] = self.forward_lines.most_common(1)[0][0]
+        seen = {rule: self.lines[what].most_common(1)[0][0] for rule, what in SEEN.items() if self.lines[what]}
         named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
         return {rule: place for rule, place in {**named, **seen}.items() if place and place != "?"}
+
+    def most_seen(self, what: str) -> dict[str, Any] | None:
+        """The line where it was seen most, if about once per step."""
+        steps = max(1, len(self.resident))
+        place, count = max(self.lines[what].items(), key=lambda one: one[1], default=("", 0))
+        return {"place": place, "per_step": count / steps} if count >= 0.5 * steps else None
 
     def recompile_seconds(self, steps: Sequence[float]) -> float:
         """Of the steps after the first few in which the compiler ran, above the median step."""
@@ -320,12 +318,6 @@ def _compiled_graphs() -> int:
     """So far in this process, where the compiler has been imported at all."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return int(counters["stats"]["unique_graphs"]) if counters else 0
-
-
-def most_calls(calls: Counter[str], steps: int) -> dict[str, Any] | None:
-    """The line with the most calls, where there is about one per step."""
-    place, count = calls.most_common(1)[0] if calls else ("", 0)
-    return {"place": place, "per_step": count / steps} if count >= 0.5 * steps else None
 
 
 @contextmanager

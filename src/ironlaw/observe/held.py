@@ -12,10 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch.profiler import ProfilerActivity, profile
-
 from ironlaw.observe.events import Allocation, recorded_allocations
-from ironlaw.observe.profile import silent_stderr
+from ironlaw.observe.profile import profiled
 
 
 @dataclass
@@ -49,13 +47,9 @@ class Recorded:
 @contextmanager
 def recording() -> Iterator[Recorded]:
     """Record this thread's allocations while the block runs."""
-    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     result = Recorded()
-    with silent_stderr():
-        recorder.start()
     try:
-        yield result
+        with profiled() as recorder:
+            yield result
     finally:
-        with silent_stderr():
-            recorder.stop()
         result.allocations = recorded_allocations(recorder)

@@ -38,8 +38,7 @@ class Listener:
     cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given, once it is through
     skipped: Callable[[], None]  # loss scaling left an update out
     loader: Callable[[int], None]  # a DataLoader with so many workers was asked for a batch
-    loads_anew: Callable[[], None]  # a DataLoader made an iterator
-    between: Callable[[Phase], None]  # steps: an evaluation or a checkpoint begins
+    sees: Callable[[str], Any]  # a DataLoader makes an iterator; between steps an evaluation or a checkpoint begins
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def listening(
         asked = _loading(model, partition, listener, lambda batches: listener.loader(batches._num_workers))
         _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", asked)
         # Workers start and samples are drawn when a loader is iterated over, before the first batch is asked for.
-        begun = _loading(model, partition, listener, lambda _: listener.loads_anew())
+        begun = _loading(model, partition, listener, lambda _: listener.sees("loader begun"))
         _wrap(stack, dataloader.DataLoader, "__iter__", begun)
         _wrap(stack, torch, "save", _phased(partition, lambda: _begins(listener, Phase.CHECKPOINT)))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
@@ -137,9 +136,7 @@ def _wrap(stack: ExitStack, owner: Any, name: str, around: Callable[[Any], Any])
     stack.callback(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
 
-def _phased(
-    partition: Partition, phase: Callable[[], Phase], after: Callable[[], None] | None = None
-) -> Callable[[Any], Any]:
+def _phased(partition: Partition, phase: Callable[[], Phase]) -> Callable[[Any], Any]:
     def around(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +145,6 @@ def _phased(
                 return original(*args, **kwargs)
             finally:
                 partition.end()
-                if after is not None:
-                    after()
 
         return call
 
@@ -158,11 +153,6 @@ def _phased(
 
 def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
     exchange = _Exchange(stack, model, partition) if hasattr(model, "require_backward_grad_sync") else None
-
-    def ended(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if exchange is not None:
-            exchange.settle()
-        listener.backward_ended(args, kwargs)
 
     def around(original: Any) -> Any:
         @functools.wraps(original)
@@ -175,7 +165,9 @@ def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener
                 if partition.running is Phase.COMMUNICATION:
                     partition.end()
                 partition.end()
-                ended(args, kwargs)
+                if exchange is not None:
+                    exchange.settle()
+                listener.backward_ended(args, kwargs)
 
         return call
 
@@ -236,7 +228,7 @@ def _loading(
 
 
 def _begins(listener: Listener, phase: Phase) -> Phase:
-    listener.between(phase)
+    listener.sees(f"{phase}_frequent")
     return phase
 
 
@@ -291,7 +283,7 @@ def sync_points(partition: Partition) -> Iterator[dict[str, SyncPoint]]:
                 return original(self, *args, **kwargs)
             finally:
                 inside = False
-                place = user_line() or "?"
+                place = user_line()
                 point = found.setdefault(f"{place} {name}", SyncPoint(place, name))
                 point.count += 1
                 point.seconds += time.perf_counter() - began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,14 +15,10 @@ from ironlaw.workload.trace_kernels import tensors
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    yield from tensors((args, kwargs))
-
-
 def padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
     """Parts of a batch of token ids, (B, T): the one value that rows end with, or begin with, from its second in a row
     on; and the columns at that end that hold nothing else."""
-    ids = next((t for t in input_tensors(args, kwargs) if t.dim() == 2 and t.dtype in (torch.int32, torch.int64)), None)
+    ids = next((t for t in tensors((args, kwargs)) if t.dim() == 2 and t.dtype in (torch.int32, torch.int64)), None)
     if ids is None or len(ids) < 2 or ids.shape[1] < 8:
         return None
     found = []
@@ -39,7 +34,7 @@ def padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float
 
 def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     """Precision, batch and tokens of one forward pass; `signature`: the inputs as a trace takes them, if it can."""
-    given = list(input_tensors(args, kwargs))
+    given = list(tensors((args, kwargs)))
     first = next(iter(given), None)
     integers = next((t for t in given if not t.is_floating_point() and t.dim() == 2), None)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

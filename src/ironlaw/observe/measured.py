@@ -13,6 +13,7 @@ from torch import nn
 from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase, named_as
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
+from ironlaw.workload.trace_kernels import tensors
 
 
 def warmup_steps(steps: int) -> int:
@@ -61,17 +62,13 @@ def held_bytes(
 
 def tree_bytes(tree: Any) -> int:
     """Bytes of all tensors of a nesting, each storage once; of a distributed tensor, this rank's part."""
-    sizes: dict[int, int] = {}
+    return sum(storage_bytes(tree).values())
 
-    def visit(node: Any) -> None:
-        if isinstance(node, torch.Tensor):
-            here = node.to_local() if hasattr(node, "to_local") else node
-            sizes[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
-        for part in node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ():
-            visit(part)
 
-    visit(tree)
-    return sum(sizes.values())
+def storage_bytes(tree: Any) -> dict[int, int]:
+    """As `tree_bytes`, by address."""
+    here = (t.to_local() if hasattr(t, "to_local") else t for t in tensors(tree))
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}
 
 
 def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Phase], tokens_per_step: int) -> Estimate:

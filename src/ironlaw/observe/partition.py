@@ -30,20 +30,25 @@ BRIDGES: dict[tuple[Phase, Phase], Phase] = {
 
 
 @dataclass
-class Interval:
-    """From one mark to the next. `phase` is None until the next phase begins and names it."""
-
-    begin: ClockReading
-    phase: Phase | None = None
-    after: Phase | None = None  # the phase that ended where a gap begins
-    end: ClockReading | None = None
-
-
-@dataclass
 class ClockReading:
     seconds: float
     cpu_seconds: float  # processor time of this thread
     event: Any = None  # on the device's own timeline
+
+    def until(self, end: ClockReading) -> float:
+        """Seconds, of the device where it has a timeline."""
+        return end.seconds - self.seconds if self.event is None else float(self.event.elapsed_time(end.event)) / 1e3
+
+
+@dataclass
+class Interval:
+    """From one mark to the next. `phase` is None until the next phase begins and names it; `end` is the beginning until
+    it ends."""
+
+    begin: ClockReading
+    end: ClockReading
+    phase: Phase | None = None
+    after: Phase | None = None  # the phase that ended where a gap begins
 
 
 @dataclass
@@ -63,7 +68,8 @@ class Partition:
 
     def start(self) -> None:
         self._stack.clear()
-        self.intervals = [Interval(self._now())]
+        now = self._now()
+        self.intervals = [Interval(now, now)]
 
     def begin(self, phase: Phase) -> None:
         if not self.intervals:
@@ -82,21 +88,15 @@ class Partition:
         else:
             self.intervals[-1].after = ended
 
-    def cut(self) -> StepTimes | None:
-        """The step ends here. Its times are returned once they are known: at once, or on CUDA some steps later."""
+    def cut(self) -> None:
+        """The step ends here. It is `done` once its times are known: at once, or on CUDA some steps later."""
         if not self.intervals:
-            return None
+            return
         self._close(None)
         last = self.intervals.pop()
-        if last.begin.event is None:
-            known = _times(self.intervals)
-            self.done.append(known)
-            times: StepTimes | None = known
-        else:
-            self._waiting.append(self.intervals)
-            times = self._resolve(wait=False)
-        self.intervals = [Interval(last.begin, phase=self._stack[-1] if self._stack else None)]
-        return times
+        self._waiting.append(self.intervals)
+        self._resolve(wait=False)
+        self.intervals = [Interval(last.begin, last.begin, self.running)]
 
     @property
     def running(self) -> Phase | None:
@@ -106,18 +106,14 @@ class Partition:
         """Wait for what the device still owes."""
         self._resolve(wait=True)
 
-    def _resolve(self, wait: bool) -> StepTimes | None:
-        newest = None
+    def _resolve(self, wait: bool) -> None:
         while self._waiting:
-            last = self._waiting[0][-1].end
-            assert last is not None
-            if wait:
-                last.event.synchronize()
-            elif not last.event.query():
+            reached = self._waiting[0][-1].end.event
+            if reached is not None and wait:
+                reached.synchronize()
+            elif reached is not None and not reached.query():
                 break
-            newest = _times(self._waiting.pop(0))
-            self.done.append(newest)
-        return newest
+            self.done.append(_times(self._waiting.pop(0)))
 
     def _close(self, before: Phase | None) -> None:
         """End the running interval now, and begin the next. `before`: the phase that begins."""
@@ -126,7 +122,7 @@ class Partition:
         running.end = now
         if running.phase is None and before is not None and running.after is not None:
             running.phase = BRIDGES.get((running.after, before))
-        self.intervals.append(Interval(now, after=running.after))
+        self.intervals.append(Interval(now, now, after=running.after))
         if self.on_mark is not None:
             self.on_mark()
 
@@ -138,31 +134,20 @@ class Partition:
         return ClockReading(time.perf_counter(), time.thread_time(), event)
 
 
-def _seconds(interval: Interval) -> float:
-    begin, end = interval.begin, interval.end
-    assert end is not None
-    if begin.event is not None:
-        return float(begin.event.elapsed_time(end.event)) / 1e3
-    return end.seconds - begin.seconds
-
-
 def _times(intervals: list[Interval]) -> StepTimes:
     """Evaluation and checkpoints lie between steps: they are kept, and not part of the step's wall time."""
     phases: dict[Phase, float] = {}
     data_cpu = 0.0
     for interval in intervals:
-        seconds = _seconds(interval)
-        if interval.phase is Phase.DATA and interval.end is not None:
-            data_cpu += interval.end.cpu_seconds - interval.begin.cpu_seconds
+        seconds = interval.begin.until(interval.end)
+        computed = interval.end.cpu_seconds - interval.begin.cpu_seconds
+        if interval.phase is Phase.DATA:
+            data_cpu += computed
         if interval.phase is not None:
             phases[interval.phase] = phases.get(interval.phase, 0.0) + seconds
             continue
-        assert interval.end is not None
-        busy = seconds if interval.begin.event else min(seconds, interval.end.cpu_seconds - interval.begin.cpu_seconds)
+        busy = seconds if interval.begin.event else min(seconds, computed)
         phases[Phase.HOST] = phases.get(Phase.HOST, 0.0) + busy
         phases[Phase.IDLE] = phases.get(Phase.IDLE, 0.0) + seconds - busy
-    first, last = intervals[0].begin, intervals[-1].end
-    assert last is not None
-    whole = float(first.event.elapsed_time(last.event)) / 1e3 if first.event else last.seconds - first.seconds
     between = sum(seconds for phase, seconds in phases.items() if phase not in STEP_PHASES)
-    return StepTimes(whole - between, phases, data_cpu)
+    return StepTimes(intervals[0].begin.until(intervals[-1].end) - between, phases, data_cpu)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,13 +17,14 @@ from typing import Any
 
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
 
-from ironlaw.ledger import Key, Kind, Line, Origin, Phase
+from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
-from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest, scopes_recorded
+from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, StepSums, nest
 from ironlaw.workload.objective import FROZEN
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
@@ -104,21 +104,9 @@ class StepProfile:
     peak_parts: dict[str, int] = field(default_factory=dict)  # gradients, activations, temporaries at the peak
 
 
-def phase_scope(recording: bool, phase: Phase) -> Any:
-    """A marker for the trace; costs nothing when nobody records."""
-    return record_function(f"{PHASE_SCOPE}{phase}") if recording else nullcontext()
-
-
-def step_scope(recording: bool) -> Any:
-    return record_function(STEP_SCOPE) if recording else nullcontext()
-
-
-def communication_scope(recording: bool) -> Any:
-    return record_function(COMMUNICATION_SCOPE) if recording else nullcontext()
-
-
-def copy_scope() -> Any:
-    return record_function(COPY_SCOPE)
+def scope(name: str, recording: bool = True) -> AbstractContextManager[Any]:
+    """A mark for the trace; costs nothing when nobody records."""
+    return record_function(name) if recording else nullcontext()
 
 
 @contextmanager
@@ -135,12 +123,22 @@ def silent_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def operation_scope(recording: bool, name: str) -> Any:
-    return record_function(f"{MODULE_SCOPE}{name}") if recording else nullcontext()
+@contextmanager
+def profiled(device: str = "cpu") -> Iterator[profile]:
+    """PyTorch's profiler with every allocation, begun and ended without its words."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    recorder = profile(activities=activities, profile_memory=True)
+    with silent_stderr():
+        recorder.start()
+    try:
+        yield recorder
+    finally:
+        with silent_stderr():
+            recorder.stop()
 
 
 def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
-    """Module to the plan's operation name. Containers are marked with their class, see `_OWN_WORK`."""
+    """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`."""
     names: dict[nn.Module, str] = {}
     latent = {path for path, module in model.named_modules() if _class_name(module) == "LatentAttention"}
     for path, module in model.named_modules():
@@ -167,17 +165,8 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     return names
 
 
-def native_scope(name: str) -> Any:
-    return record_function(NATIVE + name)
-
-
 def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")  # which makes a class of its own of each that it shards
-
-
-def named_modules_recorded(model: nn.Module) -> AbstractContextManager[None]:
-    """A scope with the plan's name around every module's forward while recording."""
-    return scopes_recorded(module_scopes(model))
 
 
 def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> StepProfile:
@@ -223,13 +212,7 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
 
 
 def _lines(spans: list[Span], steps: int) -> list[Line]:
-    """Per key the quickest of the recorded steps: stalls, and the pages that the profiler's own events cost, only add.
-
-    Whoever compares them with phases timed without a profiler scales them to those.
-    """
-    nanoseconds: dict[Key, list[int]] = defaultdict(lambda: [0] * steps)
-    counts: dict[Key, int] = defaultdict(int)
-    step = -1
+    sums, step = StepSums(steps), -1
     for span in spans:
         if span.name == STEP_SCOPE:
             step += 1
@@ -237,12 +220,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             continue
         kind, operation = _classify(span)
         key = (span.phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation)
-        nanoseconds[key][step] += span.self_ns
-        counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
-    return [
-        Line(*key, count=round(counts[key] / steps), seconds=min(times) / 1e9, origin=Origin.MEASURED)
-        for key, times in sorted(nanoseconds.items())
-    ]
+        sums.add(step, key, span.self_ns, span.inside != _PRODUCT_WITH_BIAS)  # what that calls is part of the product
+    return sums.lines()
 
 
 def _classify(span: Span) -> tuple[Kind, str]:

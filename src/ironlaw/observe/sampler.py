@@ -85,7 +85,7 @@ class StackSampler:
         frames.pop(threading.get_ident(), None)
         if frame is None or not self._partition.intervals:
             return
-        inner, outer = user_line(frame) or "?", user_line(frame, self._loop) or "?"
+        inner, outer = user_line(frame), user_line(frame, self._loop)
         self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter()))
         if running in (None, Phase.HOST):
             self._gaps[logs(frame)] += 1
@@ -117,7 +117,7 @@ class StackSampler:
         self, kinds: Collection[Kind], origin: Callable[[float], tuple[Kind, float | None]]
     ) -> list[tuple[str, float]]:
         """The user's lines of the forward pass and the loss that spent most time in these kinds of work, their part of
-        the backward pass included, each with its share of all recorded time. `origin`: `ModuleRecording.origins`."""
+        the backward pass included, each with its share of all recorded time. `origin`: of `module_profile.origins`."""
         moments = [seconds for *_, seconds in self._lines]
         here: Counter[str] = Counter()
         for interval, place, _, seconds in self._lines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from ironlaw.ledger import Key, Kind, Phase
+from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.observe.events import CPU, Event
 from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace_kernels import _KIND_OF as TRACED_KINDS
@@ -51,6 +52,7 @@ class Span:
     outer: str = ""  # the optimizer, data loader or profiler step around it
     kernel: Event | None = None  # the operation that this is part of
     phase: Phase | None = None  # where the recording marks phases
+    step: int = -1  # where it marks steps; the reader of a loop's marks sets both
 
     @property
     def name(self) -> str:
@@ -116,6 +118,20 @@ def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = 
         stack.append(span)
         spans.append(span)
     return spans
+
+
+def innermost(spans: Sequence[Span]) -> Callable[[float], Span | None]:
+    """Of a moment: the last of these spans of one thread, in order, that lies around it."""
+    starts = [span.event.start for span in spans]
+
+    def at(moment: float) -> Span | None:
+        index = bisect_right(starts, moment) - 1
+        span: Span | None = spans[index] if index >= 0 else None
+        while span is not None and span.event.end < moment:
+            span = span.parent
+        return span
+
+    return at
 
 
 def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
@@ -213,6 +229,30 @@ def span_key(span: Span, phase: Phase) -> Key:
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
         return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
     return phase, kind_of(span.kernel.name), operation_name(span)
+
+
+class StepSums:
+    """Nanoseconds and calls by key, of some recorded steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.nanoseconds: dict[Key, list[int]] = defaultdict(lambda: [0] * steps)
+        self.counts: dict[Key, int] = defaultdict(int)
+
+    def add(self, step: int, key: Key, nanoseconds: int, count: int = 0) -> None:
+        self.nanoseconds[key][step] += nanoseconds
+        self.counts[key] += count
+
+    def lines(self) -> list[Line]:
+        """Per key the quickest of the steps: stalls, and the pages that the profiler's own events cost, only add.
+
+        Whoever compares them with phases timed without a profiler scales them to those.
+        """
+        return [
+            Line(*key, count=round(self.counts[key] / self.steps) or None, seconds=min(times) / 1e9,
+                 origin=Origin.MEASURED)
+            for key, times in sorted(self.nanoseconds.items()) if any(times)
+        ]  # fmt: skip
 
 
 COLLECTIVE = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)

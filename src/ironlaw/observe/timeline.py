@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ironlaw.ledger import Phase
 from ironlaw.observe.events import DEVICE, Event
 from ironlaw.observe.spans import Span, device_kind, group_of, kind_of
 
@@ -23,6 +24,10 @@ class Segment:
     start: int
     end: int
     calls: int = 1
+
+
+def phase_segment(phase: Phase, start: int, end: int) -> Segment:
+    return Segment("phases", str(phase), str(phase), start, end)
 
 
 def operation_segments(

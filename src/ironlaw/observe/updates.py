@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from ironlaw.observe.measured import tree_bytes
 from ironlaw.workload.optimizers import OptimizerName
 from ironlaw.workload.updates import LIKE, Update
 
@@ -26,12 +26,11 @@ def _update(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update |
     known = next((LIKE[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in LIKE), None)
     like: OptimizerName | None = "momentum" if known == "sgd" and group.get("momentum") else known
     extra = bool(group.get("amsgrad")) + bool(group.get("centered")) + (like == "rmsprop" and group["momentum"] > 0)
-    states = [value for p in trained for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
     foreach = group.get("foreach")
     if foreach is None:  # PyTorch's own choice; not every optimizer has one
         foreach = "foreach" in group and trained[0].is_cuda
     return Update(
         type(optimizer).__name__, like, tuple(Counter(tuple(p.shape) for p in trained).items()),
         trained[0].element_size(), bool(group.get("fused")), bool(group.get("weight_decay")), int(extra),
-        sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in states}.values()), bool(foreach),
+        tree_bytes([optimizer.state.get(p) for p in trained]), bool(foreach),
     )  # fmt: skip

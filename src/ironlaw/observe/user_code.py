@@ -39,13 +39,14 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
     return frame
 
 
-def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str | None:
-    """file:line of the innermost line that belongs to no library; with `of` of the one of this function around it."""
+def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str:
+    """file:line of the innermost line that belongs to no library, "?" without; with `of` of the one of this function
+    around it."""
     inner = frame = user_frame(frame if frame is not None else sys._getframe(1))
     while of is not None and frame is not None and frame.f_code is not of:
         frame = frame.f_back
     frame = frame or inner
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @contextmanager

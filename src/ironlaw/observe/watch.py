@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
@@ -39,14 +39,15 @@ from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.gradients import parameters_of
-from ironlaw.observe.habits import LOOKED_AT, Habits, most_calls
+from ironlaw.observe.habits import LOOKED_AT, Habits
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
-from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
+from ironlaw.observe.inputs import describe_inputs, describe_model
+from ironlaw.observe.measured import storage_bytes, tree_bytes
 from ironlaw.observe.memory_peak import KnownStorages
-from ironlaw.observe.module_profile import ModuleProfile, ModuleRecording, mark, module_paths, read_modules
+from ironlaw.observe.module_profile import ModuleProfile, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
-from ironlaw.observe.profile import silent_stderr
+from ironlaw.observe.profile import profiled
 from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import (
@@ -59,6 +60,7 @@ from ironlaw.observe.trials import (
 )
 from ironlaw.observe.updates import updates_of
 from ironlaw.package import __version__
+from ironlaw.workload.trace_kernels import tensors
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
@@ -140,11 +142,9 @@ class Watch:
         listener = Listener(
             lambda module: module.training or self._habits.learns_in_eval, self._forward_begins,
             self._habits.forward_ended, self._backward_begins, self._backward_ended,
-            self._habits.updates, self._stepped, self._cleared, self._skipped, self._loader_asked,
-            self._habits.loads_anew, self._habits.between,
+            self._habits.updates, self._stepped, self._cleared, self._skipped, self._loader_asked, self._habits.sees,
         )  # fmt: skip
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
-        self._listener = listener
         accelerated = self.device.type == "cuda"
         self._gpu = find_gpu_monitor(self.device.index or 0) if accelerated else None
         self._energy = EnergyMeter(accelerated=accelerated, gpu=self._gpu)
@@ -233,7 +233,7 @@ class Watch:
         if self._recorder is not None:
             if not self._recording and self._forwards == 1:
                 self._forget_cleared()
-            self._held.batch_bytes = sum(t.untyped_storage().nbytes() for t in input_tensors(args, kwargs))
+            self._held.batch_bytes = sum(t.untyped_storage().nbytes() for t in tensors((args, kwargs)))
 
     def _cleared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.cleared(args, kwargs)
@@ -260,7 +260,7 @@ class Watch:
         if not self._gradients():
             self.gradients_found = "forward"
         elif any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None):
-            self._habits.finds_gradients()
+            self._habits.sees("gradients found")
 
     def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.backward_ended(args, kwargs)
@@ -310,22 +310,17 @@ class Watch:
         self._probe()
         self._recording = []
         self._held = KnownStorages(
-            weights=_storages([*self.model.parameters(), *self.model.buffers()]),
+            weights=storage_bytes([*self.model.parameters(), *self.model.buffers()]),
             gradients=self._gradients(),
-            optimizer=_storages(_state_tensors(self.optimizers)),
+            optimizer=storage_bytes([optimizer.state for optimizer in self.optimizers]),
         )
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._recorder = profile(activities=activities, profile_memory=True)
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
         self.sampler = self._recording_stack.enter_context(
-            StackSampler(self.partition, self._habits.loop, self._habits.forward_lines)
+            StackSampler(self.partition, self._habits.loop, self._habits.lines["forward pass"])
         )
-        with silent_stderr():
-            self._recorder.start()
+        self._recorder = self._recording_stack.enter_context(profiled(self.device.type))
         self.partition.on_mark = mark
         self.partition.start()
         self.profiling_seconds += time.perf_counter() - began
@@ -334,16 +329,13 @@ class Watch:
         began = time.perf_counter()
         assert self._recorder is not None
         self.partition.on_mark = None
-        with silent_stderr():
-            self._recorder.stop()
         self._recording_stack.close()
         recorder, self._recorder = self._recorder, None
         if self._recording:
             self.sync_steps = len(self._recording)
             self._profile = read_modules(
-                recorded_events(recorder), recorded_allocations(recorder), ModuleRecording(self._recording), self._held,
-                self.sampler,
-            )  # fmt: skip
+                recorded_events(recorder), recorded_allocations(recorder), self._recording, self._held, self.sampler
+            )
         self.partition.start()
         self.profiling_seconds += time.perf_counter() - began
 
@@ -357,7 +349,7 @@ class Watch:
             self._probed = time.perf_counter()
 
     def _gradients(self) -> dict[int, int]:
-        return _storages([p.grad for p in self.model.parameters() if p.grad is not None])
+        return storage_bytes([p.grad for p in self.model.parameters()])
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -370,7 +362,7 @@ class Watch:
             if entry["step"] in self.recorded:
                 entry["recorded"] = True
         usual = sorted(self.micro_batches)[len(self.micro_batches) // 2]
-        anew = most_calls(self._habits.loaders, len(done))
+        anew = self._habits.most_seen("loader begun")
         facts: dict[str, Any] = {
             "source": "observe",
             "machine": torch.cuda.get_device_name() if self.device.type == "cuda" else host.cpu_name(),
@@ -431,8 +423,8 @@ class Watch:
             recorded=self.recorded,
             metrics=self.metrics,
             profile=self._profile,
-            held={"weights": sum(_storages([*self.model.parameters(), *self.model.buffers()]).values()),
-                  "optimizer": sum(_storages(_state_tensors(self.optimizers)).values())},
+            held={"weights": tree_bytes([*self.model.parameters(), *self.model.buffers()]),
+                  "optimizer": tree_bytes([optimizer.state for optimizer in self.optimizers])},
             resident_peak_bytes=max(self.peak_resident, host.resident_bytes()),
             cuda_peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             joules=self._energy.joules(),
@@ -481,11 +473,6 @@ def _compiled(model: nn.Module) -> bool:
     return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
-def _state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
-    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-
 def _measured_machine() -> Profile | None:
     """This machine's profile, when it has been measured with as many threads as the loop uses."""
     try:
@@ -494,8 +481,3 @@ def _measured_machine() -> Profile | None:
         return None
     same = profile.name == host.cpu_name() and profile.threads == torch.get_num_threads()
     return profile if same else None
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address to bytes, each storage once."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

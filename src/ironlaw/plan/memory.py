@@ -26,7 +26,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_temporary_bytes
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program
-from ironlaw.workload.schedule import Pass, passes
+from ironlaw.workload.schedule import passes_of_rank
 from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
@@ -167,13 +167,13 @@ class _Rank:
         return reduced
 
     def _pipelined(self) -> None:
-        order = self._order()
+        layout = self.layout
         for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
             # Also for a neighbour on the same rank, whose tensors take the buffers' place.
             others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
             self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
         self.walk.look("messages")
-        for p in order:
+        for p in passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.walked, self.position):
             if p.kind == "F":
                 self._forward(p.stage)
             elif p.stage == 0 and p.kind == "I":
@@ -187,10 +187,6 @@ class _Rank:
         self.walk.now["messages"] -= self.unfinished
         for stage in self.stages if self.fsdp else ():
             self._reduce_all(stage)
-
-    def _order(self) -> list[Pass]:
-        layout = self.layout
-        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.walked)[self.position]
 
     def _blocks(self, stage: int) -> list[Layer]:
         return [layer for layer in self.layers[stage] if layer.name not in (EMBEDDING, HEAD)]

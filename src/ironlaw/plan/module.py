@@ -32,8 +32,9 @@ from ironlaw.workload.updates import Loop
 if TYPE_CHECKING:
     from torch import nn
 
-    from ironlaw.workload.trace import Loss, ModuleTrace
+    from ironlaw.workload.trace import Loss
     from ironlaw.workload.trace_inputs import Inputs
+    from ironlaw.workload.trace_store import ModuleTrace
 
 __all__ = ["Input", "parse_input", "plan_module", "plan_traced", "resolve_module"]
 

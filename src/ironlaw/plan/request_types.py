@@ -30,6 +30,8 @@ class Options:
     network: str | None = None  # of a node, in words, where it is not the usual one
     per_node: int | None = None  # accelerators, likewise
     ranks: int | None = None  # on this machine: CPU ranks that torchrun starts
+    weights: str | None = None  # of a server: their format, and the cache's
+    kv: str | None = None
     runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
 
 

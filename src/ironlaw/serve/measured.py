@@ -97,15 +97,14 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     ledger.phase_seconds = {phase: total / count for phase, total in sums.items()}
     low, middle, high = (float(q) for q in np.percentile(seconds, [10, 50, 90]))
     ledger.totals["step_seconds"] = Estimate(middle, measured, f"median of {count} engine steps", low, high)
-    decoding = [step for step in steps if step["decode_tokens"]]
-    if decoding:
-        ledger.totals["decode_batch"] = Estimate(
-            float(np.mean([step["decode_tokens"] for step in decoding])), measured, "mean of the steps that decode"
-        )
-    ledger.totals["kv_usage"] = Estimate(
-        float(np.mean([step["kv_usage"] for step in steps])), measured, "mean over steps, of all pages"
-    )
-    ledger.totals["waiting"] = Estimate(float(np.mean([s["waiting"] for s in steps])), measured, "mean over steps")
+    decoding = [step["decode_tokens"] for step in steps if step["decode_tokens"]]
+    for name, values, basis in (
+        ("decode_batch", decoding, "mean of the steps that decode"),
+        ("kv_usage", [step["kv_usage"] for step in steps], "mean over steps, of all pages"),
+        ("waiting", [step["waiting"] for step in steps], "mean over steps"),
+    ):
+        if values:
+            ledger.totals[name] = Estimate(float(np.mean(values)), measured, basis)
     ledger.facts["steps"] = {
         "count": count, "mean_seconds": busy / count,
         "prefill_tokens": sum(s["prefill_tokens"] for s in steps),

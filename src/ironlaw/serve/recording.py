@@ -16,13 +16,14 @@ from ironlaw.kernels.product import Weight
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.cached import LayerCache, Pages
 from ironlaw.observe.profile import (
-    named_modules_recorded,
-    native_scope,
-    operation_scope,
-    phase_scope,
+    NATIVE,
+    PHASE_SCOPE,
+    STEP_SCOPE,
+    module_scopes,
     read_profile,
-    step_scope,
+    scope,
 )
+from ironlaw.observe.spans import MODULE_SCOPE, scopes_recorded
 
 _SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"),
            (Native, "attend", "attention"), (Native, "keep", "cache"))  # fmt: skip
@@ -48,14 +49,14 @@ class Recording:
         self.wanted[phase] -= 1
         with ExitStack() as stack:
             recorded = stack.enter_context(torch.profiler.profile())
-            stack.enter_context(named_modules_recorded(model))
+            stack.enter_context(scopes_recorded(module_scopes(model)))
             for name in _OPERATIONS:
-                _scoped(stack, Native, name, partial(native_scope, name))
-            _scoped(stack, Weight, "__call__", partial(native_scope, "product"))
-            for owner, name, scope in _SCOPES:
-                _scoped(stack, owner, name, partial(operation_scope, True, scope))
-            stack.enter_context(step_scope(True))
-            stack.enter_context(phase_scope(True, Phase(phase)))
+                _scoped(stack, Native, name, partial(scope, NATIVE + name))
+            _scoped(stack, Weight, "__call__", partial(scope, f"{NATIVE}product"))
+            for owner, name, operation in _SCOPES:
+                _scoped(stack, owner, name, partial(scope, MODULE_SCOPE + operation))
+            stack.enter_context(scope(STEP_SCOPE))
+            stack.enter_context(scope(f"{PHASE_SCOPE}{phase}"))
             yield
         for line in read_profile(recorded, 1, set()).lines:
             key = (line.phase, line.kind, line.operation)
@@ -68,12 +69,12 @@ class Recording:
         return [self._lines[key] for key in sorted(self._lines)]
 
 
-def _scoped(stack: ExitStack, owner: type, name: str, scope: Callable[[], Any]) -> None:
+def _scoped(stack: ExitStack, owner: type, name: str, around: Callable[[], Any]) -> None:
     original: Any = getattr(owner, name)
 
     @wraps(original)
     def call(*arguments: Any, **named: Any) -> Any:
-        with scope():
+        with around():
             return original(*arguments, **named)
 
     setattr(owner, name, call)

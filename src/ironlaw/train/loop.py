@@ -18,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ironlaw import units
 from ironlaw.config import RunConfig
@@ -34,7 +33,8 @@ from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor
 from ironlaw.observe.measured import Observations, warmup_steps
-from ironlaw.observe.profile import copy_scope, named_modules_recorded, read_profile, silent_stderr, step_scope
+from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, module_scopes, profiled, read_profile, scope
+from ironlaw.observe.spans import scopes_recorded
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.finetune import save_adapter
@@ -229,7 +229,7 @@ class Trainer:
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         clock, observer, number = self.clock, self.observer, self.step
-        with clock.step() as times, step_scope(recording), observer.step(number + 1, clock):
+        with clock.step() as times, scope(STEP_SCOPE, recording), observer.step(number + 1, clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
                 if self.config.tracking.batch_digests:
@@ -249,22 +249,13 @@ class Trainer:
         """A few steps under the profiler: time by operation, and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         finished: list[StepTimes] = []
         persistent = self.one_step.persistent_bytes()
-        recorded = profile(activities=activities, profile_memory=True)
-        with named_modules_recorded(self.one_step.model), self.observer.recording():
-            with silent_stderr():
-                recorded.start()
-            try:
-                for _ in range(count):
-                    finished.append(self._timed_step(batches, recording=True))
-                    self._after_step(finished[-1], recorded=True)
-            finally:
-                with silent_stderr():
-                    recorded.stop()
+        named = scopes_recorded(module_scopes(self.one_step.model))
+        with named, self.observer.recording(), profiled(self.device.type) as recorded:
+            for _ in range(count):
+                finished.append(self._timed_step(batches, recording=True))
+                self._after_step(finished[-1], recorded=True)
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
         self.observer.recorded(recorded, self.observed.profile, persistent)
@@ -334,7 +325,7 @@ class Trainer:
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
-        with copy_scope():
+        with scope(COPY_SCOPE):
             seconds = self.checkpointer.take(
                 self.step, self.tokens, self.one_step.model, self.states, validation_loss,
                 turns=len(self.recovery.turns), **self.one_step.about,

@@ -20,7 +20,8 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.profile import operation_scope
+from ironlaw.observe.profile import scope
+from ironlaw.observe.spans import MODULE_SCOPE
 from ironlaw.train.restore import load_first_weights, load_trained
 from ironlaw.workload.objective import FROZEN, ObjectiveConfig
 
@@ -61,7 +62,7 @@ class Distillation(CrossEntropy):
         self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
         assert self.second is not None
-        with torch.no_grad(), operation_scope(True, FROZEN):
+        with torch.no_grad(), scope(MODULE_SCOPE + FROZEN):
             taught_hidden, taught = outputs(self.second, batch)
         hidden, logits = outputs(model, batch, samples)
         learned = (batch.targets != IGNORED).flatten()
@@ -90,7 +91,7 @@ class Preference(CrossEntropy):
         self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
         other = _without_adapters(model) if self.second is None else nullcontext(self.second)
-        with torch.no_grad(), operation_scope(True, FROZEN), other as frozen:
+        with torch.no_grad(), scope(MODULE_SCOPE + FROZEN), other as frozen:
             reference = margins(frozen, batch)
         losses = -F.logsigmoid(self.beta * (margins(model, batch, samples) - reference))
         return losses.sum() if reduction == "sum" else losses.mean()

@@ -23,7 +23,8 @@ from ironlaw.model.moe import ExpertLoad, update_routing
 from ironlaw.model.transformer import Transformer, use_native_attention
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import held_bytes, tree_bytes
-from ironlaw.observe.profile import operation_scope, phase_scope
+from ironlaw.observe.profile import PHASE_SCOPE, scope
+from ironlaw.observe.spans import MODULE_SCOPE
 from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.train import precision
 from ironlaw.train.attention import attention_kernel
@@ -168,7 +169,7 @@ class Step:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """For the clock, and for the reader of a profile."""
-        with self.clock.phase(phase), phase_scope(self.recording, phase):
+        with self.clock.phase(phase), scope(f"{PHASE_SCOPE}{phase}", self.recording):
             yield
 
     def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
@@ -255,14 +256,14 @@ class Step:
         whether any of them is to `stop`, the sums of their `numbers`."""
         self.clock, self.recording = clock or StepClock(), recording
         alone = self.mesh.size == 1 or self.device.type == "cpu"
-        with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), operation_scope(recording, "clip"):
+        with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
             mean, norm, stop, added = self._agree(loss, stop, numbers)
         with self.phase(Phase.OPTIMIZER):
             set_learning_rate(self.optimizer, learning_rate(self.config, number))
-            with operation_scope(recording, self.config.optimizer.name):
+            with scope(MODULE_SCOPE + self.config.optimizer.name, recording):
                 done = self._step_optimizer()
             if done and self.average is not None:
-                with operation_scope(recording, "average"):
+                with scope(f"{MODULE_SCOPE}average", recording):
                     self.average.update()
             if self.config.model.moe:
                 self._expert_load = self._balance_experts()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ironlaw.ledger import Kind
 from ironlaw.model.frozen import DEQUANTISED
 from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
-from ironlaw.workload.operations import Operation, call, product
+from ironlaw.workload.operations import Operation, call, grown, product
 
 DEQUANTISING_BYTES = 17  # a number at the highest moment: codes apart, as indices, their values, times their scales
 
@@ -48,7 +48,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             op, gradient = replace(op, saved_bytes=0 if own.starts_plain else op.saved_bytes), []
         if own.first and own.starts_plain and op.name == "attention_norm" and op.kind is Kind.NORM:
             statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
-            op = replace(op, saved_bytes=op.saved_bytes - statistics)
+            op = grown(op, saved=-statistics)
             gradient = [replace(g, frees_saved_bytes=0) for g in gradient]
         if unasked and not rows:
             gradient = [replace(g, repeat=0, flops=None) for g in gradient]
@@ -78,7 +78,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
         if rows and not asked:
             op = replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0)
         elif rows:  # two gradients of one input become one
-            op = replace(op, frees_temporary_bytes=op.frees_temporary_bytes + op.temporary_bytes)
+            op = grown(op, frees_temporary=op.temporary_bytes)
         yield op
 
 

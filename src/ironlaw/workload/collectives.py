@@ -33,7 +33,7 @@ from ironlaw.workload.messages import context_messages
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.schedule import passes
+from ironlaw.workload.schedule import passes_of_rank
 from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
@@ -231,9 +231,9 @@ class _Stage:
             return 1
         if layout.pp == 1:
             return self.micro_batches * (1 if root else 2)
-        order = passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches)
-        count, held = 0, False
-        for one in order[self.rank_of(self.stage)] if not root else ():
+        rank, count, held = self.rank_of(self.stage), 0, False
+        order = passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches, rank)
+        for one in order if not root else ():
             # Of split passes the first needs weights; on stage 0 it is nothing, and the second is a whole one.
             if one.stage == self.stage and one.kind != ("I" if self.first else "W"):
                 count += not held

@@ -19,7 +19,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation, changed
+from ironlaw.workload.operations import Operation, changed, grown
 from ironlaw.workload.sizes import Size, larger, several, whole
 
 
@@ -87,6 +87,7 @@ class _Rank:
         self.divides_sequence, self.sp = several(division.cp), self.tp and division.sp
         self.parts = division.tp if self.sp else 1  # of the residual stream
         self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
+        self.gone = self.full - self.full // self.parts  # of the stream, what other ranks hold
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w
         self.key_value = 2 * shape.tokens * model.key_value_size * w
@@ -141,64 +142,55 @@ class _Rank:
         )  # fmt: skip
 
     def embedding(self, op: Operation) -> Operation:
-        if not self.tp or op.phase is not Phase.FORWARD:
-            return self.stream(op) if op.phase is Phase.FORWARD else self.embedding_backward(op)
-        saved = self.full // self.parts
-        return _passing(changed(op, saved_bytes=op.saved_bytes - self.full + saved), self.full * 2)
-
-    def embedding_backward(self, op: Operation) -> Operation:
-        """DTensor makes the gradient of the whole table, of which each rank's part is a view."""
-        if not self.tp or op.kernel != "embedding_backward":
+        """Backward, DTensor makes the gradient of the whole table, of which each rank's part is a view."""
+        if not self.tp:
             return op
+        if op.phase is Phase.FORWARD:
+            return grown(op, saved=-self.gone, passing=2 * self.full)
         model = self.shape.model
         others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
-        freed = op.frees_temporary_bytes - self.full + self.full // self.parts
         if model.tied:  # added to the output layer's, and gone
-            return _passing(changed(op, frees_temporary_bytes=freed), others)
-        return changed(op, frees_temporary_bytes=freed, gradient_bytes=op.gradient_bytes + others)
+            return grown(op, frees_temporary=-self.gone, passing=others)
+        return changed(grown(op, frees_temporary=-self.gone), gradient_bytes=op.gradient_bytes + others)
 
     def norm_forward(self, op: Operation) -> Operation:
         """Its result is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens."""
         if not self.sp:
             return op
         statistics = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden)
-        saved = op.saved_bytes - statistics + statistics // self.parts
-        return _passing(changed(op, saved_bytes=saved), self.full + self.full // self.parts)
+        return grown(op, saved=statistics // self.parts - statistics, passing=self.full + self.full // self.parts)
 
     def norm_backward(self, op: Operation) -> Operation:
         """Its gradient is the sum of what the ranks have."""
         if not self.tp:
             return op
         if not self.sp:
-            return _passing(op, self.full)
-        freed = op.frees_saved_bytes // self.parts
-        gradient = op.temporary_bytes - self.full + self.full // self.parts
-        return _passing(changed(op, frees_saved_bytes=freed, temporary_bytes=gradient), 2 * self.full)
+            return grown(op, passing=self.full)
+        op = changed(op, frees_saved_bytes=op.frees_saved_bytes // self.parts)
+        return grown(op, temporary=-self.gone, passing=2 * self.full)
 
     def summed(self, op: Operation) -> Operation:
         """A part of a sum, added up over the ranks in a copy."""
         if not self.tp:
             return op
         if not self.sp:
-            return _passing(op, self.cast)
-        gone = self.cast - self.cast // self.parts
-        return _passing(changed(op, frees_temporary_bytes=op.frees_temporary_bytes + gone), 2 * self.cast)
+            return grown(op, passing=self.cast)
+        return grown(op, frees_temporary=self.cast - self.cast // self.parts, passing=2 * self.cast)
 
     def gathered_gradient(self, op: Operation) -> Operation:
         """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
         if not self.sp:
             return op
         if op.kernel == "matmul":
-            grown = 0 if self.shape.casts else self.full  # a cast has made the copy already
-            return _passing(changed(op, temporary_bytes=op.temporary_bytes + grown), self.cast)
+            # A cast has made the copy already.
+            return grown(op, temporary=0 if self.shape.casts else self.full, passing=self.cast)
         if op.kernel == "matmul_weight_gradient" and not self.shape.casts:
-            branch = self.full // self.parts if self.shape.model.dropout else self.full
-            return changed(op, frees_temporary_bytes=op.frees_temporary_bytes + branch)
+            return grown(op, frees_temporary=self.full // self.parts if self.shape.model.dropout else self.full)
         return op
 
     def loss(self, op: Operation) -> Operation:
         """Of divided logits: PyTorch's `loss_parallel` shifts them into a copy, and has one more gradient."""
-        return _passing(op, self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
+        return grown(op, passing=self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
 
     # -- query, key and value --------------------------------------------------------------------------------------
 
@@ -235,7 +227,7 @@ class _Rank:
         shape, whole = self.shape, self.query + self.key_value
         dying = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
-            return changed(op, saved_bytes=op.saved_bytes - dying, temporary_bytes=op.temporary_bytes + dying)
+            return grown(op, saved=-dying, temporary=dying)
         if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next one is of the weights
             self.met_input_cast = True
             casts = 3 if self.split else 1  # each layer casts its input by itself
@@ -246,39 +238,30 @@ class _Rank:
             freed = op.frees_temporary_bytes - op.temporary_bytes + made
             return changed(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
         if op.name == "qkv" and op.kernel == "matmul" and not forward and self.split:
-            return _passing(op, self.cast)  # gradients of one input by three layers
+            return grown(op, passing=self.cast)  # gradients of one input by three layers
         if op.name == "qkv" and op.kernel == "matmul_weight_gradient" and self.split and shape.casts:
-            return changed(op, frees_saved_bytes=op.frees_saved_bytes + 2 * self.cast)
+            return grown(op, frees_saved=2 * self.cast)
         last = "rotary" if shape.model.positions == "rope" else "qk_norm"
         if op.name == last and forward and not self.divides_sequence:
-            return changed(op, frees_temporary_bytes=op.frees_temporary_bytes + dying)
+            return grown(op, frees_temporary=dying)
         lost = shape.rotated_bytes - self.rotated if self.divides_sequence and not shape.composes_attention else 0
         if op.name == "rotary" and forward:
-            return changed(op, saved_bytes=op.saved_bytes - lost, temporary_bytes=op.temporary_bytes + lost)
+            return grown(op, saved=-lost, temporary=lost)
         if op.kind is Kind.ATTENTION and op.name == "attention" and self.divides_sequence:
-            more = self.gathered - lost
-            if forward:
-                freed = op.frees_temporary_bytes + dying + lost
-                op = changed(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
-                return _passing(op, 2 * self.cp * self.key_value)
-            return _passing(changed(op, frees_saved_bytes=op.frees_saved_bytes + more), 2 * self.cp * self.key_value)
+            return self.gathering(op, forward, dying + lost, lost)
         return op
 
     def latent_attention(self, op: Operation, forward: bool) -> Operation:
         """Keys and values are gathered, and die here; those of the whole sequence are kept instead."""
         half = self.key_value // 2  # keys; values are padded to their width
         if op.kernel in ("rotary", "pad") and forward:
-            return changed(op, saved_bytes=op.saved_bytes - half, temporary_bytes=op.temporary_bytes + half)
-        if op.kind is not Kind.ATTENTION:
-            return op
+            return grown(op, saved=-half, temporary=half)
+        return self.gathering(op, forward, self.key_value, self.key_value) if op.kind is Kind.ATTENTION else op
+
+    def gathering(self, op: Operation, forward: bool, dying: int, lost: int) -> Operation:
+        """Attention that gathers keys and values, and keeps them: `dying` bytes of this rank's go, `lost` of which
+        nobody keeps for the backward pass."""
+        passing = 2 * self.cp * self.key_value
         if forward:
-            freed = op.frees_temporary_bytes + self.key_value
-            op = changed(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
-        else:
-            op = changed(op, frees_saved_bytes=op.frees_saved_bytes + self.gathered - self.key_value)
-        return _passing(op, 2 * self.cp * self.key_value)
-
-
-def _passing(op: Operation, size: int) -> Operation:
-    """With bytes that are there only while it runs."""
-    return changed(op, temporary_bytes=op.temporary_bytes + size, frees_temporary_bytes=op.frees_temporary_bytes + size)
+            return grown(op, saved=self.gathered, frees_temporary=dying, passing=passing)
+        return grown(op, frees_saved=self.gathered - lost, passing=passing)

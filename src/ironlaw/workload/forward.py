@@ -25,7 +25,7 @@ from ironlaw.workload.blocks import (
     rotary_saved_bytes,
 )
 from ironlaw.workload.layers import joining, linear, norm, residual
-from ironlaw.workload.operations import Operation, call, differentiate, gradient_first, gradient_last, product
+from ironlaw.workload.operations import Operation, call, differentiate, gradient_first, gradient_last, grown, product
 from ironlaw.workload.sizes import Size
 
 
@@ -257,8 +257,7 @@ def activated(shape: Shape, inner: Size) -> Operation:
 def head(shape: Shape) -> list[Operation]:
     operations = chunked_head(shape) if shape.loss_chunk else full_head(shape)
     if shape.composes_attention:  # the mask dies with the pass
-        last = operations[-1]
-        operations[-1] = replace(last, frees_temporary_bytes=last.frees_temporary_bytes + shape.mask_bytes)
+        operations[-1] = grown(operations[-1], frees_temporary=shape.mask_bytes)
     return operations
 
 
@@ -269,10 +268,7 @@ def final_norm(shape: Shape) -> list[Operation]:
         operations.insert(1, scaled(shape, "logit_scale"))
     if not shape.keeps_stream:  # the norm is the first to keep what it is given
         stream = shape.tokens * shape.model.hidden * FP32
-        first = operations[0]
-        operations[0] = replace(
-            first, saved_bytes=first.saved_bytes + stream, frees_temporary_bytes=first.frees_temporary_bytes + stream
-        )
+        operations[0] = grown(operations[0], saved=stream, frees_temporary=stream)
     return operations
 
 

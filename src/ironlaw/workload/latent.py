@@ -20,9 +20,9 @@ from ironlaw.workload.operations import (
     Operation,
     Parameter,
     call,
-    changed,
     gradient_first,
     gradient_last,
+    grown,
     linear_parameters,
 )
 from ironlaw.workload.sizes import Size
@@ -93,7 +93,7 @@ def projections(shape: Shape) -> list[Operation]:
     operations += linear(shape, "latent_up", rank, width, keep=kept, bias=False, frees=tokens * rank * w)
     if fused:  # of which values that are no view of it keep their own part
         plain = model.heads * latent.plain_size * (1 - shape.conventions.unrotated_kept)
-        operations[-1] = changed(operations[-1], saved_bytes=operations[-1].saved_bytes - tokens * plain * w)
+        operations[-1] = grown(operations[-1], saved=-tokens * plain * w)
     return [*operations, *_rotated(shape, queries, keys, ups, ups if kept else 0)]
 
 

@@ -27,10 +27,14 @@ from ironlaw.workload.recompute_config import KEPT, Recompute
 
 OFFLOAD = ("none", "optimizer", "activations", "both")
 CP_KINDS = ("ring", "all_gather", "all_to_all")
-_CP_WORDS = {"p2p": "ring", "allgather": "all_gather"} | dict.fromkeys(("a2a", "alltoall", "ulysses"), "all_to_all")
 Schedule = Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"]
 SCHEDULES = get_args(Schedule)
-_SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe"}
+_WORDS = {"offload": OFFLOAD, "cp_kind": CP_KINDS, "schedule": SCHEDULES}
+_ALSO = {
+    "p2p": "ring", "allgather": "all_gather", "all-gather": "all_gather", "zb-h1": "zb", "zbh1": "zb", "zb1p": "zb",
+    "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe",
+} | dict.fromkeys(("a2a", "alltoall", "all-to-all", "ulysses"), "all_to_all")  # fmt: skip
+"""Other names of them."""
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -227,37 +231,23 @@ def parse_layout(text: str) -> Layout:
         if key in values:
             raise UserError(f"layout: '{key}' is given twice")
         values[key] = _value(key, value)
-    if values.get("offload", "none") not in OFFLOAD:
-        raise UserError(f"layout: offload is {', '.join(OFFLOAD)}, not '{values['offload']}'")
-    if "cp_kind" in values:
-        values["cp_kind"] = _cp_kind(values["cp_kind"])
-    values["schedule"] = _schedule(values.get("schedule", "1f1b"))
-    if values["schedule"] in V_SHAPED:
+    if values.get("schedule") in V_SHAPED:
         values.setdefault("virtual_stages", 2)
     if not 0 <= values.get("zero", 0) <= 3:
         raise UserError(f"layout: zero is 0, 1, 2 or 3, not {values['zero']}")
     return Layout(**values)
 
 
-def _cp_kind(word: str) -> str:
-    chosen = _CP_WORDS.get(word.replace("-", ""), word.replace("-", "_"))
-    if chosen not in CP_KINDS:
-        raise UserError(f"layout: cp_kind is {', '.join(CP_KINDS)}, not '{word}'")
-    return chosen
-
-
-def _schedule(word: str) -> str:
-    chosen = _SCHEDULE_WORDS.get(word, word)
-    if chosen == "interleaved":
-        raise UserError("layout: write an interleaved schedule as virtual_stages=2 or more, with schedule=1f1b or zb")
-    if chosen not in SCHEDULES:
-        raise UserError(f"layout: schedule is {', '.join(SCHEDULES)}, not '{word}'")
-    return chosen
-
-
 def _value(key: str, text: str) -> Any:
-    if key in ("recompute", "schedule", "offload", "cp_kind"):
+    if key == "recompute":
         return text.lower()
+    if key == "schedule" and text.lower() == "interleaved":
+        raise UserError("layout: write an interleaved schedule as virtual_stages=2 or more, with schedule=1f1b or zb")
+    if key in _WORDS:
+        chosen = _ALSO.get(text.lower(), text.lower())
+        if chosen not in _WORDS[key]:
+            raise UserError(f"layout: {key} is {', '.join(_WORDS[key])}, not '{text.lower()}'")
+        return chosen
     if key == "sp":
         if text.lower() not in _FLAGS:
             raise UserError(f"layout: sp is 0 or 1, not '{text}'")

@@ -37,24 +37,15 @@ def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Rec
 
 def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
     """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
-    shard, copies = replicas_of(layout)
-    sizes = {"tp": layout.tp, "shard": shard, "replicate": copies, "pp": layout.pp}
-    if dimension in ("cp", "micro_batch"):  # who counts experts' load together: ranks of one sequence, or two replicas
-        return layout.cp if dimension == "cp" else max(2, layout.cp), layout.tp
-    if dimension == "world":
-        return layout.accelerators, 1
-    if dimension == "ep":
-        return layout.ep, layout.tp
-    if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
-        if layout.ep == 1 or (dimension == "expert_shard") != (layout.zero > 0):
-            return 1, 1
-        return expert_dp(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
-    stride = 1
-    for name in ("tp", "shard", "replicate", "pp"):
-        if name == dimension:
-            break
-        stride *= sizes[name]
-    return sizes[dimension], stride
+    tp, ep, (shard, copies) = layout.tp, layout.ep, replicas_of(layout)
+    same_experts = (expert_dp(layout.dp, layout.cp, ep), tp * ep) if ep > 1 else (1, 1)
+    return {
+        "world": (layout.accelerators, 1), "tp": (tp, 1), "shard": (shard, tp), "replicate": (copies, tp * shard),
+        "pp": (layout.pp, tp * shard * copies), "cp": (layout.cp, tp), "ep": (ep, tp),
+        "micro_batch": (max(2, layout.cp), tp),  # who count experts' load together: of one sequence, or two replicas
+        "expert_shard": same_experts if layout.zero else (1, 1),
+        "expert_replicate": (1, 1) if layout.zero else same_experts,
+    }[dimension]  # fmt: skip
 
 
 def counted_together(layout: Layout, batch: StepBatch) -> int:

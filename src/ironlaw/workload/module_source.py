@@ -9,6 +9,7 @@ Nothing here imports torch; importing the user's package usually does.
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -48,10 +49,7 @@ class Input:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def parse_input(text: str) -> Input:

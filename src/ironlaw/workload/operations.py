@@ -67,6 +67,18 @@ def changed(op: Operation, **changes: Any) -> Operation:
     return made
 
 
+def grown(
+    op: Operation, *, saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
+    passing: Size = 0,
+) -> Operation:  # fmt: skip
+    """With so many bytes more, or fewer, of each kind; `passing`: bytes that are there only while it runs."""
+    return changed(
+        op, saved_bytes=op.saved_bytes + saved, temporary_bytes=op.temporary_bytes + temporary + passing,
+        frees_saved_bytes=op.frees_saved_bytes + frees_saved,
+        frees_temporary_bytes=op.frees_temporary_bytes + frees_temporary + passing,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One tensor of a model, and how it divides.

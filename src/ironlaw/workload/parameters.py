@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.latent import latent_parameters
 from ironlaw.workload.moe import expert_parameters
@@ -10,14 +12,15 @@ from ironlaw.workload.operations import COLUMNS, ROWS, Parameter, feed_forward_p
 __all__ = ["Parameter", "model_parameters"]
 
 
-def model_parameters(model: ModelConfig) -> list[Parameter]:
-    """Every tensor of `Transformer(model).named_parameters()`; a tied output layer is the embedding."""
+def model_parameters(model: ModelConfig, layers: Iterable[int] | None = None) -> list[Parameter]:
+    """Every tensor of `Transformer(model).named_parameters()`; a tied output layer is the embedding. `layers`: of
+    blocks, theirs alone."""
     result = [Parameter("embedding.weight", (model.vocab, model.hidden), embedding=True, divided=ROWS)]
     if model.positions == "learned":
         result.append(Parameter("positions.weight", (model.context, model.hidden), embedding=True))
     if model.embedding_norm:
         result += _norm(model, "embedding_norm")
-    for layer in range(model.layers):
+    for layer in range(model.layers) if layers is None else layers:
         result += _block(model, f"blocks.{layer}", experts=model.moe is not None and model.moe.in_layer(layer))
     result += _norm(model, "final_norm")
     if not model.tied:

@@ -38,7 +38,7 @@ from ironlaw.workload.tensors import Tensor, lasting_tensors
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
-    from ironlaw.workload.trace import ModuleTrace
+    from ironlaw.workload.trace_store import ModuleTrace
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
@@ -128,7 +128,8 @@ def step(model: ModelConfig, batch: StepBatch, layout: Layout | None = None, rec
             parameters, shards, held = _adapted(recipe.adapters, model, per_site, recipe, stage, numbers)
             frozen.append(held)
         else:
-            parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
+            parameters = stage_parameters(model, per_site, stage)
+            shards = local_parameters(model, per_site, parameters)
             frozen.append(0)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
@@ -168,7 +169,7 @@ def _adapted(
     trained = adapters.trained(model, layers, layout)
     product_bytes = FP32 if recipe.precision == "fp32" else BF16
     frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
-    whole = [p for p in model_parameters(model) if any(p.name.startswith(f"blocks.{layer}.") for layer in layers)]
+    whole = [p for p in model_parameters(model, layers) if p.name.startswith("blocks.")]
     scales, ranks = adapters.scale_bytes(whole, layout), layout.sharing
     shards = [shard_of(p, model, layout.ep, ranks) for p in trained]
     if layout.zero < 3:

@@ -14,7 +14,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, grown
 from ironlaw.workload.recompute_config import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
@@ -82,7 +82,7 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
             )  # fmt: skip
         result.append(op)
     dying = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # with the recomputation
-    result[-1] = replace(result[-1], frees_temporary_bytes=result[-1].frees_temporary_bytes + dying)
+    result[-1] = grown(result[-1], frees_temporary=dying)
     return result
 
 

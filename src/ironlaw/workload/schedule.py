@@ -2,8 +2,8 @@
 
     orders = passes("1f1b", pp=2, virtual=1, micro_batches=4)     # per rank: Pass(kind, stage, micro_batch)
 
-Kinds: F forward, B backward, I its gradients of inputs alone, W its gradients of weights. The orders of `gpipe` and
-`1f1b` are written here; those with several chunks or split backward passes are PyTorch's own, asked for when needed.
+Kinds: F forward, B backward, I its gradients of inputs alone, W its gradients of weights. The orders of `gpipe`,
+`1f1b` and `zb` are written here; others are PyTorch's own, asked for when needed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,37 @@ class Pass(NamedTuple):
 
 def passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> list[list[Pass]]:
     """Per pipeline rank, its passes in order."""
+    return [passes_of_rank(schedule, pp, virtual, micro_batches, rank) for rank in range(pp)]
+
+
+def passes_of_rank(schedule: str, pp: int, virtual: int, micro_batches: int, rank: int) -> list[Pass]:
     if schedule == "gpipe":
-        forward = [[Pass("F", rank, m) for m in range(micro_batches)] for rank in range(pp)]
-        return [order + [Pass("B", rank, m) for m in range(micro_batches)] for rank, order in enumerate(forward)]
-    if schedule == "1f1b" and virtual == 1:
-        return [_alternating(rank, pp, micro_batches) for rank in range(pp)]
-    return [list(order) for order in pytorch_passes(schedule, pp, virtual, micro_batches)]
+        return [Pass(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
+    if schedule in ("1f1b", "zb"):
+        return _alternating(rank, pp, virtual, micro_batches, split=schedule == "zb")
+    return list(pytorch_passes(schedule, pp, virtual, micro_batches)[rank])
 
 
-def _alternating(rank: int, pp: int, micro_batches: int) -> list[Pass]:
-    ahead = min(micro_batches, pp - rank)
-    order = [Pass("F", rank, m) for m in range(ahead)]
-    for m in range(micro_batches):
-        order.append(Pass("B", rank, m))
-        if ahead + m < micro_batches:
-            order.append(Pass("F", rank, ahead + m))
+def _alternating(rank: int, pp: int, virtual: int, micro_batches: int, split: bool) -> list[Pass]:
+    """One forward, one backward pass (arXiv 2104.04473), in turn for so many micro-batches of every chunk.
+
+    `split`: gradients of weights come as many passes later as there are ranks before (ZB-H1, arXiv 2401.10241).
+    """
+    in_turn, all_passes = micro_batches // max(1, micro_batches // pp), virtual * micro_batches
+    # Messages of several chunks travel beside the passes, which are then twice as far ahead.
+    ahead = (virtual - 1) * in_turn + (2 if virtual > 1 and not split else 1) * (pp - 1 - rank)
+
+    def nth(kind: str, number: int) -> list[Pass]:
+        if not 0 <= number < all_passes:
+            return []
+        turn, place = divmod(number, in_turn)
+        chunk = turn % virtual if kind == "F" else virtual - 1 - turn % virtual
+        return [Pass(kind, rank + pp * chunk, turn // virtual * in_turn + place)]
+
+    order = [each for number in range(min(ahead, all_passes)) for each in nth("F", number)]
+    for number in range(all_passes + rank * split):
+        order += nth("F", ahead + number) + nth("I" if split else "B", number)
+        order += nth("W", number - rank) if split else []
     return order
 
 
@@ -61,8 +77,12 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
             self.stage_index = index
             self.stage_index_to_group_rank: dict[int, int] = {}
 
+    class Order(getattr(schedules, CLASSES[schedule])):  # type: ignore[misc]
+        def _prepare_schedule_with_comms(self, actions: Any) -> None:
+            """Messages are no passes, and putting them in place takes a time that grows with their square."""
+
     held: list[Any] = [Stage(index) for index in stages_of(schedule, pp, virtual, 0)]
-    order_of = getattr(schedules, CLASSES[schedule])(held, micro_batches, loss_fn=None).pipeline_order
+    order_of = Order(held, micro_batches, loss_fn=None).pipeline_order
     kinds = schedules._ComputationType
     short = {
         kinds.FORWARD: "F", kinds.FULL_BACKWARD: "B", kinds.BACKWARD_INPUT: "I", kinds.BACKWARD_WEIGHT: "W",

@@ -61,12 +61,12 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool
     layers = layers_of(model.layers, stages, layout.virtual_stages)[stage]
     first, last = stage == 0, stage == stages - 1
     found = []
-    for parameter in model_parameters(model):
-        part, _, rest = parameter.name.partition(".")
+    for parameter in model_parameters(model, layers):
+        part = parameter.name.partition(".")[0]
         here = {
             "embedding": first, "positions": first, "embedding_norm": first, "final_norm": last, "head": last
         }  # fmt: skip
-        if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
+        if here.get(part, True):
             found += _divided(parameter, model, layout, fused)
     if last and not first and model.tied:
         found += _divided(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS), model, layout, fused)
@@ -150,11 +150,8 @@ def parameter_groups(
     return groups
 
 
-def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
+def local_parameters(model: ModelConfig, layout: Layout, parameters: list[Parameter]) -> list[Parameter]:
     """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides them."""
     shards = layout.sharing
     apart = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
-    return [
-        shard_of(p, model, layout.ep, apart if of_experts(p) else shards)
-        for p in stage_parameters(model, layout, stage)
-    ]
+    return [shard_of(p, model, layout.ep, apart if of_experts(p) else shards) for p in parameters]

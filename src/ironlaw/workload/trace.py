@@ -1,6 +1,6 @@
 """The operations of one training step of any torch module, found by running it on tensors without memory.
 
-    trace_operations(build, [Input("tokens", (8, 2048), "int64")])
+    trace(build, [Input("tokens", (8, 2048), "int64")]).operations
 
 gives the same table as `training_operations` gives for our own decoder: forward and backward, kernel by kernel as
 PyTorch executes them eagerly on a CPU, with matrix shapes, FLOPs, least traffic, and the memory that each call
@@ -16,24 +16,34 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
-from ironlaw.workload.module_source import Input
-from ironlaw.workload.operations import Operation
 from ironlaw.workload.trace_failure import CONSTRUCTION, Untraceable, explained
 from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
 from ironlaw.workload.trace_layers import Stack, longest_stack, one_of_each, whole
-from ironlaw.workload.trace_lengths import LONGEST, ROWS, SHORTEST, NotAlike, at_length, changes_between
+from ironlaw.workload.trace_lengths import (
+    AS_SHORTER,
+    ROWS,
+    SHORTEST,
+    NotAlike,
+    at_length,
+    changes_between,
+    common_length,
+    shortened,
+)
 from ironlaw.workload.trace_recorder import LongLoop, Recorder
-from ironlaw.workload.trace_table import TracedOperation, operations_of
+from ironlaw.workload.trace_store import ModuleTrace
+from ironlaw.workload.trace_table import operations_of
 from ironlaw.workload.trace_values import TraceMode, tracing
 
 Precision = Literal["as is", "bf16", "fp16"]
@@ -42,32 +52,6 @@ Source = nn.Module | Callable[[], nn.Module]
 
 REAL_UNASKED_BYTES = 2**30
 """Of parameters: a smaller module that a trace cannot follow is run on real tensors without being told to."""
-
-__all__ = ["Loss", "ModuleTrace", "Precision", "TracedOperation", "trace", "trace_operations"]
-
-
-@dataclass(frozen=True)
-class ModuleTrace:
-    """One micro-batch of a module, and what exists before it starts (bytes and counts)."""
-
-    operations: list[TracedOperation]
-    name: str
-    parameters: int  # elements that are trained or frozen, shared ones once
-    trained_parameters: int
-    trained_tensors: int
-    parameter_bytes: int
-    trained_bytes: int
-    buffer_bytes: int
-    input_bytes: int
-    output_shapes: tuple[tuple[int, ...], ...]
-    unit_bytes: tuple[int, ...] = ()  # of parameters, as FSDP gathers them: numbered layers each, all else together
-    inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
-    assumptions: tuple[Assumed, ...] = ()
-
-
-def trace_operations(source: Source, inputs: Inputs, **how: Any) -> list[Operation]:
-    """Forward and (when `training`) backward of one micro-batch, in the order of execution; `how`: as of `trace`."""
-    return list(trace(source, inputs, **how).operations)
 
 
 def trace(
@@ -89,58 +73,42 @@ def trace(
     where the module looks at values that a trace does not have and its parameters take less than a GiB.
     `repeated`: of a stack of layers one of each kind runs, and its rows count for the others.
     """
-    how = (loss, training, precision)
+    run = partial(_traced, source, loss=loss, training=training, precision=precision)
     if repeated:
         try:
-            return _repeated(source, inputs, how)
+            return _repeated(run, inputs)
         except UserError:
             pass  # layers that are more than a chain: all of them run
     if real:
-        return _traced(source, inputs, *how, real=True)[0]
+        return run(inputs, real=True)[0]
     try:
-        return _traced(source, inputs, *how, real=False)[0]
+        return run(inputs, real=False)[0]
     except Untraceable as failure:
         if real is False or failure.parameter_bytes is None or failure.parameter_bytes > REAL_UNASKED_BYTES:
             raise
         stepped: Assumed = ("a step on real tensors", "run", failure.reason, "")
-    found, _ = _traced(source, inputs, *how, real=True)
+    found, _ = run(inputs, real=True)
     return replace(found, assumptions=(*found.assumptions, stepped))
 
 
-def _repeated(source: Source, inputs: Inputs, how: tuple[Loss | None, bool, Precision]) -> ModuleTrace:
+def _repeated(run: Callable[..., tuple[ModuleTrace, Stack | None]], inputs: Inputs) -> ModuleTrace:
     """Of one layer of each kind; a loop over more tokens than anyone waits for from shorter sequences."""
-    stacks: list[Stack | None] = []
-
-    def at(length: int, tokens: int | None = None) -> ModuleTrace:
-        given = [replace(each, shape=(*each.shape[:-1], length)) for each in described_inputs] if length else inputs
-        found, stack = _traced(source, given, *how, real=False, repeated=True, tokens=tokens)
-        stacks.append(stack)
-        return found
-
-    described_inputs = [each for each in inputs if isinstance(each, Input) and each.shape]
-    sequences = {each.shape[-1] for each in described_inputs} if len(described_inputs) == len(inputs) else set()
-    sequence = max(sequences) if len(sequences) == 1 else 0
+    once, sequence = partial(run, real=False, repeated=True), common_length(inputs)
     try:
-        found = at(0, sequence if sequence > SHORTEST else None)
+        found, stack = once(inputs, tokens=sequence if sequence > SHORTEST else None)
     except LongLoop as loop:
         try:
             begun = operations_of(loop.recorder)
-            found = at_length(at, sequence, begun)
-            said: Assumed = (
-                "loop over tokens",
-                f"as in shorter sequences, of up to {LONGEST} tokens",
-                "its length",
-                "",
-            )
-            inputs_given = described(named_inputs(inputs))
-            found = replace(found, inputs=inputs_given, assumptions=(*found.assumptions, said))
+            found, stack = at_length(lambda length: once(shortened(inputs, length)), sequence, begun)
+            known = described(named_inputs(inputs))
+            found = replace(found, inputs=known, assumptions=(*found.assumptions, AS_SHORTER))
         except NotAlike:
-            found = at(0)
-    return replace(found, operations=whole(found.operations, stacks[-1])) if stacks[-1] else found
+            found, stack = once(inputs)
+    return replace(found, operations=whole(found.operations, stack)) if stack else found
 
 
 def _traced(
-    source: Source, inputs: Inputs, loss: Loss | None, training: bool, precision: Precision, *,
+    source: Source, inputs: Inputs, *, loss: Loss | None, training: bool, precision: Precision,
     real: bool, repeated: bool = False, tokens: int | None = None,
 ) -> tuple[ModuleTrace, Stack | None]:  # fmt: skip
     """A step, of layers in a stack those that are first of their kind; LongLoop where it is one over `tokens`."""
@@ -285,10 +253,10 @@ def _run(
 ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
     """One micro-batch under the recorder; the shapes of what the module returned."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    cast = torch.autocast("cpu", dtype=dtype) if dtype else nullcontext()
-
-    def step() -> tuple[tuple[int, ...], ...]:
-        with cast:
+    # The backward pass is inside too: recomputation calls modules again, and they must still have their stand-ins.
+    stand_ins = _reparametrize_module(module, dict(state))
+    with recorder.watching(module), torch.set_grad_enabled(training), recorder, stand_ins:
+        with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
             outputs = module(*args, **kwargs)
             recorder.mark(_tensors(outputs), "output")
             with recorder.scope("loss"):
@@ -296,33 +264,15 @@ def _run(
                 recorder.mark(ends, "output")
         if training:
             recorder.phase = Phase.BACKWARD
-            _backward(ends, recorder)
+            _backward(ends)
             recorder.mark([p.grad for p in state.values() if p.grad is not None], "gradient")
-        return tuple(tuple(t.shape) for t in _tensors(outputs))
-
-    # The backward pass is inside too: recomputation calls modules again, and they must still have their stand-ins.
-    stand_ins = {f"module.{name}": tensor for name, tensor in state.items()}
-    with recorder.watching(module), torch.set_grad_enabled(training), recorder:
-        shapes: tuple[tuple[int, ...], ...] = torch.func.functional_call(
-            _Step(module, step), stand_ins, (), tie_weights=False
-        )
+        shapes = tuple(tuple(t.shape) for t in _tensors(outputs))
     for parameter in state.values():
         parameter.grad = None
     return shapes
 
 
-class _Step(nn.Module):
-    """A module whose forward pass is a whole step of another one."""
-
-    def __init__(self, module: nn.Module, step: Callable[[], Any]) -> None:
-        super().__init__()
-        self.module, self._step = module, step
-
-    def forward(self) -> Any:
-        return self._step()
-
-
-def _backward(ends: list[Tensor], recorder: Recorder) -> None:
+def _backward(ends: list[Tensor]) -> None:
     wanted = [end for end in ends if end.requires_grad]
     if not wanted:
         raise UserError("nothing in the output needs a gradient: unfreeze parameters or plan with training=False")

@@ -8,7 +8,7 @@ fused attention counts the four products of the model, not the fifth that the ke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
+from ironlaw.workload.operations import Operation
 
 # Which overloads exist differs between releases (tried: 2.13), so they are compared by name.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -47,19 +48,23 @@ _OVERWRITES = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "
 _PICKS = ("nll_loss_forward", "nll_loss2d_forward")  # read one number per row
 
 
-@dataclass(frozen=True)
-class Call:
-    """One kernel, without name, memory and place."""
+GROUP = "module"
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
-    kind: Kind
-    kernel: str
-    elements: int
-    bytes_moved: int
-    dtype: str
-    flops: int | None = None
-    matmul: tuple[int, int, int] | None = None
-    attention: tuple[int, int, int, int, int] | None = None
-    batch: int = 1  # products of that matrix shape
+
+@dataclass(frozen=True)
+class TracedOperation(Operation):
+    """An operation that also knows its element type."""
+
+    dtype: str = "fp32"  # of the result: fp32, bf16, fp16, fp64
+
+
+def _call(kind: Kind, kernel: str, elements: int, moved: int, like: Tensor | None, **more: Any) -> TracedOperation:
+    """One kernel, without name, memory and phase, of the element type of `like`."""
+    dtype = "fp32" if like is None else _DTYPES.get(like.dtype, "fp32")
+    return TracedOperation(
+        "", kind, Phase.FORWARD, GROUP, kernel, elements=elements, bytes_moved=moved, dtype=dtype, **more
+    )
 
 
 def base_name(func: Any) -> str:
@@ -99,7 +104,7 @@ def touched_bytes(tensor: Tensor) -> int:
     return math.prod(s for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
 
 
-def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, phase: Phase) -> list[Call]:
+def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
     """The kernels behind one ATen call; several where it is several matrix products."""
     name = base_name(func)
     if name.startswith(_ATTENTION):
@@ -123,7 +128,8 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     elements = max((t.numel() for t in results + inputs), default=0)
     if kind is Kind.EMBEDDING or name.startswith("index"):
         elements = max((t.numel() for t in results if name == "embedding"), default=inputs[0].numel() if inputs else 0)
-    return [Call(kind, _kernel(name, kwargs, out), elements, _traffic(name, args, kwargs, out), _dtype(results), flops)]
+    kernel, moved = _kernel(name, kwargs, out), _traffic(name, args, kwargs, out)
+    return [_call(kind, kernel, elements, moved, results[0] if results else None, flops=flops)]
 
 
 def _kernel(name: str, kwargs: dict[str, Any], out: Any) -> str:
@@ -148,12 +154,7 @@ def _traffic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     return written + sum(read.values())
 
 
-def _dtype(results: Sequence[Tensor]) -> str:
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-    return names.get(results[0].dtype, "fp32") if results else "fp32"
-
-
-def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
+def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedOperation:
     """(m, n, k) of one product, and how many a batch holds."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     m, k = left.shape[-2:]
@@ -163,8 +164,9 @@ def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     kernel = "matmul_bias" if name == "addmm" else "matmul_weight_gradient" if transposed else "matmul"
     moved = sum(touched_bytes(t) for t in (left, right, out))
     flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), flops, (int(m), int(n), int(k)),
-                batch=out.numel() // max(1, int(m) * int(n)))  # fmt: skip
+    batch = out.numel() // max(1, int(m) * int(n))
+    shape = (int(m), int(n), int(k))
+    return _call(Kind.MATMUL, kernel, out.numel(), moved, out, flops=flops, matmul=shape, batch=batch)
 
 
 def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, ...]:
@@ -177,7 +179,7 @@ def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: A
     return left.shape[0], left.shape[1], right.shape[2]
 
 
-def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedOperation:
     """Products of experts: each of the mean load, as a plan must take it. torch's counter knows no formula for it."""
     left, right = args[:2]
     offs: Any = args[2] if len(args) > 2 else kwargs.get("offs")
@@ -194,10 +196,10 @@ def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call
     moved = sum(touched_bytes(t) for t in (left, right, out))
     kernel = "matmul_weight_gradient" if gradient else "matmul"
     shape = (max(1, int(m)), max(1, int(n)), max(1, int(k)))
-    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), int(flops), shape, batch=int(groups))
+    return _call(Kind.MATMUL, kernel, out.numel(), moved, out, flops=int(flops), matmul=shape, batch=int(groups))
 
 
-def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:
+def _convolution(args: tuple[Any, ...], out: Tensor) -> TracedOperation:
     """As an implicit matrix product: positions x output channels x (input channels x kernel), per group."""
     x, weight = args[:2]
     transposed, groups = bool(args[6]), int(args[8])
@@ -209,10 +211,10 @@ def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:
         m, n = out.shape[0] * math.prod(out.shape[2:]), weight.shape[0] // groups
         shape = (m, n, weight.shape[1] * math.prod(weight.shape[2:]))
     moved = sum(touched_bytes(t) for t in (x, weight, out))
-    return Call(Kind.MATMUL, "convolution", out.numel(), moved, _dtype([out]), flops, shape, batch=groups)
+    return _call(Kind.MATMUL, "convolution", out.numel(), moved, out, flops=flops, matmul=shape, batch=groups)
 
 
-def _convolution_backward(args: tuple[Any, ...]) -> list[Call]:
+def _convolution_backward(args: tuple[Any, ...]) -> list[TracedOperation]:
     """The gradients of the input and of the weight as one product each, and the sum for the bias."""
     dy, x, weight = args[:3]
     transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
@@ -220,21 +222,17 @@ def _convolution_backward(args: tuple[Any, ...]) -> list[Call]:
     positions = small.shape[0] * math.prod(small.shape[2:])
     outer, inner = weight.shape[0] // groups, weight.shape[1] * math.prod(weight.shape[2:])
     moved = sum(touched_bytes(t) for t in (dy, x, weight))
-    flops = 2 * positions * outer * inner * groups
-    calls = []
-    if mask[0]:
-        shape = (positions, outer, inner) if transposed else (positions, inner, outer)
-        calls.append(Call(Kind.MATMUL, "convolution_input_gradient", x.numel(), moved, _dtype([dy]), flops, shape,
-                          batch=groups))  # fmt: skip
-    if mask[1]:
-        calls.append(Call(Kind.MATMUL, "convolution_weight_gradient", weight.numel(), moved, _dtype([dy]), flops,
-                          (outer, inner, positions), batch=groups))  # fmt: skip
-    if mask[2]:
-        calls.append(Call(Kind.ELEMENTWISE, "sum_rows", dy.numel(), touched_bytes(dy), _dtype([dy])))
-    return calls
+    of_input = (positions, outer, inner) if transposed else (positions, inner, outer)
+    calls = [
+        _call(Kind.MATMUL, f"convolution_{of}_gradient", result.numel(), moved, dy, matmul=shape, batch=groups,
+              flops=2 * positions * outer * inner * groups)
+        for of, result, shape in (("input", x, of_input), ("weight", weight, (outer, inner, positions)))
+    ]  # fmt: skip
+    calls.append(_call(Kind.ELEMENTWISE, "sum_rows", dy.numel(), touched_bytes(dy), dy))
+    return [call for call, wanted in zip(calls, mask, strict=True) if wanted]
 
 
-def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:
+def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> TracedOperation:
     """Fused attention: (sequences, tokens, heads, kv_heads, head_size); elements are the scores that count."""
     backward = name.endswith("_backward")
     query, key, value = args[1:4] if backward else args[:3]
@@ -247,7 +245,5 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     inputs = sum(touched_bytes(t) for t in (query, key, value))
     outputs = touched_bytes(args[4]) if backward else touched_bytes(out[0])
     moved = 2 * inputs + 2 * outputs if backward else inputs + outputs
-    return Call(
-        Kind.ATTENTION, f"attention_{'backward' if backward else 'forward'}", batch * heads * pairs // 2, moved,
-        _dtype([query]), flops, attention=(batch, tokens, heads, key.shape[1], size),
-    )  # fmt: skip
+    kernel, shape = f"attention_{'backward' if backward else 'forward'}", (batch, tokens, heads, key.shape[1], size)
+    return _call(Kind.ATTENTION, kernel, batch * heads * pairs // 2, moved, query, flops=flops, attention=shape)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
-from ironlaw.workload.trace_table import TracedOperation
+from ironlaw.workload.trace_kernels import TracedOperation
 
 _PER_LAYER = ("layer_idx", "layer_id", "layer_index", "block_idx", "training")
 

@@ -9,14 +9,18 @@ between, the whole sequence is traced. The rows that a body repeats are the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from ironlaw.workload.trace_table import TracedOperation
+from ironlaw.workload.module_source import Input
+from ironlaw.workload.trace_inputs import Assumed, Inputs
+from ironlaw.workload.trace_kernels import TracedOperation
+from ironlaw.workload.trace_layers import Stack
+from ironlaw.workload.trace_store import ModuleTrace
 
 ROWS = 10_000
 """More kernels than this in one pass over layers of each kind are a loop over tokens: 5 seconds of tracing."""
@@ -32,6 +36,7 @@ SHORTEST = 2 * STEP * sum(LENGTHS)
 
 LONGEST_BODY, LEAST_REPEATS = 1024, 6
 
+AS_SHORTER: Assumed = ("loop over tokens", f"as in shorter sequences, of up to {LONGEST} tokens", "its length", "")
 
 _COMPUTED = ("name", "kernel", "phase", "flops", "matmul", "attention", "elements", "bytes_moved")
 
@@ -48,15 +53,27 @@ def changes_between(module: nn.Module, length: int) -> bool:
     return any(LONGEST < number < length for number in numbers)
 
 
+def common_length(inputs: Inputs) -> int:
+    """The last dimension of all inputs; 0 where they differ in it, or one is not described by its shape."""
+    lengths = {each.shape[-1] if isinstance(each, Input) and each.shape else 0 for each in inputs}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def shortened(inputs: Iterable[Any], length: int) -> list[Input]:
+    """Inputs that have a common length at another one."""
+    return [replace(each, shape=(*each.shape[:-1], length)) for each in inputs]
+
+
 class NotAlike(Exception):
     """Rows or sizes are no polynomial of the length."""
 
 
-def at_length(traced: Callable[[int], Any], length: int, begun: Sequence[TracedOperation] = ()) -> Any:
+def at_length(
+    traced: Callable[[int], tuple[ModuleTrace, Stack | None]], length: int, begun: Sequence[TracedOperation] = ()
+) -> tuple[ModuleTrace, Stack | None]:
     """What `traced` gives for that many tokens, from shorter ones; NotAlike where it has to be run, also where it
     does not begin with the kernels of `begun`."""
-    lengths = [length % STEP + STEP * n for n in LENGTHS]
-    found = [traced(short) for short in lengths]
+    found, stacks = zip(*(traced(length % STEP + STEP * n) for n in LENGTHS), strict=True)
     segments = [_segments(one.operations) for one in found]
     if len({tuple(len(body) for body, _ in each) for each in segments}) > 1:
         raise NotAlike
@@ -68,7 +85,7 @@ def at_length(traced: Callable[[int], Any], length: int, begun: Sequence[TracedO
     if any(getattr(mine, name) != getattr(theirs, name) for mine, theirs in same for name in _COMPUTED):
         raise NotAlike
     others = _value([replace(one, operations=[], inputs={}) for one in found], length)
-    return replace(others, operations=operations)
+    return replace(others, operations=operations), stacks[-1]
 
 
 def _value(values: Sequence[Any], length: int) -> Any:

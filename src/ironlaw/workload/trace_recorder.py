@@ -24,10 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
-from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, storages, tensors
-
-__all__ = ["CallOrigin", "Lifetime", "RecordedKernel", "Recorder"]
-
+from ironlaw.workload.trace_kernels import NO_KERNEL, TracedOperation, base_name, calls_of, storages, tensors
 
 FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
 """Modules that are one kernel on accelerators and on a measured machine's curves, and six calls on a CPU."""
@@ -48,8 +45,7 @@ class CallOrigin:
 class RecordedKernel:
     """One kernel in the order of execution."""
 
-    call: Call
-    phase: Phase
+    call: TracedOperation
     function: str  # ATen's name
     origin: CallOrigin
 
@@ -164,12 +160,12 @@ class Recorder(TorchDispatchMode):
         if index > self.most:
             raise LongLoop(self)
         if base_name(func) not in NO_KERNEL:
-            for call in calls_of(func, args, kwargs, out, self.phase):
+            for call in calls_of(func, args, kwargs, out):
                 if call.attention is not None:
                     call = self._without_padding(call, args)
                 if origin.scope == "attention" and call.kind is Kind.MATMUL:
                     call = replace(call, kind=Kind.ATTENTION)
-                self.records.append(RecordedKernel(call, self.phase, base_name(func), origin))
+                self.records.append(RecordedKernel(replace(call, phase=self.phase), base_name(func), origin))
         for storage in written:
             born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
             if self._remember(storage, born):
@@ -187,7 +183,7 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         return self._origins.get(node._sequence_nr(), CallOrigin()) if node is not None else CallOrigin()
 
-    def _without_padding(self, call: Call, args: tuple[Any, ...]) -> Call:
+    def _without_padding(self, call: TracedOperation, args: tuple[Any, ...]) -> TracedOperation:
         """Zeros that make values as wide as keys are no work of the model."""
         value = args[3 if call.kernel.endswith("backward") else 2]
         life = self._lifetime(value)

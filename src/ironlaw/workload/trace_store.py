@@ -1,16 +1,35 @@
-"""A trace as a document, so that a run can be planned after the process that holds the module has ended."""
+"""What a trace found, and as a document: a run can be planned after the process that holds the module has ended."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from ironlaw.workload.trace import ModuleTrace
-from ironlaw.workload.trace_table import TracedOperation
+from ironlaw.workload.trace_inputs import Assumed
+from ironlaw.workload.trace_kernels import TracedOperation
 
-_COLUMNS = [field.name for field in fields(TracedOperation)]
+_COLUMNS = [each.name for each in fields(TracedOperation)]
+
+
+@dataclass(frozen=True)
+class ModuleTrace:
+    """One micro-batch of a module, and what exists before it starts (bytes and counts)."""
+
+    operations: list[TracedOperation]
+    name: str
+    parameters: int  # elements that are trained or frozen, shared ones once
+    trained_parameters: int
+    trained_tensors: int
+    parameter_bytes: int
+    trained_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    output_shapes: tuple[tuple[int, ...], ...]
+    unit_bytes: tuple[int, ...] = ()  # of parameters, as FSDP gathers them: numbered layers each, all else together
+    inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
+    assumptions: tuple[Assumed, ...] = ()
 
 
 def trace_to_json(trace: ModuleTrace) -> dict[str, Any]:

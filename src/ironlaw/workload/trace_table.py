@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.trace_kernels import TracedOperation
 from ironlaw.workload.trace_recorder import RecordedKernel, Recorder
 
-GROUP = "module"
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-
-
-@dataclass(frozen=True)
-class TracedOperation(Operation):
-    """An operation that also knows its element type."""
-
-    dtype: str = "fp32"  # of the result: fp32, bf16, fp16, fp64
 
 
 def operations_of(recorder: Recorder) -> list[TracedOperation]:
@@ -29,7 +22,7 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
     groups = _merged(records)
     place = {index: i for i, group in enumerate(groups) for index in group}
     operations = [_operation([records[index] for index in group]) for group in groups]
-    memory: list[dict[str, int]] = [{} for _ in operations]
+    memory: list[dict[str, Any]] = [defaultdict(int) for _ in operations]
     backward = next((i for i, op in enumerate(operations) if op.phase is Phase.BACKWARD), None)
     for life in recorder.lifetimes:
         if life.merged:
@@ -40,19 +33,10 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
             continue  # inside a fused kernel
         waits = backward is not None and born < backward and (died is None or died >= backward)
         kind = "gradient" if life.gradient else "saved" if waits and not life.output else "temporary"
-        _add(memory[born], f"{kind}_bytes", life.bytes)
+        memory[born][f"{kind}_bytes"] += life.bytes
         if died is not None and kind != "gradient":
-            _add(memory[died], f"frees_{kind}_bytes", life.bytes)
-    return [_with(op, sizes) for op, sizes in zip(operations, memory, strict=True)]
-
-
-def _with(op: TracedOperation, sizes: dict[str, int]) -> TracedOperation:
-    fields: dict[str, Any] = dict(sizes)
-    return replace(op, **fields)
-
-
-def _add(sizes: dict[str, int], name: str, amount: int) -> None:
-    sizes[name] = sizes.get(name, 0) + amount
+            memory[died][f"frees_{kind}_bytes"] += life.bytes
+    return [replace(op, **sizes) for op, sizes in zip(operations, memory, strict=True)]
 
 
 def _write_in_place(recorder: Recorder) -> None:
@@ -76,7 +60,7 @@ def _merged(records: list[RecordedKernel]) -> list[list[int]]:
         if (
             before is not None
             and record.origin.fused
-            and (before.origin, before.phase) == (record.origin, record.phase)
+            and (before.origin, before.call.phase) == (record.origin, record.call.phase)
             and not (_accumulates(record) and any(_accumulates(records[i]) for i in groups[-1]))
         ):
             groups[-1].append(index)
@@ -86,17 +70,17 @@ def _merged(records: list[RecordedKernel]) -> list[list[int]]:
 
 
 def _accumulates(record: RecordedKernel) -> bool:
-    return record.phase is Phase.BACKWARD and record.function == "add"
+    return record.call.phase is Phase.BACKWARD and record.function == "add"
 
 
 def _operation(group: list[RecordedKernel]) -> TracedOperation:
     first = group[0]
-    call, origin, phase = first.call, first.origin, first.phase
+    call, origin = first.call, first.origin
     if len(group) > 1:
         elements = max(r.call.elements for r in group)
-        passes = 2 if phase is Phase.FORWARD else 3
+        passes = 2 if call.phase is Phase.FORWARD else 3
         call = replace(
-            call, kind=Kind.NORM, kernel=f"{origin.fused}_{phase}", elements=elements,
+            call, kind=Kind.NORM, kernel=f"{origin.fused}_{call.phase}", elements=elements,
             bytes_moved=passes * elements * ELEMENT_BYTES[call.dtype],
         )  # fmt: skip
     elif _accumulates(first):
@@ -104,11 +88,7 @@ def _operation(group: list[RecordedKernel]) -> TracedOperation:
     flops = call.flops
     if flops is not None and call.attention is None:
         flops = round(flops * origin.causal_share)
-    return TracedOperation(
-        _operation_name(first), call.kind, phase, GROUP, call.kernel, matmul=call.matmul,
-        attention=call.attention, flops=flops, elements=call.elements, bytes_moved=call.bytes_moved, dtype=call.dtype,
-        batch=call.batch,
-    )  # fmt: skip
+    return replace(call, name=_operation_name(first), flops=flops)
 
 
 def _operation_name(record: RecordedKernel) -> str:

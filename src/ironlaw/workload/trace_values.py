@@ -196,17 +196,13 @@ def tracing(mode: TraceMode) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        yield from _traced(mode)
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            with torch.backends.mkldnn.flags(enabled=False), _fake_construction(mode), mode:
+                yield
     finally:
         log.setLevel(level)
-
-
-def _traced(mode: TraceMode) -> Iterator[None]:
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        with torch.backends.mkldnn.flags(enabled=False), _fake_construction(mode), mode:
-            yield
 
 
 @contextmanager

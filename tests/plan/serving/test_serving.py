@@ -11,10 +11,11 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+from ironlaw.plan.request_types import Options
+from ironlaw.plan.serving.answer import answer_serving
 from ironlaw.plan.serving.disaggregated import transfer_seconds
 from ironlaw.plan.serving.emit import emit_serving
-from ironlaw.plan.serving.estimate import Served, Speculation, plan_serving
+from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
 from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.search import search_serving
@@ -91,8 +92,8 @@ def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
 def test_speculation_gives_what_stands_for_a_wider_pass_and_the_drafts() -> None:
     assert tokens_of_a_pass(4, 0.7) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
     draft = ModelConfig.named("llama-3.2-1b")
-    plain, ngram, model = (replace(served(), speculation=s).system
-                           for s in (Speculation(), Speculation(4, 0.7), Speculation(4, 0.7, draft)))  # fmt: skip
+    guessed = replace(served(), drafted=4, acceptance=0.7)
+    plain, ngram, model = served().system, guessed.system, replace(guessed, draft=draft).system
     before, after = (decode_parts(system, 1.0, 512.0) for system in (plain, ngram))
     assert after["cache"] == pytest.approx(before["cache"] / 2.7731)  # read once for five tokens
     assert after["weights"] == pytest.approx(before["weights"] / 2.7731, rel=0.02)  # bound by reading them
@@ -101,7 +102,7 @@ def test_speculation_gives_what_stands_for_a_wider_pass_and_the_drafts() -> None
     assert added == pytest.approx(4 * decode_seconds(alone, 1.0, 512.0) / 2.7731)
     assert room_tokens(model) < room_tokens(ngram) == room_tokens(plain)
     busy = plan_serving(
-        replace(served(), speculation=Speculation(8, 0.5)), parse_request("input=64 output=64 concurrency=256")
+        replace(served(), drafted=8, acceptance=0.5), parse_request("input=64 output=64 concurrency=256")
     )
     assert busy.totals["speculation_gain"].value < 1 < busy.totals["pass_tokens"].value  # products bind: it costs
 
@@ -270,5 +271,5 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
     on: str | None, text: str, options: dict[str, str], told: str
 ) -> None:
     with pytest.raises(UserError, match=told) as refused:
-        answer_serving(LLAMA, on, text, ServeOptions(**options))
+        answer_serving(LLAMA, on, text, Options(**options))
     assert "\n" not in str(refused.value)

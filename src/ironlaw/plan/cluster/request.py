@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.recipe import recipe_of_layout
-from ironlaw.plan.work import Work
+from ironlaw.plan.work import Assumption
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recipe import Recipe, StepBatch
 
@@ -64,23 +64,16 @@ class ClusterStep:
 
 
 @dataclass(frozen=True)
-class ClusterRequest:
+class ClusterRequest(ClusterStep):
     """`layout` is the one to plan, or None to search; `excluded` names what a search must leave out, and why."""
 
-    model: ModelConfig
-    cluster: Cluster
-    work: Work
-    precision: str
-    engine: str
+    engine: str = DEFAULT_ENGINE
+    steps: int = 1
+    assumed: Sequence[Assumption] = ()
     prices: Prices = field(default_factory=Prices)
     layout: Layout | None = None
-    optimizer: str = "adamw"
     excluded: Callable[[Layout], str | None] | None = None
-    config: RunConfig | None = None
 
-    @cached_property
-    def step(self) -> ClusterStep:
-        return ClusterStep(
-            self.model, self.cluster, self.work.sequence, self.work.global_batch, self.precision, self.engine,
-            self.optimizer, config=self.config,
-        )  # fmt: skip
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence * self.global_batch

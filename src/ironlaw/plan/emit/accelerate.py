@@ -34,10 +34,10 @@ def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
 
 
 def accelerate_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
-    accumulation = request.work.global_batch // (layout.dp * layout.micro_batch)
+    accumulation = request.global_batch // (layout.dp * layout.micro_batch)
     document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     notes = [
-        f"in the script: batches of {layout.micro_batch} sequences of {request.work.sequence:,} tokens per process, "
+        f"in the script: batches of {layout.micro_batch} sequences of {request.sequence:,} tokens per process, "
         f"Accelerator(gradient_accumulation_steps={accumulation})"
     ]
     if request.optimizer not in ("adam", "adamw"):
@@ -48,7 +48,7 @@ def accelerate_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         document["distributed_type"] = "MULTI_GPU" if layout.dp > 1 else "NO"
     else:
         document |= _megatron(layout, accumulation)
-        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {request.work.sequence:,} tokens"
+        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {request.sequence:,} tokens"
     document |= {
         "mixed_precision": {"fp32": "NO"}.get(request.precision, request.precision),
         "num_machines": request.cluster.nodes,

@@ -34,15 +34,13 @@ def deepspeed_config(request: ClusterRequest, layout: Layout) -> tuple[str, list
         "reduce_scatter": True,
         "contiguous_gradients": True,
     }
-    notes = [
-        f"the model, its sequence of {request.work.sequence:,} tokens and {request.work.steps:,} steps are the script's"
-    ]
+    notes = [f"the model, its sequence of {request.sequence:,} tokens and {request.steps:,} steps are the script's"]
     if layout.offload in ("optimizer", "both"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     document: dict[str, Any] = {
-        "train_batch_size": request.work.global_batch,
+        "train_batch_size": request.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": request.work.global_batch // (layout.dp * layout.micro_batch),
+        "gradient_accumulation_steps": request.global_batch // (layout.dp * layout.micro_batch),
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
     }

@@ -16,10 +16,10 @@ def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[s
     document: dict[str, Any] = {
         "model": request.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
         "train": {
-            "steps": request.work.steps,
-            "global_batch": request.work.global_batch,
+            "steps": request.steps,
+            "global_batch": request.global_batch,
             "micro_batch": layout.micro_batch,
-            "sequence": request.work.sequence,
+            "sequence": request.sequence,
             "precision": request.precision,
         },
         "optimizer": {"name": request.optimizer},

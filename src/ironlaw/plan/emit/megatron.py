@@ -122,10 +122,10 @@ def _chunk(model: ModelConfig, layout: Layout) -> int:
 def megatron_flags(request: ClusterRequest, layout: Layout, accumulation: int) -> list[str]:
     """One `--flag value` per entry."""
     return [
-        *_model_flags(request.model, request.work.sequence),
+        *_model_flags(request.model, request.sequence),
         f"--micro-batch-size {layout.micro_batch}",
-        f"--global-batch-size {request.work.global_batch}",
-        f"--train-iters {request.work.steps}",
+        f"--global-batch-size {request.global_batch}",
+        f"--train-iters {request.steps}",
         *PRECISION_FLAGS[request.precision],
         *_narrow_flags(request, layout),
         *OPTIMIZER_FLAGS[request.optimizer],

@@ -105,9 +105,9 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         "optimizer": {"name": {"adam": "Adam"}.get(request.optimizer, "AdamW")},
         "training": {
             "local_batch_size": _local_batch(request, layout),
-            "global_batch_size": request.work.global_batch,
-            "seq_len": request.work.sequence,
-            "steps": request.work.steps,
+            "global_batch_size": request.global_batch,
+            "seq_len": request.sequence,
+            "steps": request.steps,
             "mixed_precision_param": precise,
             "mixed_precision_reduce": "float32",
         },
@@ -140,7 +140,7 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
 
 def _local_batch(request: ClusterRequest, layout: Layout) -> int:
     """Sequences per rank and gradient accumulation step; a pipeline takes all its micro-batches at once."""
-    return request.work.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
+    return request.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
 
 
 def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:

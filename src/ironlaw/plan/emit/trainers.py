@@ -95,7 +95,7 @@ def check_words(trainer: TrainerOptions, precision: str, optimizer: str) -> None
 
 
 def _megatron(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
-    flags = megatron_flags(request, layout, request.work.global_batch // (layout.dp * layout.micro_batch))
+    flags = megatron_flags(request, layout, request.global_batch // (layout.dp * layout.micro_batch))
     head = f"# {request.model.name}, {request.cluster}: {layout}\n"
     return head + " \\\n".join(flags) + "\n", ["for pretrain_gpt.py; add tokenizer, data and learning rate"]
 

@@ -13,7 +13,7 @@ beats the prior.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -273,40 +273,34 @@ class _Problem:
             huber = np.where(size <= HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
             return float((weights * huber).sum() + 0.5 * (self.precision * x**2).sum())
 
-        return _levenberg_marquardt(self, x, weights, cost, rounds)
+        damping = 1e-2
+        at = self.log_errors(x)
+        best = cost(at, x)
+        for _ in range(rounds):
+            jacobian = self.jacobian(x, at)
+            pull = weights * np.minimum(1.0, HUBER * self.noise / np.maximum(np.abs(at), 1e-12)) / self.noise**2
+            curvature = (jacobian * pull[:, None]).T @ jacobian + np.diag(self.precision)
+            slope = jacobian.T @ (pull * at) + self.precision * x
+            # What stands at a bound and is pulled outwards stays there.
+            free = ~(((x <= self.low) & (slope > 0)) | ((x >= self.high) & (slope < 0)))
+            gained = 0.0
+            for _ in range(8):
+                matrix = curvature[np.ix_(free, free)]
+                step = np.zeros_like(x)
+                step[free] = -np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope[free])
+                trial = np.clip(x + step, self.low, self.high)
+                errors = self.log_errors(trial)
+                value = cost(errors, trial)
+                if value < best:
+                    gained, x, at, best, damping = best - value, trial, errors, value, max(damping / 5, 1e-6)
+                    break
+                damping *= 4
+            if gained < 1e-3:
+                break
+        return x
 
     def posterior(self, x: Array) -> Array:
         """Standard deviation of each constant over that of its prior, with the curvature at `x`: 1, nothing learned."""
         jacobian = self.jacobian(x, self.log_errors(x)) / self.noise
         covariance = np.linalg.inv(jacobian.T @ jacobian + np.diag(self.precision))
         return np.asarray(np.sqrt(np.diag(covariance) * self.precision))
-
-
-def _levenberg_marquardt(
-    problem: _Problem, x: Array, weights: Array, cost: Callable[[Array, Array], float], rounds: int
-) -> Array:
-    damping = 1e-2
-    at = problem.log_errors(x)
-    best = cost(at, x)
-    for _ in range(rounds):
-        jacobian = problem.jacobian(x, at)
-        pull = weights * np.minimum(1.0, HUBER * problem.noise / np.maximum(np.abs(at), 1e-12)) / problem.noise**2
-        curvature = (jacobian * pull[:, None]).T @ jacobian + np.diag(problem.precision)
-        slope = jacobian.T @ (pull * at) + problem.precision * x
-        # What stands at a bound and is pulled outwards stays there.
-        free = ~(((x <= problem.low) & (slope > 0)) | ((x >= problem.high) & (slope < 0)))
-        gained = 0.0
-        for _ in range(8):
-            matrix = curvature[np.ix_(free, free)]
-            step = np.zeros_like(x)
-            step[free] = -np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope[free])
-            trial = np.clip(x + step, problem.low, problem.high)
-            errors = problem.log_errors(trial)
-            value = cost(errors, trial)
-            if value < best:
-                gained, x, at, best, damping = best - value, trial, errors, value, max(damping / 5, 1e-6)
-                break
-            damping *= 4
-        if gained < 1e-3:
-            break
-    return x

@@ -78,10 +78,11 @@ def settled(runs: Sequence[Run]) -> list[Run]:
             for change, notes in attempts(where.engine):
                 if not unsaid:
                     break
-                tried = [_assuming(runs[i], change, notes, flag) for i in unsaid]
-                for i, run in zip(unsaid, tried, strict=True):
-                    result[i] = run
-                unsaid = [i for i, fits in zip(unsaid, _fit(tried, where), strict=True) if not fits]
+                for i in unsaid:
+                    decided: dict[str, Any] = {"assumed": (*runs[i].assumed, *notes), flag: False}
+                    result[i] = replace(runs[i], job=change(runs[i].job), **decided)
+                peak = peak_memory(candidates_of_jobs([result[i].job for i in unsaid]), where.engine).total
+                unsaid = [i for i, held in zip(unsaid, peak, strict=True) if held > usable_bytes(where)]
         runs = result
     return list(runs)
 
@@ -121,16 +122,6 @@ def _recomputation(engine: Engine) -> Iterator[Attempt]:
     if engine.recomputes_selectively:
         yield in_layout(recompute="selective"), ("recompute = selective, for without it the run would not fit",)
     yield in_layout(recompute="full"), ("recompute = full, for without it the run would not fit",)
-
-
-def _assuming(run: Run, change: Callable[[TrainingJob], TrainingJob], notes: tuple[str, ...], flag: str) -> Run:
-    settled: dict[str, Any] = {flag: False}
-    return replace(run, job=change(run.job), assumed=(*run.assumed, *notes), **settled)
-
-
-def _fit(runs: Sequence[Run], where: ClusterSystem) -> np.ndarray:
-    candidates = candidates_of_jobs([run.job for run in runs])
-    return peak_memory(candidates, where.engine).total <= usable_bytes(where)
 
 
 def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:

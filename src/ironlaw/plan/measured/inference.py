@@ -10,8 +10,6 @@ the cache holds. Columns are described in `docs/validate.md`.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +21,8 @@ from ironlaw.catalog.accelerators import Accelerator, accelerator
 from ironlaw.catalog.devices import taken
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
-from ironlaw.files import read_text
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.measured import parsing
-from ironlaw.plan.measured.parsing import Row
+from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.serving.demand import Demand, demand_of
 from ironlaw.plan.serving.rates import LATEST, Rates, ServingEngine, rates_of, serving_engine
 from ironlaw.plan.serving.steady import at_concurrency, most_at_once, unlimited
@@ -60,23 +56,14 @@ class ServingRun:
     together: bool  # all prompts start at once, as one pass
     whole: bool  # the rate's time has the prompt in it
     measured: dict[str, float]
-    params: float
     suspect: bool
     assumed: tuple[str, ...]
 
 
-def is_serving(header: Iterable[str]) -> bool:
-    """Whether a CSV file's columns are those of measured serving."""
-    return set(COLUMNS) <= set(header)
-
-
 def serving_rows(path: Path) -> list[dict[str, str]] | None:
-    """The rows of a CSV file of measured serving; None where its columns are those of training, or it is unreadable."""
-    try:
-        reader = csv.DictReader(io.StringIO(read_text(path, "CSV"), newline=""))
-        return list(reader) if is_serving(reader.fieldnames or ()) else None
-    except (UserError, OSError, csv.Error):
-        return None  # the reader of training runs says what is wrong
+    """The rows of a CSV file of measured serving; None where its columns are those of training."""
+    names, rows = read_table(path)
+    return list(rows) if set(COLUMNS) <= set(names) else None
 
 
 def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str, str, str]]]:
@@ -84,10 +71,12 @@ def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str,
     runs, rejected = [], []
     demands: dict[str, Demand] = {}
     for number, row in enumerate(rows, 2):
+        cells = Cells(row)
+        identity = cells.text("id") or f"line {number}"
         try:
-            runs.append(_run(row, number, demands))
+            runs.append(_run(identity, cells, demands))
         except UserError as error:
-            rejected.append((row.get("id") or f"line {number}", row.get("group") or "", str(error)))
+            rejected.append((identity, cells.text("group"), str(error)))
     return runs, rejected
 
 
@@ -129,27 +118,25 @@ MEASURES = (
 )  # fmt: skip
 
 
-def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
-    assumed: list[str] = []
-    name = parsing.needed(row, "accelerator")  # the record takes one where a user would be asked which
+def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
+    name = cells.needed_text("accelerator")  # the record takes one where a user would be asked which
     device = accelerator(next(iter(taken(name) or (name,))))
-    year = _year(row)
-    engine = _engine(parsing.needed(row, "engine"), year, assumed)
-    notes = row.get("notes") or ""
-    scenario = parsing.needed(row, "scenario")
+    said = cells.text("date")[:4]
+    year = int(said) if said.isdigit() else LATEST
+    engine = _engine(cells, year)
+    notes, scenario = cells.text("notes"), cells.needed_text("scenario")
     formats = Formats(
-        parsing.needed(row, "weight_format"), row.get("activation_format") or "", row.get("kv_format") or "fp16"
+        cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
     )
-    layout = _layout(row, scenario, assumed)
-    backend = _backend(row, engine)
-    demand = _demand(row, demands, assumed)
+    layout, demand = _layout(cells, scenario), _demand(cells, demands)
+    version = cells.lower("engine_version") if engine.family == "gguf" else ""
+    backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
     rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
     varied = VARIED if "lengths vary" in notes.lower() else 1.0
-    measured = {key: value for key in MEASURES if (value := parsing.number(row, key, 0)) is not None}
     together = scenario in ("prefill", "decode") or "static batch" in notes.lower() or "whole batch" in notes.lower()
     return ServingRun(
-        id=row.get("id") or f"line {number}",
-        group=row.get("group") or "all",
+        id=identity,
+        group=cells.text("group") or "all",
         scenario=scenario,
         engine=engine,
         device=device,
@@ -158,69 +145,69 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
         formats=formats,
         year=year,
         backend=backend,
-        inputs=varied * (parsing.number(row, "input_tokens", 0) or 0.0),
-        outputs=varied * (parsing.number(row, "output_tokens", 0) or 0.0),
-        concurrency=parsing.number(row, "concurrency", 0) or 1.0,
+        inputs=varied * (cells.measured("input_tokens") or 0.0),
+        outputs=varied * (cells.measured("output_tokens") or 0.0),
+        concurrency=cells.measured("concurrency") or 1.0,
         together=together,
         whole="prefill is in" in notes.lower() or "includes prefill" in notes.lower(),
-        measured=measured,
-        params=parsing.number(row, "params", 0) or float(demand.parameters),
+        measured={key: value for key in MEASURES if (value := cells.number(key, 0)) is not None},
         suspect="SUSPECT" in notes,
-        assumed=tuple(assumed),
+        assumed=tuple(cells.assumed),
     )
 
 
-def _engine(name: str, year: int, assumed: list[str]) -> ServingEngine:
+def _engine(cells: Cells, year: int) -> ServingEngine:
     """The record plans engines that nobody measured, where a user would be asked which is meant. vLLM captures graphs
     since its release 0.2.6 of December 2023."""
+    name = cells.needed_text("engine")
     try:
         return serving_engine("vllm-2023" if name.lower() == "vllm" and year <= 2023 else name)
     except UserError:
-        assumed.append(f"engine = the base of all engines ({name} is not known)")
+        cells.assumed.append(f"engine = the base of all engines ({name} is not known)")
         return ServingEngine(name, key=name.strip().lower())
 
 
-def _layout(row: Row, scenario: str, assumed: list[str]) -> ServingLayout:
+def _layout(cells: Cells, scenario: str) -> ServingLayout:
     """Degrees of one copy of the model; devices beside them are copies, or share experts."""
-    count = parsing.whole(row, "accelerators") or 1
-    tp, pp, ep, dp = (parsing.whole(row, name) for name in ("tp", "pp", "ep", "dp"))
-    experts = (parsing.number(row, "experts", 0) or 0.0) > 0
+    count = cells.whole("accelerators") or 1
+    tp, pp, ep, dp = (cells.whole(name) for name in ("tp", "pp", "ep", "dp"))
+    experts = (cells.measured("experts") or 0.0) > 0
     if tp is None:
         tp = 1 if (pp or 1) > 1 else count
         if count > 1:
-            assumed.append(f"tp = {tp} (not said)")
+            cells.assumed.append(f"tp = {tp} (not said)")
     pp = pp or 1
     if tp * pp > count:
         raise UserError(f"tp = {tp} and pp = {pp} need more than accelerators = {count}")
     rest = count // (tp * pp)
     if rest > 1 and (experts and ((ep or 1) > tp or (dp or 1) > 1)):  # ranks that share experts, attention apart
         return ServingLayout(devices=count, tp=tp, pp=pp, attention_dp=rest)
-    if experts and "attention-dp enabled" in (row.get("notes") or "").lower():  # its ranks are printed as tp
+    if experts and "attention-dp enabled" in cells.lower("notes"):  # its ranks are printed as tp
         return ServingLayout(devices=tp * pp, tp=1, pp=pp, attention_dp=tp, replicas=max(rest, 1))
     return ServingLayout(devices=tp * pp, tp=tp, pp=pp, replicas=max(rest, 1))
 
 
-def _demand(row: Row, known: dict[str, Demand], assumed: list[str]) -> Demand:
+def _demand(cells: Cells, known: dict[str, Demand]) -> Demand:
     """The catalogue's model of that name, else the row's own columns."""
-    name = (row.get("model") or "").strip().lower()
+    name = cells.lower("model")
     if name and name in known:
         return known[name]
     if name and is_model(name):
         known[name] = demand_of(ModelConfig.named(name))
         return known[name]
-    assumed.append(f"model = the row's columns ({name or 'no name'} is not catalogued)")
-    need = {key: parsing.number(row, key, 0) for key in ("layers", "hidden", "heads", "ffn", "vocab")}
+    cells.assumed.append(f"model = the row's columns ({name or 'no name'} is not catalogued)")
+    need = {key: cells.number(key, 0) for key in ("layers", "hidden", "heads", "ffn", "vocab")}
     missing = [key for key, value in need.items() if not value]
     if missing:
         raise UserError(f"model '{name}' is not catalogued, and {', '.join(missing)} is not given")
     layers, hidden, heads, ffn, vocab = (float(value or 0) for value in need.values())
-    head = parsing.number(row, "head_dim", 0) or hidden / heads
-    cached = parsing.number(row, "kv_heads", 0) or heads
-    matrices = 3 if (parsing.number(row, "gated_ffn", 0) or 0.0) else 2
-    experts, active = parsing.number(row, "experts", 0) or 0.0, parsing.number(row, "experts_active", 0) or 0.0
+    head = cells.measured("head_dim") or hidden / heads
+    cached = cells.measured("kv_heads") or heads
+    matrices = 3 if cells.measured("gated_ffn") else 2
+    experts, active = cells.measured("experts") or 0.0, cells.measured("experts_active") or 0.0
     attention = layers * (2 * hidden * heads * head + 2 * hidden * cached * head)
     network = layers * matrices * hidden * ffn
-    total = parsing.number(row, "params", 0) or attention + network * max(experts, 1.0) + vocab * hidden
+    total = cells.measured("params") or attention + network * max(experts, 1.0) + vocab * hidden
     routed = network * experts
     rest = total - attention - (routed or network)
     table = vocab * hidden if rest > 1.6 * vocab * hidden else 0.0
@@ -228,15 +215,3 @@ def _demand(row: Row, known: dict[str, Demand], assumed: list[str]) -> Demand:
         layers, hidden, vocab, max(total - routed - table, attention), table, vocab * hidden, routed,
         active / experts if experts else 0.0, 2 * cached * head * layers, 0.0, 0.0, cached, 4 * heads * head * layers,
     )  # fmt: skip
-
-
-def _backend(row: Row, engine: ServingEngine) -> str:
-    if engine.family != "gguf":
-        return ""
-    said = f"{row.get('engine_version') or ''}".lower()
-    return next((name for name in ("vulkan", "hip", "rocm") if name in said), "").replace("rocm", "hip")
-
-
-def _year(row: Row) -> int:
-    said = (row.get("date") or "")[:4]
-    return int(said) if said.isdigit() else LATEST

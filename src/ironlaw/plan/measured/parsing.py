@@ -1,4 +1,4 @@
-"""The words of a row of measured runs as people write them: numbers, flags, precisions, recomputation, networks.
+"""A table of measured runs as people write it: its rows, and the words of their cells.
 
 Empty, `nan`, `none`, `null`, `n/a` and `-` all mean unknown. A word that has no meaning here is a UserError, which
 rejects its row and no other.
@@ -6,12 +6,19 @@ rejects its row and no other.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_bytes
 
+Number = TypeVar("Number", int, float)
 Row = Mapping[str, str]
 
 UNKNOWN = {"", "nan", "null", "n/a", "na", "-", "?", "unknown"}
@@ -22,101 +29,144 @@ MOST_OF_ANY = 10_000_000
 TRUE = {"true", "1", "1.0", "yes", "y", "on", "t"}
 FALSE = {"false", "0", "0.0", "no", "n", "off", "f", "none"}
 
-
-def text(row: Row, name: str) -> str:
-    """The cell without surrounding blanks; empty when it says nothing."""
-    value = row.get(name) or ""
-    value = value.strip()
-    return "" if value.lower() in UNKNOWN else value
-
-
-def needed(row: Row, name: str) -> str:
-    """The cell's text. UserError where it says nothing."""
-    if not text(row, name):
-        raise UserError(f"{name} is not given")
-    return text(row, name)
+PRECISIONS = {
+    "nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp8": "mxfp8", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8",
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "tf32": "tf32", "fp32": "fp32", "float32": "fp32", "amp": "fp16", "mixed": "bf16",
+}  # fmt: skip
+"""Parts of a word and the format they mean; the first that is there counts."""
 
 
-def number(row: Row, name: str, least: float = -math.inf) -> float | None:
-    """A number, or None where the cell is empty."""
-    cell = text(row, name)
-    if not cell or (cell.lower() == "none"):
-        return None
-    try:
-        value = float(cell.replace(",", "").replace("_", ""))
-    except ValueError:
-        raise UserError(f"{name} is not a number: '{cell}'") from None
-    if not math.isfinite(value) or value < least:
-        raise UserError(f"{name} must be finite and at least {least:g}, not {cell}")
-    return value
+def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
+    """Columns, in lower case, and rows as column -> text; a UserError where the file is no table."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file: give a CSV of measured runs")
+    content = read_bytes(path, "table of runs")
+    if b"\0" in content[:4096]:
+        raise UserError(f"{path} is not a CSV file: it holds binary data")
+    stream = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
+    first = stream.readline()
+    stream.seek(0)
+    separator = max(",;\t", key=first.count)
+    csv.field_size_limit(len(content) + 1)  # a note may be as long as the file
+    reader = csv.DictReader(stream, delimiter=separator)
+    reader.fieldnames = names = [(name or "").strip().lower() for name in reader.fieldnames or []]
+    return names, ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)
 
 
-def whole(row: Row, name: str, least: int = 1) -> int | None:
-    """A whole number, also where it is written as 8.0."""
-    value = number(row, name, least)
-    if value is not None and value != round(value):
-        raise UserError(f"{name} must be a whole number, not {value:g}")
-    if value is not None and value > MOST.get(name, MOST_OF_ANY):
-        raise UserError(f"{name} {value:g} is taken for a mistake: more than {MOST.get(name, MOST_OF_ANY):,}")
-    return None if value is None else int(value)
+@dataclass
+class Cells:
+    """The cells of one row, and the list of what was assumed for the empty ones."""
 
+    row: Row
+    assumed: list[str] = field(default_factory=list)
 
-def flag(row: Row, name: str) -> bool | None:
-    cell = text(row, name).lower()
-    if not cell:
-        return None
-    if cell in TRUE or cell in FALSE:
-        return cell in TRUE
-    raise UserError(f"{name} is true or false, not '{cell}'")
+    def text(self, name: str) -> str:
+        """The cell without surrounding blanks; empty when it says nothing."""
+        value = (self.row.get(name) or "").strip()
+        return "" if value.lower() in UNKNOWN else value
 
+    def lower(self, name: str) -> str:
+        return self.text(name).lower()
 
-def zero_stage(row: Row) -> int | None:
-    """0 to 3; `fsdp`, `full_shard` and `zero-3` are 3."""
-    cell = text(row, "zero").lower()
-    if any(word in cell for word in ("fsdp", "full_shard", "full shard")):
-        return 3
-    if cell in FALSE:
-        return 0
-    digits = re.fullmatch(r"(?:zero|stage)?[\s\-_]*([0-3])(?:\.0)?", cell)
-    if cell and not digits:
-        raise UserError(f"zero is 0, 1, 2 or 3, not '{cell}'")
-    return int(digits[1]) if digits else None
+    def needed_text(self, name: str) -> str:
+        """The cell's text. UserError where it says nothing."""
+        if not self.text(name):
+            raise UserError(f"{name} is not given")
+        return self.text(name)
 
+    def number(self, name: str, least: float = -math.inf) -> float | None:
+        """A number, or None where the cell is empty."""
+        cell = self.text(name)
+        if not cell or cell.lower() == "none":
+            return None
+        try:
+            value = float(cell.replace(",", "").replace("_", ""))
+        except ValueError:
+            raise UserError(f"{name} is not a number: '{cell}'") from None
+        if not math.isfinite(value) or value < least:
+            raise UserError(f"{name} must be finite and at least {least:g}, not {cell}")
+        return value
 
-def recompute(row: Row) -> str | None:
-    """none, selective or full."""
-    cell = text(row, "recompute").lower()
-    if not cell:
-        return None
-    if cell in FALSE:
-        return "none"
-    if any(word in cell for word in ("selective", "partial", "sac", "op")):
-        return "selective"
-    if cell in TRUE or any(word in cell for word in ("full", "block", "layer", "uniform", "checkpoint")):
-        return "full"
-    raise UserError(f"recompute is none, selective or full, not '{cell}'")
+    def measured(self, name: str) -> float | None:
+        """A measurement, or None where there is none; zero is none too."""
+        return self.number(name, 0) or None
 
+    def whole(self, name: str, least: int = 1) -> int | None:
+        """A whole number, also where it is written as 8.0."""
+        value = self.number(name, least)
+        if value is not None and value != round(value):
+            raise UserError(f"{name} must be a whole number, not {value:g}")
+        if value is not None and value > MOST.get(name, MOST_OF_ANY):
+            raise UserError(f"{name} {value:g} is taken for a mistake: more than {MOST.get(name, MOST_OF_ANY):,}")
+        return None if value is None else int(value)
 
-def attention(row: Row) -> str | None:
-    """flash or standard; any fused kernel counts as flash. A paper older than FlashAttention (2205.14135) had none."""
-    cell = text(row, "attention").lower()
-    if not cell:
-        paper = re.search(r"arxiv\D{0,6}(\d{4}\.\d{4,5})", text(row, "source").lower())
-        return "standard" if paper and paper[1] < "2205.14135" else None
-    words = ("standard", "eager", "math", "naive", "unfused", "materiali", "vanilla")
-    return "standard" if any(word in cell for word in words) else "flash"
+    def needed(self, name: str) -> int:
+        value = self.whole(name)
+        if value is None:
+            raise UserError(f"{name} is not given")
+        return value
 
+    def given(self, name: str, default: int, why: str = "assumed") -> int:
+        value = self.whole(name)
+        return self.assume(name, default, why) if value is None else value
 
-def precision(row: Row) -> str | None:
-    """Format of the matmuls: bf16, fp16, fp8, mxfp8, nvfp4, tf32, fp32."""
-    cell = text(row, "precision").lower().replace("-", "").replace("_", "").replace(" ", "")
-    if not cell:
-        return None
-    for word, meaning in (
-        ("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8", "fp8"), ("float8", "fp8"), ("e4m3", "fp8"),
-        ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"), ("float16", "fp16"), ("half", "fp16"),
-        ("tf32", "tf32"), ("fp32", "fp32"), ("float32", "fp32"), ("amp", "fp16"), ("mixed", "bf16"),
-    ):  # fmt: skip
-        if word in cell:
-            return meaning
-    raise UserError(f"precision '{cell}' is not known: bf16, fp16, fp8, mxfp8, nvfp4, tf32 or fp32")
+    def assume(self, name: str, value: Number, why: str) -> Number:
+        self.assumed.append(f"{name} = {value:g} ({why})")
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        cell = self.lower(name)
+        if not cell:
+            return None
+        if cell in TRUE or cell in FALSE:
+            return cell in TRUE
+        raise UserError(f"{name} is true or false, not '{cell}'")
+
+    def group(self) -> str:
+        return self.text("group") or "(no group)"
+
+    def zero_stage(self) -> int | None:
+        """0 to 3; `fsdp`, `full_shard` and `zero-3` are 3."""
+        cell = self.lower("zero")
+        if any(word in cell for word in ("fsdp", "full_shard", "full shard")):
+            return 3
+        if cell in FALSE:
+            return 0
+        digits = re.fullmatch(r"(?:zero|stage)?[\s\-_]*([0-3])(?:\.0)?", cell)
+        if cell and not digits:
+            raise UserError(f"zero is 0, 1, 2 or 3, not '{cell}'")
+        return int(digits[1]) if digits else None
+
+    def recompute(self) -> str | None:
+        """none, selective or full."""
+        cell = self.lower("recompute")
+        if not cell:
+            return None
+        if cell in FALSE:
+            return "none"
+        if any(word in cell for word in ("selective", "partial", "sac", "op")):
+            return "selective"
+        if cell in TRUE or any(word in cell for word in ("full", "block", "layer", "uniform", "checkpoint")):
+            return "full"
+        raise UserError(f"recompute is none, selective or full, not '{cell}'")
+
+    def attention(self) -> str | None:
+        """flash or standard; any fused kernel counts as flash. A paper older than FlashAttention (2205.14135) had
+        none."""
+        cell = self.lower("attention")
+        if not cell:
+            paper = re.search(r"arxiv\D{0,6}(\d{4}\.\d{4,5})", self.lower("source"))
+            return "standard" if paper and paper[1] < "2205.14135" else None
+        words = ("standard", "eager", "math", "naive", "unfused", "materiali", "vanilla")
+        return "standard" if any(word in cell for word in words) else "flash"
+
+    def precision(self) -> str | None:
+        """Format of the matmuls: bf16, fp16, fp8, mxfp8, nvfp4, tf32, fp32."""
+        cell = re.sub(r"[-_ ]", "", self.lower("precision"))
+        if not cell:
+            return None
+        for word, meaning in PRECISIONS.items():
+            if word in cell:
+                return meaning
+        raise UserError(f"precision '{cell}' is not known: bf16, fp16, fp8, mxfp8, nvfp4, tf32 or fp32")

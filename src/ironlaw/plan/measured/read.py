@@ -6,21 +6,18 @@ be planned is rejected with its reason, and never takes another with it.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.files import read_bytes
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.intervals import format_shares
@@ -28,16 +25,13 @@ from ironlaw.plan.cluster.jobs import TrainingJob, plain_model
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured import parsing
 from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
 from ironlaw.plan.measured.named_experts import named_experts
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.measured.parsing import Row
+from ironlaw.plan.measured.parsing import Cells, read_table
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 from ironlaw.workload.recompute_config import Recompute
-
-Number = TypeVar("Number", int, float)
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns without which no row can be planned."""
@@ -86,133 +80,91 @@ def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list
     """The rows that can be planned, and (id, group, reason) of those that cannot; `engine` in place of each row's."""
     runs: list[Run] = []
     rejected: list[tuple[str, str, str]] = []
-    seen: dict[str, int] = {}
-    rows = list(_rows(path))
+    seen: Counter[str] = Counter()
+    names, table = read_table(path)
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        near = did_you_mean(missing[0], names) if names else "the file has no header line"
+        raise UserError(f"{path} has no column '{missing[0]}', which every run needs: {near}")
+    rows = [Cells(row) for row in table]
     stated = _stated_formats(rows)
-    for number, row in enumerate(rows):
-        identity = parsing.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
-        seen[identity] = seen.get(identity, 0) + 1
+    for number, cells in enumerate(rows):
+        identity = cells.text("id") or f"row {number + 2}"  # as an editor numbers lines
+        seen[identity] += 1
         if seen[identity] > 1:
             identity = f"{identity} ({seen[identity]})"
         try:
-            runs.append(_run(identity, row, engine, stated.get(group_of(row), {})))
+            runs.append(_run(identity, cells, engine, stated.get(cells.group(), {})))
         except UserError as error:
-            rejected.append((identity, group_of(row), str(error)))
+            rejected.append((identity, cells.group(), str(error)))
     return runs, rejected
 
 
-def _stated_formats(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+def _stated_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
     """Group to the number formats that its rows state, with how many do."""
     found: dict[str, Counter[str]] = {}
-    for row in rows:
+    for cells in rows:
         with suppress(UserError):  # which rejects that row later
-            if said := parsing.precision(row):
-                found.setdefault(group_of(row), Counter()).update([said])
+            if said := cells.precision():
+                found.setdefault(cells.group(), Counter()).update([said])
     return found
 
 
-def group_of(row: Row) -> str:
-    return parsing.text(row, "group") or "(no group)"
-
-
-def _rows(path: Path) -> Iterable[Row]:
-    """Rows as column -> text; a UserError when the file is no table of this schema."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file: give a CSV of measured runs")
-    content = read_bytes(path, "table of runs")
-    if b"\0" in content[:4096]:
-        raise UserError(f"{path} is not a CSV file: it holds binary data")
-    stream = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
-    first = stream.readline()
-    stream.seek(0)
-    separator = max(",;\t", key=first.count)
-    csv.field_size_limit(len(content) + 1)  # a note may be as long as the file
-    reader = csv.DictReader(stream, delimiter=separator)
-    names = [(name or "").strip().lower() for name in reader.fieldnames or []]
-    missing = [name for name in REQUIRED if name not in names]
-    if missing:
-        near = [did_you_mean(missing[0], names)] if names else ["the file has no header line"]
-        raise UserError(f"{path} has no column '{missing[0]}', which every run needs: {near[0]}")
-    reader.fieldnames = names
-    return ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)
-
-
-@dataclass
-class _Cells:
-    """The cells of one row, and the list of what was assumed for the empty ones."""
-
-    row: Row
-    assumed: list[str]
-
-    def needed(self, name: str) -> int:
-        value = parsing.whole(self.row, name)
-        if value is None:
-            raise UserError(f"{name} is not given")
-        return value
-
-    def given(self, name: str, default: int, why: str = "assumed") -> int:
-        value = parsing.whole(self.row, name)
-        return self.assume(name, default, why) if value is None else value
-
-    def assume(self, name: str, value: Number, why: str) -> Number:
-        self.assumed.append(f"{name} = {value:g} ({why})")
-        return value
-
-
-def _run(identity: str, row: Row, engine: Engine | None, stated: Mapping[str, int]) -> Run:
-    cells = _Cells(row, [])
+def _run(identity: str, cells: Cells, engine: Engine | None, stated: Mapping[str, int]) -> Run:
     count = cells.needed("accelerators")
-    acc, note = accelerator_of(parsing.text(row, "accelerator"))
-    acc, rack = in_rack(acc, parsing.text(row, "interconnect"))
+    acc, note = accelerator_of(cells.text("accelerator"))
+    acc, rack = in_rack(acc, cells.text("interconnect"))
     cells.assumed += [said for said in (note, rack) if said]
-    attention = parsing.attention(row)
+    attention = cells.attention()
     if attention is None and not acc.has_flash:
         attention = "standard"
         cells.assumed.append(f"attention = standard (FlashAttention has no kernels for {acc.name})")
     attention = attention or "flash"
-    engine = engine or _engine(row, attention, cells)
+    engine = engine or _engine(cells, attention)
     model, flash = _model(cells), attention == "flash"
     job = _job(cells, engine, count, model, flash)
-    if parsing.recompute(row) is None and engine.default_recompute != "none":
+    if cells.recompute() is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
-    status = parsing.text(row, "status").lower()
-    precisions = {} if parsing.precision(row) else format_shares(engine, acc, stated)
+    seconds = cells.measured("step_seconds")
+    if seconds is None and (rate := cells.measured("tokens_per_second_per_accelerator")):
+        seconds = job.global_batch * job.sequence / (rate * count)
+    precisions = {} if cells.precision() else format_shares(engine, acc, stated)
     cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, precisions)
     return Run(
         id=identity,
-        group=group_of(row),
+        group=cells.group(),
         engine=engine,
         cluster=cluster,
         precision=precision,
         job=job,
-        step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, job, count),
-        peak_bytes=_measured(row, "peak_bytes"),
-        ran=status in ("", "ok", "success", "completed", "ran", "done", "pass"),
-        checks=parsing.text(row, "checks") or "memory+time",
+        step_seconds=seconds,
+        peak_bytes=cells.measured("peak_bytes"),
+        ran=cells.lower("status") in ("", "ok", "success", "completed", "ran", "done", "pass"),
+        checks=cells.text("checks") or "memory+time",
         assumed=tuple(cells.assumed),
-        open_recompute=parsing.recompute(row) is None and engine.default_recompute == "none",
-        open_micro_batch=parsing.whole(row, "micro_batch") is None and job.layout.pp == 1,
-        open_zero=parsing.zero_stage(row) is None and engine.name == GENERIC,
+        open_recompute=cells.recompute() is None and engine.default_recompute == "none",
+        open_micro_batch=cells.whole("micro_batch") is None and job.layout.pp == 1,
+        open_zero=cells.zero_stage() is None and engine.name == GENERIC,
         alternatives=_alternatives(cells, job, acc, engine),
         precisions=precisions,
     )
 
 
-def _alternatives(cells: _Cells, job: TrainingJob, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
+def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""
-    row, layout, found = cells.row, job.layout, []
-    if parsing.whole(row, "virtual_stages") is None and layout.pp > 1:
+    layout, found = job.layout, []
+    if cells.whole("virtual_stages") is None and layout.pp > 1:
         possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
         other = _most_virtual(job.model.layers, layout, job.global_batch) if possible else 1
         found += [Alternative({"virtual_stages": other})] if other != layout.virtual_stages else []
-    if parsing.whole(row, "micro_batch") is None:
+    if cells.whole("micro_batch") is None:
         per_replica = job.global_batch / layout.dp
         found += [
             Alternative({"micro_batch": size})
             for size in (1, 2, 4)
             if size != layout.micro_batch and per_replica % size == 0
         ]
-    if parsing.recompute(row) is None and not engine.recomputes_by_block:
+    if cells.recompute() is None and not engine.recomputes_by_block:
         again = "none" if engine.default_recompute == "full" else "full"
         found.append(Alternative({"recompute": again}, weight=0.5))
     if engine.tp_overlap and layout.tp > 1:
@@ -234,19 +186,8 @@ def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
     return max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None)
 
 
-def _measured(row: Row, name: str) -> float | None:
-    """A measurement, or None where there is none; zero is none too."""
-    return parsing.number(row, name, 0) or None
-
-
-def _step_from_tokens(row: Row, job: TrainingJob, count: int) -> float | None:
-    """Step time of a row that gives its throughput only."""
-    rate = _measured(row, "tokens_per_second_per_accelerator")
-    return job.global_batch * job.sequence / (rate * count) if rate else None
-
-
-def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
-    framework = parsing.text(row, "framework")
+def _engine(cells: Cells, attention: str) -> Engine:
+    framework = cells.text("framework")
     try:
         return engine_of_framework(framework, attention)
     except UserError:
@@ -255,7 +196,7 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
         return engine_named(GENERIC)
 
 
-def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: bool) -> TrainingJob:
+def _job(cells: Cells, engine: Engine, count: int, model: ModelConfig, flash: bool) -> TrainingJob:
     ep = cells.given("ep", 1)
     if ep > 1 and model.moe is None:
         raise UserError(
@@ -264,15 +205,15 @@ def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: b
         )
     dp, tp, pp, cp = _degrees(cells, count)
     etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
-    imbalance = parsing.number(cells.row, "imbalance", 1)
+    imbalance = cells.number("imbalance", 1)
     if imbalance is None and ep > 1 and engine.default_imbalance:
         imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
     micro_batch, global_batch = _batch(cells, dp, pp)
-    zero, sp = parsing.zero_stage(cells.row), parsing.flag(cells.row, "sequence_parallel")
+    zero, sp = cells.zero_stage(), cells.flag("sequence_parallel")
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, micro_batch=micro_batch,
         sp=(engine.default_sp if sp is None else sp) and tp > 1,
-        recompute=Recompute.parse(parsing.recompute(cells.row) or engine.default_recompute),
+        recompute=Recompute.parse(cells.recompute() or engine.default_recompute),
     )  # fmt: skip
     virtual = _virtual(cells, engine, model.layers, layout, global_batch)
     if pp * virtual > model.layers:
@@ -287,7 +228,7 @@ def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: b
     return TrainingJob(model, layout, cells.needed("seq"), global_batch, flash, imbalance or 0.0)
 
 
-def _degrees(cells: _Cells, count: int) -> tuple[int, int, int, int]:
+def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
     """dp, tp, pp and cp, whose product is `count`."""
     rest = _unsaid_degree(cells, count)
     tp, pp = (cells.given(name, *rest.get(name, (1,))) for name in ("tp", "pp"))
@@ -304,9 +245,9 @@ def _degrees(cells: _Cells, count: int) -> tuple[int, int, int, int]:
     return dp, tp, pp, cp
 
 
-def _batch(cells: _Cells, dp: int, pp: int) -> tuple[int, int]:
+def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
     """Sequences of a micro-batch and of a step."""
-    batch, micro = parsing.whole(cells.row, "global_batch"), parsing.whole(cells.row, "micro_batch")
+    batch, micro = cells.whole("global_batch"), cells.whole("micro_batch")
     if micro is None and batch is None:
         raise UserError("micro_batch and global_batch are not given")
     if micro is None:
@@ -315,9 +256,9 @@ def _batch(cells: _Cells, dp: int, pp: int) -> tuple[int, int]:
     return micro, cells.assume("global_batch", dp * micro, "one micro-batch") if batch is None else batch
 
 
-def _virtual(cells: _Cells, engine: Engine, layers: int, layout: Layout, global_batch: int) -> int:
+def _virtual(cells: Cells, engine: Engine, layers: int, layout: Layout, global_batch: int) -> int:
     """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
-    said = parsing.whole(cells.row, "virtual_stages")
+    said = cells.whole("virtual_stages")
     if said is not None:
         return said
     bubble = (layout.pp - 1) * layout.dp * layout.micro_batch / global_batch
@@ -326,10 +267,10 @@ def _virtual(cells: _Cells, engine: Engine, layers: int, layout: Layout, global_
     return cells.assume("virtual_stages", most, why)
 
 
-def _expert_tp(cells: _Cells, ep: int, replicas: int, tp: int, usual: int) -> int | None:
+def _expert_tp(cells: Cells, ep: int, replicas: int, tp: int, usual: int) -> int | None:
     """Ranks that an expert is split over, None for tp: what the row says, else the engine's `usual`, else what leaves
     enough ranks for ep."""
-    said = parsing.whole(cells.row, "etp")
+    said = cells.whole("etp")
     if said is None and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
         return cells.assume("etp", usual, "the engine's default")
     if not replicas * tp / (said or tp) % ep:
@@ -339,9 +280,9 @@ def _expert_tp(cells: _Cells, ep: int, replicas: int, tp: int, usual: int) -> in
     raise UserError(f"ep {ep} ranks cannot be taken from dp x cp x tp = {replicas * tp}")
 
 
-def _unsaid_degree(cells: _Cells, count: int) -> dict[str, tuple[int, str]]:
+def _unsaid_degree(cells: Cells, count: int) -> dict[str, tuple[int, str]]:
     """What is left for tp or pp where the row gives dp and the other one; nothing where both or neither are open."""
-    said = {name: parsing.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
+    said = {name: cells.whole(name) for name in ("dp", "tp", "pp", "cp")}
     unsaid = [name for name in ("tp", "pp") if said[name] is None]
     if said["dp"] is None or len(unsaid) != 1:
         return {}
@@ -349,7 +290,7 @@ def _unsaid_degree(cells: _Cells, count: int) -> dict[str, tuple[int, str]]:
     return {} if count % others else {unsaid[0]: (count // others, "accelerators / the other degrees")}
 
 
-def _model(cells: _Cells) -> ModelConfig:
+def _model(cells: Cells) -> ModelConfig:
     """A model of the row's sizes, which need not be those of a model that can be built."""
     hidden = cells.needed("hidden")
     heads = cells.given("heads", max(hidden // HEAD_SIZE, 1), f"heads of {HEAD_SIZE}")
@@ -361,11 +302,11 @@ def _model(cells: _Cells) -> ModelConfig:
         "ffn": cells.given("ffn", 4 * hidden), "vocab": cells.given("vocab", USUAL_VOCAB),
         "context": cells.needed("seq"),
     }  # fmt: skip
-    sizes |= _experts(cells, sizes) if parsing.whole(cells.row, "experts") else _named_experts(cells, sizes)
+    sizes |= _experts(cells, sizes) if cells.whole("experts") else _named_experts(cells, sizes)
     moe, latent = sizes.get("moe"), sizes.get("latent")
     if latent is not None:
         sizes |= {"kv_heads": None, "head_size": None}
-    gated, tied = parsing.flag(cells.row, "gated_ffn"), parsing.flag(cells.row, "tied")
+    gated, tied = cells.flag("gated_ffn"), cells.flag("tied")
     usual = sizes["ffn"] != 4 * hidden  # gated networks are narrower (8/3) or odd
     experts = moe is not None, moe is not None and moe.shared_experts > 0
     options = [
@@ -377,9 +318,9 @@ def _model(cells: _Cells) -> ModelConfig:
     return options[0] if len(options) == 1 else _most_alike(cells, options, gated, tied)
 
 
-def _most_alike(cells: _Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
+def _most_alike(cells: Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
     """Gated and tied where the row does not say: what reproduces `params`, else by the shape."""
-    wanted = parsing.number(cells.row, "params", 0)
+    wanted = cells.number("params", 0)
     best, why = options[0], "by the width of its feed-forward network"
     if wanted:
         off = [abs(option.model_copy(update={"context": 1}).parameters / wanted - 1) for option in options]
@@ -391,9 +332,9 @@ def _most_alike(cells: _Cells, options: list[ModelConfig], gated: bool | None, t
     return best
 
 
-def _experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
+def _experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     """A mixture of experts by columns beyond the schema."""
-    layers, shared = sizes["layers"], parsing.whole(cells.row, "shared_ffn")
+    layers, shared = sizes["layers"], cells.whole("shared_ffn")
     moe: dict[str, Any] = {
         "experts": cells.needed("experts"), "experts_per_token": cells.needed("experts_per_token"),
         "expert_ffn": cells.given("expert_ffn", sizes["ffn"], "the model's ffn"),
@@ -403,9 +344,9 @@ def _experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     return {"moe": MoEConfig.model_construct(**moe)}
 
 
-def _named_experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
+def _named_experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     """The same where the columns say nothing and the model is called by a name that is known."""
-    known = named_experts(parsing.text(cells.row, "model"), sizes["hidden"], sizes["layers"])
+    known = named_experts(cells.text("model"), sizes["hidden"], sizes["layers"])
     if known is None:
         return {}
     moe = known.moe
@@ -418,9 +359,9 @@ def _named_experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _precision(cells: _Cells, acc: Accelerator, shares: Mapping[str, float]) -> str:
+def _precision(cells: Cells, acc: Accelerator, shares: Mapping[str, float]) -> str:
     """The row's format, or the one at whose rate this accelerator does it; of several that it may be the likeliest."""
-    wanted = parsing.precision(cells.row)
+    wanted = cells.precision()
     if wanted is None:
         wanted = max(shares, key=lambda name: shares[name])
         mixture = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
@@ -435,13 +376,13 @@ def _precision(cells: _Cells, acc: Accelerator, shares: Mapping[str, float]) -> 
     return other
 
 
-def _cluster(cells: _Cells, acc: Accelerator, count: int) -> Cluster:
+def _cluster(cells: Cells, acc: Accelerator, count: int) -> Cluster:
     """The accelerator's usual node, with the size and the network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
-    per_node = parsing.whole(cells.row, "per_node")
+    per_node = cells.whole("per_node")
     if per_node:
         usual = resized(usual, per_node)
-    described, note = described_node(usual, parsing.text(cells.row, "interconnect"))
+    described, note = described_node(usual, cells.text("interconnect"))
     if note and count > usual.scale_up_accelerators:
         cells.assumed.append(note)
     return Cluster(acc, count, described)

@@ -11,6 +11,7 @@ figures are null.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,10 +90,12 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
     stated = widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds))
     seconds, *bounds = mixed(runs, prediction.step_seconds, stated)
     prediction = replace(prediction, step_seconds=seconds)
+    # Of one accelerator. The trivial planner does them at one constant fraction of its dense peak.
+    flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
     record = ValidationRecord(
         runs=list(runs),
         prediction=prediction,
-        baseline_seconds=of_runs(runs, baseline_flops) / (prediction.peak_flops_per_second * BASELINE_FRACTION),
+        baseline_seconds=flops / (prediction.peak_flops_per_second * BASELINE_FRACTION),
         baseline_bytes=of_runs(runs, baseline_bytes),
         step_interval=(bounds[0], bounds[1]),
         peak_interval=interval("memory", runs, prediction.reported_bytes),
@@ -103,11 +106,6 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
         record.groups[name] = _summary(record, [i for i, run in enumerate(runs) if run.group == name], name)
     record.overall = _summary(record, list(range(len(runs))), None)
     return record
-
-
-def baseline_flops(candidates: Candidates) -> Array:
-    """Of one accelerator. The trivial planner does them at one constant fraction of its dense peak."""
-    return candidates.hardware_flops() / candidates.accelerators
 
 
 def baseline_bytes(candidates: Candidates) -> Array:
@@ -146,7 +144,7 @@ def _summary(record: ValidationRecord, index: list[int], group: str | None) -> d
     ):
         measured = np.array([getattr(runs[i], name) for i in of], dtype=float)
         summary[key] = errors(planned[of], measured) | {
-            "coverage": _coverage(bounds, of, measured),
+            "coverage": float(np.mean((bounds[0][of] <= measured) & (measured <= bounds[1][of]))) if of else None,
             "baseline": errors(baseline[of], measured),
         }
     summary["regret"] = _ranking_of_groups(record) if group is None else ranking(record, timed)
@@ -167,14 +165,6 @@ def _choices(n: int, regrets: list[float], worst: float, correlations: list[floa
         return {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
     mean, correlation = float(np.mean(regrets)), float(np.mean(correlations))
     return {"n": n, "mean": mean, "worst": worst, "rank_correlation": correlation}
-
-
-def _coverage(bounds: tuple[Array, Array], index: list[int], measured: Array) -> float | None:
-    """Share of the measurements inside their intervals."""
-    if not index:
-        return None
-    low, high = bounds
-    return float(np.mean((low[index] <= measured) & (measured <= high[index])))
 
 
 def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...], list[int]]:
@@ -217,13 +207,12 @@ def _spearman(a: Array, b: Array) -> float:
 
 def _feasibility(record: ValidationRecord, index: list[int]) -> dict[str, int]:
     fits = record.prediction.fits
-    ran = [i for i in index if record.runs[i].ran]
-    failed = [i for i in index if not record.runs[i].ran]
+    counts = Counter((record.runs[i].ran, bool(fits[i])) for i in index)
     return {
-        "ran_said_to_fit": int(sum(fits[i] for i in ran)),
-        "ran_denied": int(sum(not fits[i] for i in ran)),
-        "failed_said_to_fit": int(sum(fits[i] for i in failed)),
-        "failed_denied": int(sum(not fits[i] for i in failed)),
+        "ran_said_to_fit": counts[True, True],
+        "ran_denied": counts[True, False],
+        "failed_said_to_fit": counts[False, True],
+        "failed_denied": counts[False, False],
     }
 
 

@@ -95,14 +95,14 @@ def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dic
 
 def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]:
     """Settings changed one at a time with the layout kept; `gain` is in tokens per second."""
-    doubled = replace(request.work, global_batch=2 * request.work.global_batch)
-    changes = [(f"--global-batch {doubled.global_batch}", replace(request, work=doubled))]
+    doubled = 2 * request.global_batch
+    changes = [(f"--global-batch {doubled}", replace(request, global_batch=doubled))]
     if request.precision in ("bf16", "fp16"):
         changes.append(("--precision fp8", replace(request, precision="fp8")))
     now = ledger.totals["tokens_per_second"].value
     for words, changed in changes:
         try:
-            other = plan_cluster(changed.step, replace(layout, accumulation=None))
+            other = plan_cluster(changed, replace(layout, accumulation=None))
         except UserError:
             continue
         if other.fits:
@@ -123,7 +123,7 @@ def _rounder_counts(cluster: Cluster) -> list[int]:
 
 def search_layouts(request: ClusterRequest, **options: Any) -> SearchResult:
     """All layouts of what was asked, ranked, as `search` does with these options."""
-    return search(request.step, excluded=request.excluded, **options)
+    return search(request, excluded=request.excluded, **options)
 
 
 def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:

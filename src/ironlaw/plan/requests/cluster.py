@@ -50,10 +50,10 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     if requested.config and requested.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
     optimizer = _optimizer(requested, options)
-    work = replace(work, assumed=work.assumed + assumed)
     request = ClusterRequest(
-        requested.model, cluster, work, precision, "", options.prices, layout, optimizer, config=config
-    )
+        requested.model, cluster, work.sequence, work.global_batch, precision, optimizer=optimizer, config=config,
+        steps=work.steps, assumed=work.assumed + assumed, prices=options.prices, layout=layout,
+    )  # fmt: skip
     if trainer:
         check_words(trainer, precision, optimizer)
 

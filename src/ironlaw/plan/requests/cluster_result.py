@@ -35,12 +35,12 @@ SIMPLE_AT_MOST = 1.01
 def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
     found = search_layouts(request, keep=KEPT) if request.layout is None else None
-    where = request.step.system
+    where = request.system
     if found is not None:
         layout, plan, choice = _best_layout(request, found, usable_bytes(where))
     else:
         assert request.layout is not None
-        layout, plan, choice = request.layout, plan_cluster(request.step, request.layout), "given"
+        layout, plan, choice = request.layout, plan_cluster(request, request.layout), "given"
     if plan.recompute_choice:
         layout, choice = plan.layout, plan.recompute_choice
     ledger = plan.ledger
@@ -50,7 +50,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "work": _work(request),
         "precision": request.precision,
         "engine": evidence(request.engine, request.cluster.accelerator.generation),
-        "assumed": [assumption.to_json() for assumption in request.work.assumed],
+        "assumed": [assumption.to_json() for assumption in request.assumed],
         "candidates": [_candidate(request, candidate) for candidate in _different(found.best, layout)] if found else [],
         "ruled_out": _constraints(found) if found else {},
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
@@ -70,7 +70,7 @@ def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> 
     after all, neither do others that need as much."""
     while True:
         candidate, choice = chosen(request, found, limit)
-        plan = plan_cluster(request.step, candidate.layout)
+        plan = plan_cluster(request, candidate.layout)
         smaller = [other for other in found.best if other.peak_bytes < candidate.peak_bytes]
         if plan.fits or not smaller:
             break
@@ -110,11 +110,11 @@ def _kinds(layout: Layout) -> int:
 def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: ClusterSystem) -> None:
     """Total time and the other conventions of MFU."""
     step = ledger.totals["step_seconds"]
-    candidates = request.step.candidates([layout])
+    candidates = request.candidates([layout])
     peak = where.hardware.peak(request.precision) * request.cluster.count
     ledger.totals |= other_conventions(request.model, candidates, step, peak)
-    words = f"{request.work.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
-    ledger.totals["total_seconds"] = step.scaled(request.work.steps, words)
+    words = f"{request.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
+    ledger.totals["total_seconds"] = step.scaled(request.steps, words)
 
 
 def _when_it_fits(
@@ -172,7 +172,7 @@ def _constraints(found: SearchResult) -> dict[str, dict[str, Any]]:
 
 
 def _layout(layout: Layout, request: ClusterRequest) -> dict[str, Any]:
-    filled = layout.filled(request.work.global_batch)
+    filled = layout.filled(request.global_batch)
     return {"text": str(filled)} | filled.to_json()
 
 
@@ -188,27 +188,26 @@ def _cluster(request: ClusterRequest) -> dict[str, Any]:
 
 
 def _work(request: ClusterRequest) -> dict[str, Any]:
-    work = request.work
     return {
-        "sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps,
-        "tokens": work.total_tokens, "tokens_per_step": work.tokens_per_step,
+        "sequence": request.sequence, "global_batch": request.global_batch, "steps": request.steps,
+        "tokens": request.steps * request.tokens_per_step, "tokens_per_step": request.tokens_per_step,
     }  # fmt: skip
 
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
     if not engine_named(request.engine).fused:  # as its own plan says
-        plan = plan_cluster(request.step, candidate.layout)
+        plan = plan_cluster(request, candidate.layout)
         candidate = replace(candidate, step_seconds=plan.step_seconds, peak_bytes=plan.peak_bytes)
     of = request.engine, request.cluster, request.model
     step = bounded(candidate.step_seconds, "time", *of, f"engine {request.engine}", request.precision)
     peak = bounded(candidate.peak_bytes, "memory", *of, "highest stage")
-    tokens = Estimate(request.work.tokens_per_step / step.value, step.origin, "tokens per step / step time")
+    tokens = Estimate(request.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {
         "layout": _layout(candidate.layout, request),
         "step_seconds": step.to_json(),
         "peak_bytes": peak.to_json(),
         "tokens_per_second": tokens.to_json(),
-        "total_seconds": step.scaled(request.work.steps).to_json(),
+        "total_seconds": step.scaled(request.steps).to_json(),
         "why_slower": candidate.why_slower,
     }
 

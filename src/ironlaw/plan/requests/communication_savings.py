@@ -76,8 +76,8 @@ SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
     """For a planned layout; empty where its gradients are not waited for."""
-    where = request.step.system
-    candidates = request.step.candidates([layout])
+    where = request.system
+    candidates = request.candidates([layout])
     parameters = model_parameters(request.model)
     replicas = layout.dp > 1
     sites = replicas and layout.zero == 0  # state that all replicas share cannot be a site's own

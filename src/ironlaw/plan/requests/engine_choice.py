@@ -87,7 +87,7 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
         same = not lacking(engine_named(name), layout)
         try:
             if same:
-                plan = plan_cluster(other.step, layout)
+                plan = plan_cluster(other, layout)
                 found.append(
                     {"engine": name, "layout": str(layout), "step_seconds": plan.step_seconds, "fits": plan.fits}
                 )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.stored_formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.request_types import PlanOutcome
+from ironlaw.plan.request_types import Options, PlanOutcome
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
-from ironlaw.plan.serving.estimate import Served, Speculation, interval, plan_serving
+from ironlaw.plan.serving.estimate import Served, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
 from ironlaw.plan.serving.request import ServeRequest, parse_request
 from ironlaw.plan.serving.search import (
     DEVICES_OF_A_COPY,
+    copies_on,
     frontier,
     joules_per_million,
     search_serving,
@@ -27,21 +28,10 @@ from ironlaw.plan.work import Assumption
 
 DEFAULT_ENGINE = "vllm"
 GGUF_ENGINE = "llama.cpp"
+GAUDI = ("gaudi2", "gaudi3")
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """What can be said beside the model and the request; None: not said."""
-
-    weights: str | None = None
-    kv: str | None = None
-    engine: str | None = None
-    layout: str | None = None
-    emit: str | None = None
-    price_per_hour: float | None = None
-
-
-def answer_serving(model: ModelConfig, on: str | None, text: str, options: ServeOptions) -> PlanOutcome:
+def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
     """UserError for what cannot be planned; `fits` is False where limits or memory do not hold."""
     request = parse_request(text)
     if request.length > model.context:
@@ -52,48 +42,44 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Serve
     engine = _engine(options, on, assumed)
     formats = _formats(options, assumed, searched=on is None)
     draft = ModelConfig.named(request.draft) if request.draft else None
-    speculation = Speculation(request.speculate, request.accept, draft)
+    price = options.prices.usd_per_hour
     more: dict[str, Any] = {}
     if on is None:
-        _needs_limits(request)
-        chosen, others, constraints = search_serving(
-            model, engine, formats, request, given_price=options.price_per_hour
-        )
-        served = replace(chosen.served, speculation=speculation)
+        if request.rate is None and request.concurrency is None:
+            raise UserError(
+                "without --on the cheapest devices are sought, for a load: write rate=10/s or concurrency=32 in --serve"
+            )
+        chosen, others, constraints = search_serving(model, engine, formats, request, given_price=price)
+        served = chosen.served
         more |= {"chosen": chosen.to_json(), "candidates": [c.to_json() for c in others], "ruled_out": constraints}
     else:
-        served = replace(_given(model, on, engine, formats[0], options, request), speculation=speculation)
+        served = _given(model, on, engine, formats[0], options.layout, request)
+    served = replace(served, drafted=request.speculate, acceptance=request.accept, draft=draft)
     ledger = plan_serving(served, request)
     fits = bool(ledger.facts["fits"]) and all(limit["holds"] for limit in ledger.facts.get("limits", {}).values())
     more |= {"assumed": [one.to_json() for one in assumed], "served": _served(served)}
     if ledger.facts["fits"]:
-        more["frontier"] = [c.to_json() for c in frontier(served, request, options.price_per_hour)]
-        more["cost"] = _cost(served, ledger.totals["output_tokens_per_second"].value, options)
+        more["frontier"] = [c.to_json() for c in frontier(served, request, price)]
+        more["cost"] = _cost(served, ledger.totals["output_tokens_per_second"].value, price)
         more["interval"] = {kind: interval(kind, served) for kind in ("decode", "prompt", "requests", "unlimited")}
     if options.emit:
         more["emit"] = {"text": emit_serving(options.emit, served, request), "notes": emit_notes(options.emit, served)}
     return PlanOutcome(ledger, fits, more)
 
 
-def _engine(options: ServeOptions, on: str | None, assumed: list[Assumption]) -> ServingEngine:
-    if options.engine:
-        return serving_engine(options.engine)
-    if options.emit:
-        return serving_engine(options.emit)
+def _engine(options: Options, on: str | None, assumed: list[Assumption]) -> ServingEngine:
+    if said := options.engine or options.emit:
+        return serving_engine(said)
     weights = (options.weights or "").lower()
-    small = on is not None and _is_personal(on)
+    device = accelerator(_place(on)[1]) if on is not None else None
+    # Devices that vLLM does not serve from: processors, Apple's chips, neural units.
+    small = device and device.vendor not in ("nvidia", "amd", "google") and device.generation not in GAUDI
     name = GGUF_ENGINE if re.match(r"i?q\d|.*gguf", weights) or small else DEFAULT_ENGINE
     assumed.append(Assumption("engine", name, "usual for such weights and devices", "--engine"))
     return serving_engine(name)
 
 
-def _is_personal(on: str) -> bool:
-    """Devices that vLLM does not serve from: processors, Apple's chips, neural units."""
-    device = accelerator(_place(on)[1])
-    return device.vendor not in ("nvidia", "amd", "google") and device.generation not in ("gaudi2", "gaudi3")
-
-
-def _formats(options: ServeOptions, assumed: list[Assumption], searched: bool) -> list[Formats]:
+def _formats(options: Options, assumed: list[Assumption], searched: bool) -> list[Formats]:
     cache = options.kv or "bf16"
     if cache not in CACHE_BYTES:
         raise UserError(f"--kv {cache}: write {', '.join(CACHE_BYTES)}")
@@ -114,21 +100,18 @@ def _place(on: str) -> tuple[int, str]:
 
 
 def _given(
-    model: ModelConfig, on: str, engine: ServingEngine, formats: Formats, options: ServeOptions, request: ServeRequest
+    model: ModelConfig, on: str, engine: ServingEngine, formats: Formats, layout: str | None, request: ServeRequest
 ) -> Served:
     """One copy on as few of the devices as hold it, and copies on the rest, unless a layout is given."""
     count, name = _place(on)
     device = accelerator(name)
-    if options.layout:
-        return Served(model, device, engine, _layout(options.layout, count), formats)
+    if layout:
+        return Served(model, device, engine, _layout(layout, count), formats)
     best: Served | None = None
     for size in [n for n in DEVICES_OF_A_COPY if n <= count and count % n == 0] or [count]:
-        layout = ServingLayout(devices=size, tp=size, replicas=count // size)
-        if engine.family == "gguf":
-            layout = ServingLayout(devices=size, tp=1, pp=size, replicas=count // size)
-        elif model.heads % size:
+        if engine.family != "gguf" and model.heads % size:
             continue
-        served = Served(model, device, engine, layout, formats)
+        served = Served(model, device, engine, copies_on(engine, size, count // size), formats)
         if best is None or (served.fits_request(request) and _better(served, best, request)):
             best = served
     assert best is not None
@@ -140,13 +123,10 @@ def _better(served: Served, than: Served, request: ServeRequest) -> bool:
     if not than.fits_request(request):
         return True
     if request.tpot is None and request.ttft is None and request.rate is not None:
-        return _most(served, request) > _most(than, request)
-    now, before = (frontier(s, request)[0] for s in (served, than))
-    return now.tpot_seconds < before.tpot_seconds
-
-
-def _most(served: Served, request: ServeRequest) -> float:
-    return frontier(served, request)[-1].tokens_per_second * served.layout.replicas
+        now, before = (frontier(s, request)[-1].tokens_per_second * s.layout.replicas for s in (served, than))
+        return now > before
+    now, before = (frontier(s, request)[0].tpot_seconds for s in (served, than))
+    return now < before
 
 
 def _layout(text: str, count: int) -> ServingLayout:
@@ -167,13 +147,6 @@ def _layout(text: str, count: int) -> ServingLayout:
     return ServingLayout(ep * pp, tp, pp, ep // tp, copies, prefill)
 
 
-def _needs_limits(request: ServeRequest) -> None:
-    if request.rate is None and request.concurrency is None:
-        raise UserError(
-            "without --on the cheapest devices are sought, for a load: write rate=10/s or concurrency=32 in --serve"
-        )
-
-
 def _served(served: Served) -> dict[str, Any]:
     return {
         "device": served.device.name, "product": served.device.product, "devices": served.devices,
@@ -182,12 +155,12 @@ def _served(served: Served) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cost(served: Served, tokens_per_second: float, options: ServeOptions) -> dict[str, Any]:
-    each = usd_per_hour(served.device, options.price_per_hour)
+def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict[str, Any]:
+    each = usd_per_hour(served.device, price)
     dollars = None if each is None else each * served.devices
     return {
         "usd_per_hour": dollars,
         "usd_per_million_tokens": dollars / 3600 / tokens_per_second * 1e6 if dollars and tokens_per_second else None,
         "joules_per_million_tokens": joules_per_million(served, tokens_per_second),
-        "source": "--price-per-hour" if options.price_per_hour else "lowest catalogued rent",
+        "source": "--price-per-hour" if price else "lowest catalogued rent",
     }

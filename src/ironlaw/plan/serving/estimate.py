@@ -35,20 +35,12 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """Tokens drafted for every pass, the chance that one stands, and the model that drafts them; None: n-grams."""
-
-    drafted: int = 0
-    acceptance: float = 0.0
-    draft: ModelConfig | None = None
-
-
-NO_SPECULATION = Speculation()
-
-
-@dataclass(frozen=True)
 class Served:
-    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests."""
+    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests.
+
+    `drafted`: tokens for every pass, each of which stands with the chance `acceptance`; `draft`: the model that drafts
+    them, None for n-grams.
+    """
 
     model: ModelConfig
     device: Accelerator
@@ -56,18 +48,18 @@ class Served:
     layout: ServingLayout
     formats: Formats
     budget: int = BUDGET_TOKENS
-    speculation: Speculation = NO_SPECULATION
+    drafted: int = 0
+    acceptance: float = 0.0
+    draft: ModelConfig | None = None
 
     @cached_property
     def system(self) -> System:
-        made = system_of(self.model, self.device, self.engine, self.layout, self.formats)
-        if not self.speculation.drafted:
+        where = self.device, self.engine, self.layout, self.formats
+        made = system_of(self.model, *where)
+        if not self.drafted:
             return made
-        draft = None
-        if self.speculation.draft is not None:
-            draft = system_of(self.speculation.draft, self.device, self.engine, self.layout, self.formats)
-        told = self.speculation
-        return replace(made, drafted=float(told.drafted), acceptance=told.acceptance, draft=draft)
+        draft = system_of(self.draft, *where) if self.draft is not None else None
+        return replace(made, drafted=float(self.drafted), acceptance=self.acceptance, draft=draft)
 
     @cached_property
     def kv_tokens(self) -> float:
@@ -184,6 +176,24 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     totals["most_tokens_per_second"] = _estimate(rate, "unlimited", served, "as many at once as fit", rate=True)
 
 
+PARTS = {
+    "weights": (Phase.DECODE, Kind.MATMUL, "memory",
+                "reading weights: fewer bits a weight, more ranks, or more requests at once"),
+    "cache": (Phase.DECODE, Kind.ATTENTION, "memory",
+              "reading the cache: an 8-bit cache, fewer requests at once, or more copies"),
+    "collectives": (Phase.DECODE, Kind.COLLECTIVE, "network",
+                    "sums over ranks: fewer of them and more copies, or a faster link"),
+    "launches": (Phase.DECODE, Kind.OTHER, "overhead",
+                 "launches of small kernels: captured graphs, fewer and larger kernels"),
+    "draft": (Phase.DECODE, Kind.MATMUL, "memory",
+              "the draft model: fewer drafted tokens, a smaller draft, or n-grams"),
+    "prompts": (Phase.PREFILL, Kind.MATMUL, "compute",
+                "prompts: shared prefixes, a smaller budget of new tokens where answers must not stall, more copies"),
+    "host": (Phase.HOST, Kind.HOST, "overhead", "the host: scheduling and sampling beside the device"),
+}  # fmt: skip
+"""Of a step: the line of the ledger that it is, and what would shorten it."""
+
+
 def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
     """Of a mean engine step: the phases of a measured server, and within decode what binds it."""
     spent = played.seconds
@@ -191,15 +201,7 @@ def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     ledger.phase_seconds = {
         Phase.PREFILL: spent["prompts"], Phase.DECODE: decoding, Phase.SAMPLING: 0.0, Phase.HOST: spent["host"],
     }  # fmt: skip
-    for name, phase, kind, bound in (
-        ("weights", Phase.DECODE, Kind.MATMUL, "memory"),
-        ("cache", Phase.DECODE, Kind.ATTENTION, "memory"),
-        ("collectives", Phase.DECODE, Kind.COLLECTIVE, "network"),
-        ("launches", Phase.DECODE, Kind.OTHER, "overhead"),
-        ("draft", Phase.DECODE, Kind.MATMUL, "memory"),
-        ("prompts", Phase.PREFILL, Kind.MATMUL, "compute"),
-        ("host", Phase.HOST, Kind.HOST, "overhead"),
-    ):
+    for name, (phase, kind, bound, _) in PARTS.items():
         if spent.get(name, 0.0) > 0:
             ledger.lines.append(Line(phase, kind, name, seconds=spent[name], bound=bound))
 
@@ -214,7 +216,7 @@ def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
     of = f"{share} of what {less} leave of {memory}" if served.engine.of_free else f"{share} of {memory} less {less}"
     of += f", over {float(system.token_bytes):,.0f} bytes a token"
     calculated, off = Origin.CALCULATED, room_error(system, tokens)
-    found = {
+    return {
         "parameters": Estimate(float(system.demand.parameters), calculated, "sum over the model's tensors"),
         "weight_bytes": Estimate(float(system.weight_bytes), calculated, _stored(served.formats)),
         "kv_tokens": Estimate(tokens, calculated, of, tokens * max(0.0, 1 - off), tokens * (1 + off)),
@@ -225,7 +227,6 @@ def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
         ),
         "longest_tokens": Estimate(min(tokens, float(served.model.context)), calculated, "one request alone"),
     }  # fmt: skip
-    return found
 
 
 def _stored(formats: Formats) -> str:
@@ -269,21 +270,17 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
 
 def _limits(played: Played, request: ServeRequest, copies: int) -> dict[str, Any]:
     """What was asked for, what is planned, and whether it holds."""
-    found: dict[str, Any] = {}
-    if request.ttft is not None:
-        found["ttft"] = {"limit": request.ttft, "planned": played.ttft_seconds["p90"]}
-    if request.tpot is not None:
-        found["tpot"] = {"limit": request.tpot, "planned": played.tpot_seconds["mean"]}
-    if request.rate is not None:
-        found["rate"] = {
-            "limit": request.rate,
-            "planned": played.requests_per_second * copies,
-            "holds": played.keeps_up,
-        }
-    for name in ("ttft", "tpot"):
-        if name in found:
-            found[name]["holds"] = found[name]["planned"] <= found[name]["limit"]
-    return found
+    ttft, tpot, rate = played.ttft_seconds["p90"], played.tpot_seconds["mean"], played.requests_per_second * copies
+    asked = (
+        ("ttft", request.ttft, ttft, request.ttft and ttft <= request.ttft),
+        ("tpot", request.tpot, tpot, request.tpot and tpot <= request.tpot),
+        ("rate", request.rate, rate, played.keeps_up),
+    )
+    return {
+        name: {"limit": limit, "planned": planned, "holds": holds}
+        for name, limit, planned, holds in asked
+        if limit is not None
+    }
 
 
 def _binds(played: Played, served: Served, request: ServeRequest) -> dict[str, Any]:
@@ -291,16 +288,6 @@ def _binds(played: Played, served: Served, request: ServeRequest) -> dict[str, A
     total = sum(played.seconds.values())
     name = max(played.seconds, key=lambda part: played.seconds[part])
     if not played.keeps_up:
-        name = "queue"
-    words = {
-        "weights": "reading weights: fewer bits a weight, more ranks, or more requests at once",
-        "cache": "reading the cache: an 8-bit cache, fewer requests at once, or more copies",
-        "prompts": "prompts: shared prefixes, a smaller budget of new tokens where answers must not stall, more copies",
-        "collectives": "sums over ranks: fewer of them and more copies, or a faster link",
-        "draft": "the draft model: fewer drafted tokens, a smaller draft, or n-grams",
-        "launches": "launches of small kernels: captured graphs, fewer and larger kernels",
-        "host": "the host: scheduling and sampling beside the device",
-        "queue": "requests arrive faster than they are served: more copies, or longer limits",
-    }
-    share = played.seconds.get(name, 0.0) / total if total else 0.0
-    return {"name": name, "share": share, "words": words[name]}
+        words = "requests arrive faster than they are served: more copies, or longer limits"
+        return {"name": "queue", "share": 0.0, "words": words}
+    return {"name": name, "share": played.seconds[name] / total if total else 0.0, "words": PARTS[name][-1]}

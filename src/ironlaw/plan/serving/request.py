@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 
@@ -40,6 +41,10 @@ class ServeRequest:
         return self.input + self.output
 
 
+_KEYS = tuple(field.name for field in fields(ServeRequest))
+_WHOLE = ("input", "output", "concurrency", "prefix", "speculate")
+
+
 def parse_request(text: str) -> ServeRequest:
     """UserError for unknown words, missing lengths and what is no amount."""
     found: dict[str, float] = {}
@@ -48,9 +53,8 @@ def parse_request(text: str) -> ServeRequest:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UserError(f"--serve: {word!r} is not KEY=VALUE: {EXAMPLE}")
-        known = ("input", "output", "rate", "concurrency", "ttft", "tpot", "prefix", "speculate", "accept", "draft")
-        if key not in known:
-            raise UserError(f"--serve: unknown word {key!r}: {did_you_mean(key, known)}")
+        if key not in _KEYS:
+            raise UserError(f"--serve: unknown word {key!r}: {did_you_mean(key, _KEYS)}")
         if key in found:
             raise UserError(f"--serve: {key} is given twice")
         if key == "draft":
@@ -61,7 +65,7 @@ def parse_request(text: str) -> ServeRequest:
     for key in ("input", "output"):
         if key not in found:
             raise UserError(f"--serve: {key} is not given: {EXAMPLE}")
-    for key in ("input", "output", "concurrency", "prefix", "speculate"):
+    for key in _WHOLE:
         if key in found and (found[key] != int(found[key]) or found[key] > 1e8):
             raise UserError(
                 f"--serve: {key} = {found[key]:g} is no number of {'requests' if key[0] == 'c' else 'tokens'}"
@@ -74,11 +78,8 @@ def parse_request(text: str) -> ServeRequest:
         raise UserError('--serve: speculation is planned from both: write for example "speculate=4 accept=0.7"')
     if found.get("accept", 0.0) >= 1 or found.get("speculate", 0) > 64:
         raise UserError("--serve: accept is a share below 1 of the drafted tokens, speculate at most 64 of them")
-    return ServeRequest(
-        int(found["input"]), int(found["output"]), found.get("rate"),
-        int(found["concurrency"]) if "concurrency" in found else None, found.get("ttft"), found.get("tpot"),
-        int(found.get("prefix", 0)), int(found.get("speculate", 0)), found.get("accept", 0.0), draft,
-    )  # fmt: skip
+    values: dict[str, Any] = {key: int(value) if key in _WHOLE else value for key, value in found.items()}
+    return ServeRequest(**values, draft=draft)
 
 
 def _amount(key: str, text: str, units: dict[str, float]) -> float:

@@ -7,6 +7,7 @@ and waiting stay within the limits; copies follow from the rate. Closed forms ch
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,17 +93,17 @@ def search_serving(
 
     Without `devices`, all catalogued ones with a price. UserError where nothing serves the request.
     """
-    ruled_out: dict[str, int] = {}
+    ruled_out: Counter[str] = Counter()
     found = []
     for served in _forms(model, engine, formats, devices, given_price):
         if not served.fits_request(request):
-            _count(ruled_out, "memory")
+            ruled_out["memory"] += 1
             continue
         best = _within_limits(served, request, given_price)
         if best is None:
-            _count(ruled_out, "limits on waiting or token time")
+            ruled_out["limits on waiting or token time"] += 1
         elif best.usd_per_hour is None:
-            _count(ruled_out, "no price")
+            ruled_out["no price"] += 1
         else:
             found.append(best)
     found.sort(key=lambda c: (c.usd_per_hour or math.inf, c.tpot_seconds))
@@ -110,7 +111,7 @@ def search_serving(
         ledger = plan_serving(chosen.served, request)
         if all(limit["holds"] for limit in ledger.facts["limits"].values()):
             return chosen, _others(found, chosen), ruled_out
-        _count(ruled_out, "limits, once played step by step")
+        ruled_out["limits, once played step by step"] += 1
     what = ", ".join(f"{count} by {wall}" for wall, count in ruled_out.items()) or "no device is known"
     raise UserError(
         f"nothing serves this request ({what}): loosen ttft, tpot or rate, or give --weights fp8 or int4-awq"
@@ -135,8 +136,13 @@ def _forms(
                     model.heads % count or (model.key_value_heads % count and count % model.key_value_heads)
                 ):
                     continue
-                layout = ServingLayout(devices=count, tp=1, pp=count) if engine.family == "gguf" else None
-                yield Served(model, device, engine, layout or ServingLayout(devices=count, tp=count), form)
+                yield Served(model, device, engine, copies_on(engine, count), form)
+
+
+def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
+    """Copies of a model on so many devices each: every matrix divided, or layers one after another by llama.cpp."""
+    tp, pp = (1, devices) if engine.family == "gguf" else (devices, 1)
+    return ServingLayout(devices=devices, tp=tp, pp=pp, replicas=replicas)
 
 
 def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
@@ -182,7 +188,3 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
         best.setdefault(candidate.served.device.name, candidate)
     best.pop(chosen.served.device.name, None)
     return list(best.values())[:shown]
-
-
-def _count(constraints: dict[str, int], wall: str) -> None:
-    constraints[wall] = constraints.get(wall, 0) + 1

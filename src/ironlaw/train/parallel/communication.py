@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ironlaw.observe.clock import StepClock
-from ironlaw.observe.profile import communication_scope
+from ironlaw.observe.profile import COMMUNICATION_SCOPE, scope
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.collectives import Sent
 
@@ -126,7 +126,7 @@ class Traffic:
     def waiting(self, key: Key) -> Iterator[None]:
         """Around what the main thread waits in."""
         began = time.perf_counter()
-        with communication_scope(self.settle):
+        with scope(COMMUNICATION_SCOPE, self.settle):
             yield
         self.waited(key, time.perf_counter() - began)
 
@@ -154,7 +154,7 @@ class Traffic:
     def bucket_done(self, key: Key, buffer: Tensor, uses: int, future: Any) -> None:
         """DDP's hook has sent a bucket."""
         if self.settle:
-            with communication_scope(True):
+            with scope(COMMUNICATION_SCOPE):
                 future.wait()
                 self.let_go([(buffer, uses + 1)], BUCKET_LET_GO_SECONDS)  # one more: the future has it
         self._last_bucket = key, time.perf_counter()
