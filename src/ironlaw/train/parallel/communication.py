@@ -42,12 +42,7 @@ CALLS: dict[str, tuple[str, int, str]] = {
     "all_to_all_single": ("all_to_all", 1, "input"),
 }
 # Functional collectives, which DTensor calls; the last argument names the group, and `wait_tensor` waits.
-FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
 BUCKET_LET_GO_SECONDS = 0.02  # there may be hundreds of buckets
 
@@ -243,8 +238,8 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
             replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
     pending: dict[int, tuple[Key, float]] = {}
     wait = functional.wait_tensor
-    for name, kind in FUNCTIONAL.items():
-        replace(functional, name, partial(_functional, traffic, kind=kind, pending=pending, wait=wait))
+    for name in FUNCTIONAL:
+        replace(functional, name, partial(_functional, traffic, kind=CALLS[name][0], pending=pending, wait=wait))
     replace(functional, "wait_tensor", partial(_wait_tensor, traffic, pending=pending))
     _current = traffic
     try:
