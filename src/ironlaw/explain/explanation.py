@@ -179,13 +179,8 @@ class Explanation:
         }
 
 
-DRAWN = (
-    "timeline",
-    "memory_groups",
-    "memory_curve",
-    "by_rank",
-    "spread",
-)  # facts that have keys of their own in the document
+# Facts that have keys of their own in the document.
+DRAWN = ("timeline", "memory_groups", "memory_curve", "by_rank", "spread")
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 

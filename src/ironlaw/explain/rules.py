@@ -115,8 +115,8 @@ def _at_loader(e: RunEvidence) -> float:
     """Part of the loop's own time that passes on lines that make a loader, or ask for its batches."""
     if not e.phase_share(Phase.DATA):
         return 0.0
-    lines = {phase: dict((e.fact("lines") or {}).get(str(phase), [])) for phase in (Phase.DATA, Phase.HOST)}
-    return float(sum(share for at, share in lines[Phase.HOST].items() if at.partition(" (in ")[0] in lines[Phase.DATA]))
+    loaders = {at for at, _ in e.lines(Phase.DATA)}
+    return float(sum(share for at, share in e.lines(Phase.HOST) if at.partition(" (in ")[0] in loaders))
 
 
 def _own_share(e: RunEvidence) -> float:
@@ -161,8 +161,7 @@ def _host_figures(e: RunEvidence) -> list[str]:
 
 def _lines_of(e: RunEvidence, phase: Phase) -> list[str]:
     """Where the user's code spends a phase, as far as it was looked at: what takes a tenth of it and more."""
-    lines = (e.fact("lines") or {}).get(str(phase), [])
-    return [f"{place}: {percent(share, 0)} of it" for place, share in lines if share >= 0.1 and place != "?"]
+    return [f"{at}: {percent(share, 0)} of it" for at, share in e.lines(phase) if share >= 0.1 and at != "?"]
 
 
 def _overhead_figures(e: RunEvidence) -> list[str]:

@@ -129,7 +129,7 @@ def _recompiles(e: RunEvidence) -> float | None:
 def _copies(e: RunEvidence) -> float | None:
     """Of the recorded operations' time: copies and conversions within the module's passes, and what calling them costs.
     Autocast's own belong to it."""
-    passes = [line for line in e.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    passes = [line for line in e.run.lines if line.phase in PASSES]
     whole, calls = sum(line.seconds or 0.0 for line in e.run.lines), sum(line.count or 0 for line in passes)
     if not whole or not calls or e.fact("autocast"):
         return None
@@ -140,16 +140,16 @@ def _copies(e: RunEvidence) -> float | None:
 
 def _by_hand(e: RunEvidence) -> float | None:
     """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
-    lines, place = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER)), (e.fact("places") or {}).get("update_by_hand")
-    if lines is None or place is None:
+    lines, place = e.lines(Phase.OPTIMIZER), (e.fact("places") or {}).get("update_by_hand")
+    if not lines or place is None:
         return None
     return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
 def _by_hand_figures(e: RunEvidence) -> list[str]:
-    lines, update = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), []), e.fact("places")["update_by_hand"]
-    shown = [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
-    return sorted(shown, key=lambda one: one.startswith(f"{update}:"))
+    update = e.fact("places")["update_by_hand"]
+    shown = sorted(e.lines(Phase.OPTIMIZER), key=lambda one: one[0] == update)
+    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in shown]
 
 
 def _share_of(fact: str, *phases: Phase) -> Callable[[RunEvidence], float | None]:
@@ -168,8 +168,7 @@ def _more_lines(fact: str, first: int = 0) -> Callable[[RunEvidence], list[str]]
 
 
 def _copies_figures(e: RunEvidence) -> list[str]:
-    lines = (e.fact("lines") or {}).get(str(Phase.FORWARD), [])
-    return [f"{place}: {percent(share, 0)} of the forward pass" for place, share in lines if place != "?"]
+    return [f"{at}: {percent(share, 0)} of the forward pass" for at, share in e.lines(Phase.FORWARD) if at != "?"]
 
 
 _SMALL = (Kind.ELEMENTWISE, Kind.HOST)

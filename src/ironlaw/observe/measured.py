@@ -78,19 +78,16 @@ def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Pha
     value = float(np.mean([step.wall_seconds for step in kept]))
     low, high = (float(q) for q in np.percentile(walls, [10, 90]))
     basis = f"mean of the middle 80% of {len(steps)} steps; the interval holds 80% of them"
-    ledger.totals["step_seconds"] = Estimate(value, measured, basis, low, high)
+    ledger.totals["step_seconds"] = step = Estimate(value, measured, basis, low, high)
     if tokens_per_step:
-        rates = (tokens_per_step / seconds for seconds in (value, high, low))
-        ledger.totals["tokens_per_second"] = Estimate(
-            next(rates), measured, "tokens per step / step time", next(rates), next(rates)
-        )
+        ledger.totals["tokens_per_second"] = step.rate(tokens_per_step, "tokens per step / step time", measured)
     ledger.phase_seconds = {
         phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in kept]))
         for phase in Phase
         if phase in phases and any(phase in step.phase_seconds for step in kept)
     }
     ledger.facts["slow_steps_fraction"] = max(0.0, sum(walls) - value * len(walls)) / sum(walls)
-    return ledger.totals["step_seconds"]
+    return step
 
 
 def measured_ledger(

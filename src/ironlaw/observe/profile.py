@@ -36,24 +36,14 @@ NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 
 _KINDS = {
-    Kind.MATMUL: (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_int_mm",
-        "_scaled_mm",
-        "_linear_pointwise",
-        "product",
-        "linear_dynamic",
-        "_weight_int4pack_mm_for_cpu",
-    ),
+    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise", "product",
+                  "linear_dynamic", "_weight_int4pack_mm_for_cpu"),
     Kind.ATTENTION: ("causal_attention", "causal_attention_backward"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
     Kind.OPTIMIZER: ("_fused_adamw_", "_foreach_norm"),
-}
+}  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 # What touches no data: views, allocations and the outer layers of composed operations. Their time is the host's.
