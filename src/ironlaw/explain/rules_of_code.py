@@ -58,14 +58,11 @@ def _syncs(e: RunEvidence) -> float | None:
     return None if calls is None else max(cost, NOTICED) if calls else 0.0
 
 
-def _syncs_sentence(e: RunEvidence) -> str:
-    total = sum(p["per_step"] for p in _sync_calls(e) or [])
-    return f"The host waits for values of tensors {total:.0f} times per step, inside the loop."
-
-
-def _syncs_figures(e: RunEvidence) -> list[str]:
-    calls = (_sync_calls(e) or [])[:4]
-    return [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls]
+def _tell_syncs(e: RunEvidence) -> tuple[str, list[str]]:
+    calls = _sync_calls(e) or []
+    total = sum(p["per_step"] for p in calls)
+    figures = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls[:4]]
+    return f"The host waits for values of tensors {total:.0f} times per step, inside the loop.", figures
 
 
 def _recomputes(e: RunEvidence) -> float | None:
@@ -92,18 +89,14 @@ def _misaligned(e: RunEvidence) -> float | None:
     return _at_least_noticed("odd_sizes" if e.fact("odd_sizes") else "misaligned", "alignment")(e)
 
 
-def _grows_sentence(e: RunEvidence) -> str:
-    holder = e.fact("memory_growth")["holder"]
-    return "Memory grows from step to step" + (f": `{holder}` keeps something of every step." if holder else ".")
-
-
-def _grows_figures(e: RunEvidence) -> list[str]:
-    grown = e.fact("memory_growth")["bytes_per_step"]
+def _tell_growth(e: RunEvidence) -> tuple[str, list[str]]:
+    holder, grown = e.fact("memory_growth")["holder"], e.fact("memory_growth")["bytes_per_step"]
     have, resident = e.fact("memory_bytes"), e.run.totals.get("resident_bytes")
     figures = [f"{bytes_(grown)} more after every step, evenly to the end of the loop"]
     if have and resident is not None and grown:
         figures.append(f"full after {max(0.0, have - resident.value) / grown:,.0f} more steps")
-    return figures
+    keeps = f": `{holder}` keeps something of every step." if holder else "."
+    return f"Memory grows from step to step{keeps}", figures
 
 
 def _unread_forwards(e: RunEvidence) -> float | None:
@@ -201,10 +194,10 @@ def line_figures(e: RunEvidence, kind: str) -> list[str]:
 
 CODE_RULES: tuple[Rule, ...] = (
     Rule(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
-        "memory_grows", Axis.ALGORITHM, 0.5, _found("memory_growth", 1.0), _grows_sentence,
+        "memory_grows", Axis.ALGORITHM, 0.5, _found("memory_growth", 1.0), _tell_growth,
         "keep numbers instead of tensors (.item(), .detach()), or the last few of them only",
         "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
-        "or the loop holds a graph of every step", _grows_figures, placed="memory_growth",
+        "or the loop holds a graph of every step", placed="memory_growth",
     ),
     Rule(  # it spoils the training itself
         "gradients_uncleared", Axis.ALGORITHM, 0.5, _found("added_gradients", 0.9),
@@ -329,10 +322,10 @@ CODE_RULES: tuple[Rule, ...] = (
         "laying out heads and residuals costs a few percent of a step", _copies_figures,
     ),
     Rule(
-        "sync_points", Axis.ALGORITHM, 0.02, _syncs, _syncs_sentence,
+        "sync_points", Axis.ALGORITHM, 0.02, _syncs, _tell_syncs,
         "keep values on the device, and read them every so many steps",
         "a step loses its run-ahead at each of them, which costs on an accelerator before it does here",
-        _syncs_figures, noticed=NOTICED,
+        noticed=NOTICED,
     ),
     Rule(
         "logging_frequent", Axis.ALGORITHM, 0.05, logging_share, "Logging takes {share} of the step.",

@@ -68,44 +68,31 @@ PROBE_EVERY_SECONDS = 2.0  # a probe takes some 10 ms: half a percent of the loo
 Item = TypeVar("Item")
 
 
-def observe(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    out: str | Path | None = None,
-    *,
-    profile_steps: int = 3,
-    plan: bool = True,
-    name: str | None = None,
-) -> Watch:
-    """Observe a training loop; a context manager.
+class Watch:
+    """Observes a training loop; a context manager.
 
-    Several models and optimizers, as of a GAN, are given as lists; a step ends with the last optimizer's update.
+    Several models and optimizers, as of a GAN, are given as lists; a step ends where the last optimizer has updated.
     `out`: the run directory to write, `runs/observed-DATE` unless given. `profile_steps`: so many steps are recorded
     in detail after the first few (0: none, until `watch.profile()` asks); they are slower and count in no average.
     `plan`: trace the module at the end, so that a plan can be put beside what was measured.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # wrappers of Accelerate
-    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
-        raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    if not isinstance(model, nn.Module):
-        model = nn.ModuleList(model)
-    return Watch(model, optimizers, Path(out or f"runs/observed-{stamp}"), profile_steps, plan, name)
-
-
-class Watch:
-    """What `observe` returns. A step ends where the optimizer has updated, the last one where there are several."""
 
     def __init__(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], out: Path, profile_steps: int, plan: bool,
-        name: str | None,
+        self, model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], out: str | Path | None = None, *,
+        profile_steps: int = 3, plan: bool = True, name: str | None = None,
     ) -> None:  # fmt: skip
-        if (out / "ledger.json").exists():
-            raise UserError(f"{out} holds a run already: give another out=")
-        self.model, self.optimizers, self.out, self.plan = model, optimizers, out, plan
-        self.name = name or type(_inner(model)).__name__
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self.optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # wrappers of Accelerate
+        if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in self.optimizers):
+            raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.out, self.plan = Path(out or f"runs/observed-{stamp}"), plan
+        if (self.out / "ledger.json").exists():
+            raise UserError(f"{self.out} holds a run already: give another out=")
+        self.model: nn.Module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        self.name = name or type(_inner(self.model)).__name__
+        self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self.partition = Partition(cuda=self.device.type == "cuda")
         self.metrics: list[dict[str, Any]] = []
         self.recorded: set[int] = set()  # steps under the profiler
