@@ -285,7 +285,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _row(totals: dict[str, GapRow], name: str) -> dict[str, Any]:
-    row = totals.get(name, GapRow(name, None, None))
-    return {"planned": row.planned, "measured": row.measured, "error": row.error} | {
-        key: value for key, value in row.to_json().items() if key.endswith("_interval")
-    }
+    row = totals.get(name, GapRow(name, None, None)).to_json()
+    return {key: value for key, value in row.items() if key != "name"}

@@ -90,6 +90,12 @@ def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Pha
     return step
 
 
+def measured_mfu(flops: float, step: Estimate, peak: float, basis: str) -> Estimate:
+    """FLOPs of a step over its measured seconds and the peak, FLOP/s."""
+    low, high = step.low or step.value, step.high or step.value
+    return Estimate(flops / step.value / peak, Origin.MEASURED, basis, flops / high / peak, flops / low / peak)
+
+
 def measured_ledger(
     observed: Observations,
     *,
@@ -107,11 +113,7 @@ def measured_ledger(
     if observed.steps:
         step = add_steps(ledger, observed.steps, tuple(Phase), tokens_per_step)
         peak = float(planned.facts["matmul_peak_flops_per_second"])
-        flops = totals["flops_per_step"].value
-        totals["mfu"] = Estimate(
-            flops / step.value / peak, Origin.MEASURED, planned.totals["mfu"].basis,
-            flops / (step.high or step.value) / peak, flops / (step.low or step.value) / peak,
-        )  # fmt: skip
+        totals["mfu"] = measured_mfu(totals["flops_per_step"].value, step, peak, planned.totals["mfu"].basis)
     profile, always = observed.profile or StepProfile(), {"batch": batch_bytes, **held}
     above = profile.peak_bytes
     add_memory(

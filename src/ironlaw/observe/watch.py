@@ -36,11 +36,11 @@ from ironlaw.machine.load import OtherLoad, RunDelay
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
-from ironlaw.observe.events import recorded_allocations, recorded_events
+from ironlaw.observe.events import SyncPoints, describe_sync_points, recorded_allocations, recorded_events
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.gradients import parameters_of
 from ironlaw.observe.habits import LOOKED_AT, Habits
-from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
+from ironlaw.observe.hooks import Listener, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model
 from ironlaw.observe.measured import storage_bytes, tree_bytes
 from ironlaw.observe.memory_peak import KnownStorages
@@ -101,7 +101,7 @@ class Watch:
         self.skipped = 0
         self.peak_resident = 0
         self.profiling_seconds = 0.0
-        self.sync: dict[str, SyncPoint] = {}
+        self.sync: SyncPoints = {}
         self._wanted = profile_steps
         self._forwards = 0
         self._logged: dict[str, Any] = {}
@@ -389,11 +389,7 @@ class Watch:
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),
             )
             if self.device.type == "cpu" else None,
-            "sync_points": [
-                {"place": p.place, "call": p.call, "per_step": p.count / self.sync_steps,
-                 "seconds": p.seconds / self.sync_steps}
-                for p in sorted(self.sync.values(), key=lambda p: -p.seconds)
-            ][:20],
+            "sync_points": describe_sync_points(self.sync, self.sync_steps),
             "autocast": None, "precision": None,
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
