@@ -48,21 +48,14 @@ class ObservedPlans:
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)
 
-    def ratio(self, variant: str) -> float | None:
-        """Planned step of a variant over that of the run as it was."""
-        one, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
-        if other is None or "step_seconds" not in one.totals:
-            return None
-        return other.totals["step_seconds"].value / one.totals["step_seconds"].value
-
     def saved(self, variant: str) -> float | None:
         """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
-        ratio = self.ratio(variant)
-        if ratio is None:
+        now, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
+        if other is None or "step_seconds" not in now.totals:
             return None
+        planned, otherwise = (plan.totals["step_seconds"].value for plan in (now, other))
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
-        planned = self.variants.get(AS_IT_IS, self.plan).totals["step_seconds"].value
-        return (1 - ratio) * min(busy, planned / (self.fact("machine_speed") or 1.0))
+        return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or 1.0))
 
     def phase(self, *phases: Phase) -> float:
         """Measured seconds of these phases."""
