@@ -18,7 +18,7 @@ _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
     """A document for `--json` and for printing; packing is that of the training split at `sequence` tokens."""
     parts = dataset.sources or (dataset,)
-    statistics = dataset.statistics
+    statistics, bounds = dataset.statistics, dataset.train_documents
     return {
         "schema_version": SCHEMA_VERSION,
         "source": dataset.name,
@@ -38,19 +38,12 @@ def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
         "unigram_loss": dataset.unigram_loss,
         "unigram_bits_per_byte": None if dataset.unigram_loss is None else dataset.bits_per_byte(dataset.unigram_loss),
         "sequence": sequence,
-        "packing": packing(dataset, sequence),
+        "packing": {"concat": concatenated(bounds, sequence), "best_fit": packed_report(best_fit(bounds, sequence))},
         "sources": [
             {"source": part.name, "weight": weight, "folder": str(part.folder), "splits": _counts(part)}
             for part, weight in zip(dataset.sources, dataset.weights, strict=True)
         ],
     }
-
-
-def packing(dataset: Dataset, sequence: int) -> dict[str, Any]:
-    """What rows of `sequence` tokens lose, packed one way or the other."""
-    bounds = dataset.train_documents
-    packed = best_fit(bounds, sequence)
-    return {"concat": concatenated(bounds, sequence), "best_fit": packed_report(packed)}
 
 
 def _split(dataset: Dataset, split: Split) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import check_world, documents_of, empty
+from ironlaw.data.batches import check_world, empty, fill_window
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Statistics, Stream
 from ironlaw.data.order import mix, permuted
@@ -115,10 +115,7 @@ class StreamBatches:
         count = (len(tokens) - 1) // self.sequence
         within = np.array([sample - start.samples])
         at = int(permuted(within, count, mix(self.seed, start.epoch, start.file, start.position))[0]) * self.sequence
-        window = tokens[at : at + self.sequence + 1]
-        batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
-        if batch.documents is not None:
-            batch.documents[row] = documents_of(bounds, at, self.sequence)
+        fill_window(batch, row, tokens[at : at + self.sequence + 1], bounds, at)
         self.seconds["pack"] += time.perf_counter() - began
 
     def _block_of(self, sample: int) -> tuple[_Start, np.ndarray, np.ndarray]:
