@@ -17,8 +17,6 @@ from ironlaw.errors import UserError
 TOKENS = np.arange(1003, dtype=np.uint16)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
-@pytest.mark.parametrize("key", [0, 1, 2**63])
 def windows_of(
     tokens: np.ndarray, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1
 ) -> Batches:
@@ -26,6 +24,8 @@ def windows_of(
     return Batches(TokenWindows(tokens, sequence, seed, sequences_per_batch), sequences_per_batch, rank, world)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
+@pytest.mark.parametrize("key", [0, 1, 2**63])
 def test_permuted_is_a_permutation(size: int, key: int) -> None:
     result = permuted(np.arange(size), size, key)
     assert sorted(result.tolist()) == list(range(size))

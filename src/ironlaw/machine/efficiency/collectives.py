@@ -32,7 +32,6 @@ import numpy.typing as npt
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.efficiency.hardware import (
-    CollectiveConstants,
     Fabric,
     NetworkConstants,
     Number,
@@ -44,14 +43,6 @@ Array = npt.NDArray[np.float64]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 ALGORITHMS = ("auto", "ring", "tree")
 
-IDEAL_ISLAND = CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)
-"""No latency, nominal bandwidth: for worked examples and lower bounds."""
-
-
-def ideal_fabric(bytes_per_second: float, ranks: int) -> Fabric:
-    """One island of `ranks` at exactly `bytes_per_second` per rank and direction, without latency."""
-    return Fabric(ranks, bytes_per_second, IDEAL_ISLAND)
-
 
 def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     """Bytes each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
@@ -60,11 +51,6 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     (s, n), scalar = broadcast(size, ranks)
     moved = np.where(n > 1, s, 0.0) if share == 0.0 else share * s * (n - 1.0) / n
     return unwrap(moved, scalar)
-
-
-def bus_bytes_per_second(kind: str, size: Number, ranks: Number, seconds: Number) -> Number:
-    """Bus bandwidth in nccl-tests' convention: traffic of the ring algorithm over time."""
-    return traffic_bytes(kind, size, ranks) / seconds
 
 
 def collective_seconds(

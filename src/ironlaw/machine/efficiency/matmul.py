@@ -41,11 +41,6 @@ _GRID = np.array([(tm, tn, s) for tm, tn in TILES for s in SPLITS], dtype=np.flo
 _TM, _TN, _SPLIT = (_GRID[:, i : i + 1] for i in range(3))
 
 
-def matmul_flops(m: Number, n: Number, k: Number, batch: Number = 1.0) -> Number:
-    """Floating-point operations: 2 batch m n k."""
-    return 2.0 * batch * m * n * k
-
-
 def matmul_seconds(
     m: Number,
     n: Number,
