@@ -20,16 +20,18 @@ def validate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.plan.engines.named import engine as engine_named
-    from ironlaw.plan.measured.inference import serving_rows
+    from ironlaw.plan.measured.inference import read_serving, serving_rows
+    from ironlaw.plan.measured.serving_record import serving_record
     from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
     from ironlaw.report.record_view import FOOTER, PAGE, record_view
+    from ironlaw.report.serving_view import serving_record_view
 
     if (rows := serving_rows(runs)) is not None:
         if html is not None or profile:
             raise UserError("--html and --profile are of training runs: leave them out for a file of measured serving")
-        _validate_serving(runs, rows, json)
-        return
+        document = {"runs": str(runs)} | serving_record(*read_serving(rows))
+        return answer(json, document, serving_record_view)
     engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
     view = record_view(document)
@@ -41,14 +43,6 @@ def validate(
     answer(json, document, lambda _: view)
     if html is not None:
         messages().print(f"The same with plots: {html}")
-
-
-def _validate_serving(runs: Path, rows: list[dict[str, str]], json: bool) -> None:
-    from ironlaw.plan.measured.inference import read_serving
-    from ironlaw.plan.measured.serving_record import serving_record
-    from ironlaw.report.serving_view import serving_record_view
-
-    answer(json, {"runs": str(runs)} | serving_record(*read_serving(rows)), serving_record_view)
 
 
 def calibrate(

@@ -32,7 +32,7 @@ def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
         "splits": {split: _split(dataset, split) for split in SPLITS},
         "skipped": statistics.skipped,
         "shards": statistics.shards,
-        "disk_bytes": sum(_disk_bytes(part) for part in parts),
+        "disk_bytes": sum(file.stat().st_size for part in parts if part.folder for file in part.folder.iterdir()),
         "seconds": statistics.seconds,
         "stage_bytes_per_second": statistics.stage_bytes_per_second,
         "unigram_loss": dataset.unigram_loss,
@@ -64,9 +64,3 @@ def _counts(dataset: Dataset) -> dict[str, dict[str, int]]:
     statistics = dataset.statistics
     figures = ("documents", "tokens", "bytes")
     return {split: {what: getattr(statistics, what)[split] for what in figures} for split in SPLITS}
-
-
-def _disk_bytes(dataset: Dataset) -> int:
-    if dataset.folder is None:
-        return 0
-    return sum(file.stat().st_size for file in dataset.folder.iterdir())

@@ -145,7 +145,8 @@ def _network_seconds(
     candidates = []
     names = ("ring", "tree") if algorithm == "auto" else (algorithm,)
     for name in names if kind in ("all_reduce", "broadcast") else ("ring",):
-        for in_switch in (False, True) if _may_use_switch(kind, name, algorithm, fabric) else (False,):
+        switches = kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+        for in_switch in (False, True) if switches else (False,):
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
             crossings, hops, leaving = _crossing(kind, name, s, n, g)
             slowest = np.maximum(np.where(g > 1, inside, 0.0), leaving / (g * share))
@@ -162,10 +163,6 @@ def _direct_seconds(
         return network.step_seconds + s / share
     inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
     return np.log2(n) * network.step_seconds + np.maximum(s * (n - g) / n / share, inside)
-
-
-def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:
-    return kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
 
 
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
