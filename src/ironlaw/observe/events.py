@@ -51,9 +51,8 @@ def recorded_events(recorded: Any) -> list[Event]:
 
 
 def recorded_allocations(recorded: Any) -> list[Allocation]:
-    found = list(_allocations(recorded))
-    found.sort(key=lambda a: a.moment)
-    return found
+    """Of a finished profiler that recorded memory, in order of time."""
+    return sorted(_allocations(recorded), key=lambda a: a.moment)
 
 
 COLLECTIVES = ("c10d::", "gloo:")

@@ -362,6 +362,7 @@ class Watch:
             if entry["step"] in self.recorded:
                 entry["recorded"] = True
         usual = sorted(self.micro_batches)[len(self.micro_batches) // 2]
+        waited = sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
         anew = self._habits.most_seen("loader begun")
         facts: dict[str, Any] = {
             "source": "observe",
@@ -382,10 +383,10 @@ class Watch:
             "logging_fraction": self.sampler.logging_fraction() if self.sampler is not None else None,
             "data_place": anew["place"] if anew else self.sampler.place() if self.sampler is not None else None,
             "recompile_seconds": self._habits.recompile_seconds([t.wall_seconds for t in done]),
-            "data_cpu_fraction": _fraction(
-                sum(t.data_cpu_seconds for t in done), sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
-            ),
-            **_device_facts(self.device),
+            "data_cpu_fraction": sum(t.data_cpu_seconds for t in done) / waited if waited else None,
+            **({"reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+                "compute_units": torch.cuda.get_device_properties(self.device).multi_processor_count}
+               if self.device.type == "cuda" else {}),
             **(self._gpu.facts() if self._gpu is not None else {}),
             "processor_throttled": subtract(processor_throttle_count(), self._throttled),
             "rank": _rank(),
@@ -406,7 +407,7 @@ class Watch:
                  "seconds": p.seconds / self.sync_steps}
                 for p in sorted(self.sync.values(), key=lambda p: -p.seconds)
             ][:20],
-            **{"autocast": None, "precision": None},
+            "autocast": None, "precision": None,
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
             **self._habits.facts(self.inputs.get("precision")),
@@ -435,19 +436,6 @@ class Watch:
             module=_inner(self.model) if self.plan else None,
             signature=self.inputs.get("signature"),
         )  # fmt: skip
-
-
-def _fraction(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _device_facts(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {}
-    return {
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "compute_units": torch.cuda.get_device_properties(device).multi_processor_count,
-    }
 
 
 def _distributed() -> bool:

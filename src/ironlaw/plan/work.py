@@ -44,6 +44,11 @@ class Assumption:
         return asdict(self)
 
 
+def assume_unsaid(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:
+    """Of (name, what was said, value, option that sets it) those that nobody said."""
+    return [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
+
+
 @dataclass(frozen=True)
 class WorkOptions:
     """What the user said of the work; None: not said."""
