@@ -138,7 +138,7 @@ class Server:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
             for number in range(body.n):  # answers of one seed differ from one another, and are the same the next time
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
-                self._connect(Request(prompt, replace(sampling, seed=seed)), job)
+                self._connect(Request(prompt, replace(sampling, seed=seed), priority=body.priority), job)
         return job
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
