@@ -28,10 +28,10 @@ Traeff, Parallel Computing 35, 2009 (double binary trees). Bus bandwidth: nccl-t
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.efficiency.hardware import (
+    Array,
     Fabric,
     NetworkConstants,
     Number,
@@ -39,7 +39,6 @@ from ironlaw.machine.efficiency.hardware import (
     unwrap,
 )
 
-Array = npt.NDArray[np.float64]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 ALGORITHMS = ("auto", "ring", "tree")
 
