@@ -81,11 +81,7 @@ def test_ring_all_reduce_of_7b_gradients_among_8_nodes():
     """2 (8 - 1) / 8 x 14 GB = 24.5 GB; over 100 Gb/s = 12.5 GB/s: 1.96 s."""
     assert traffic_bytes("all_reduce", 14e9, 8) == pytest.approx(24.5e9)
     seconds = collective_seconds(
-        "all_reduce",
-        14e9,
-        8,
-        fabric=Fabric(8, 12.5e9, CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)),
-        algorithm="ring",
+        "all_reduce", 14e9, 8, fabric=Fabric(8, 12.5e9, CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12))
     )
     assert seconds == pytest.approx(1.96, rel=1e-3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -43,11 +45,11 @@ def test_large_messages_move_what_the_ring_moves(ranks: int) -> None:
 def test_latency_grows_with_n_for_rings_and_log_n_for_trees() -> None:
     fabric = Fabric(4096, 450e9, H100.island)
     n = np.array([16.0, 256.0, 4096.0])
-    ring = collective_seconds("all_reduce", 8.0, n, fabric=fabric, algorithm="ring")
-    tree = collective_seconds("all_reduce", 8.0, n, fabric=fabric, algorithm="tree")
+    ring = collective_seconds("all_reduce", 8.0, n, fabric=fabric)
+    tree = collective_seconds("all_reduce", 8.0, 8 * n, 8, fabric=H100_CLUSTER)  # over islands, the quicker one
     assert (ring[2] - ring[1]) / (ring[1] - ring[0]) == pytest.approx(16, rel=0.05)
     assert (tree[2] - tree[1]) / (tree[1] - tree[0]) == pytest.approx(1, rel=0.05)
-    assert tree[2] < ring[2] / 50
+    assert tree[2] < ring[2] / 20
 
 
 def test_nothing_to_do_costs_nothing() -> None:
@@ -71,7 +73,9 @@ def test_published_bus_bandwidth(fabric: Fabric, bus: float) -> None:
 def test_switch_reduction_beats_the_ring() -> None:
     size = 2.0**32
     auto = collective_seconds("all_reduce", size, 8, fabric=H100)
-    ring = collective_seconds("all_reduce", size, 8, fabric=H100, algorithm="ring")
+    ring = collective_seconds(
+        "all_reduce", size, 8, fabric=replace(H100, island=replace(H100.island, switch_fraction=0))
+    )
     assert 1.15 < ring / auto < 1.5  # NVLS 480 against ring 365 GB/s
 
 

@@ -40,7 +40,6 @@ from ironlaw.machine.efficiency.hardware import (
 )
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
-ALGORITHMS = ("auto", "ring", "tree")
 
 
 def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
@@ -53,13 +52,7 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
 
 
 def collective_seconds(
-    kind: str,
-    size: Number,
-    ranks: Number,
-    ranks_per_island: Number | None = None,
-    *,
-    fabric: Fabric,
-    algorithm: str = "auto",
+    kind: str, size: Number, ranks: Number, ranks_per_island: Number | None = None, *, fabric: Fabric
 ) -> Number:
     """Seconds of one collective on a buffer of `size` bytes (per rank for all_to_all and send_recv).
 
@@ -68,19 +61,17 @@ def collective_seconds(
     share of the network). By default as many as fit.
     """
     known(kind)
-    if algorithm not in ALGORITHMS:
-        raise UserError(f"unknown algorithm {algorithm}; {did_you_mean(algorithm, ALGORITHMS)}")
     inside = np.minimum(ranks, fabric.island_ranks) if ranks_per_island is None else ranks_per_island
     (s, n, g), scalar = broadcast(size, ranks, np.asarray(inside, dtype=np.float64))
     scalar = np.ndim(size) == 0 and np.ndim(ranks) == 0 and np.ndim(inside) == 0
     g = np.minimum(g, n)
-    one = _island_seconds(kind, s, n, fabric, algorithm)
+    one = _island_seconds(kind, s, n, fabric)
     crosses = n > g
     if not np.any(crosses):
         return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
     if fabric.network is None or fabric.network_bytes_per_second <= 0:
         raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
-    many = _network_seconds(kind, s, n, g, fabric, fabric.network, algorithm)
+    many = _network_seconds(kind, s, n, g, fabric, fabric.network)
     return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
 
 
@@ -100,10 +91,9 @@ def _link(fabric: Fabric, n: Array) -> Array:
     return np.full(n.shape, link)
 
 
-def _hops(kind: str, n: Array, algorithm: str) -> Array:
+def _hops(kind: str, n: Array) -> Array:
+    """Of a ring, or of point to point."""
     tree = np.ceil(np.log2(np.maximum(n, 1.0)))
-    if algorithm == "tree":
-        return {"all_reduce": 2.0 * tree, "broadcast": tree}.get(kind, n - 1.0)
     return {
         "all_reduce": 2.0 * (n - 1.0), "all_to_all": 1.0 + tree, "send_recv": np.full(n.shape, 2.0),
     }.get(kind, n - 1.0)  # fmt: skip
@@ -120,31 +110,27 @@ def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_
     return (np.asarray(traffic_bytes(kind, s, n)) + own) / attained
 
 
-def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: str) -> Array:
-    constants = fabric.island
-    growth = np.sqrt(_hops(kind, n, algorithm)) * np.log1p(s / constants.fill_bytes)
+def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric) -> Array:
+    constants, hops = fabric.island, _hops(kind, n)
+    growth = np.sqrt(hops) * np.log1p(s / constants.fill_bytes)
     fixed = constants.launch_seconds + constants.fill_seconds * growth
-    seconds = _hops(kind, n, algorithm) * constants.step_seconds
-    seconds = seconds + _island_bandwidth_seconds(kind, s, n, fabric, False)
-    if kind == "all_reduce" and algorithm == "auto" and constants.switch_fraction > 0:
+    steps = hops * constants.step_seconds
+    seconds = steps + _island_bandwidth_seconds(kind, s, n, fabric, False)
+    if kind == "all_reduce" and constants.switch_fraction > 0:
         # small all-reduces take as long with NVLS as by the ring (measured), large ones much less
-        switch = _hops(kind, n, "ring") * constants.step_seconds
-        seconds = np.minimum(seconds, switch + _island_bandwidth_seconds(kind, s, n, fabric, True))
+        seconds = np.minimum(seconds, steps + _island_bandwidth_seconds(kind, s, n, fabric, True))
     return fixed + seconds
 
 
-def _network_seconds(
-    kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, algorithm: str
-) -> Array:
+def _network_seconds(kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants) -> Array:
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
     launch = fabric.island.launch_seconds + network.launch_seconds
     fixed = launch + network.fill_seconds * np.log1p(s / network.fill_bytes)
     if kind in ("all_to_all", "send_recv"):
         return fixed + _direct_seconds(kind, s, n, g, fabric, network, share)
     candidates = []
-    names = ("ring", "tree") if algorithm == "auto" else (algorithm,)
-    for name in names if kind in ("all_reduce", "broadcast") else ("ring",):
-        switches = kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+    for name in ("ring", "tree") if kind in ("all_reduce", "broadcast") else ("ring",):
+        switches = kind == "all_reduce" and name == "tree" and fabric.island.switch_fraction > 0
         for in_switch in (False, True) if switches else (False,):
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
             crossings, hops, leaving = _crossing(kind, name, s, n, g)
@@ -171,8 +157,8 @@ def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array
         crossings = both_ways * islands
         return (
             crossings,
-            np.maximum(_hops(kind, n, "ring") - crossings, 0.0),
+            np.maximum(_hops(kind, n) - crossings, 0.0),
             np.asarray(traffic_bytes(kind, s, n)),
         )
     crossings = both_ways * np.ceil(np.log2(islands))
-    return crossings, _hops(kind, g, "ring"), s * np.where(islands > 2.0, 2.0, 1.0)
+    return crossings, _hops(kind, g), s * np.where(islands > 2.0, 2.0, 1.0)
