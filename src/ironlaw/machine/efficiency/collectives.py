@@ -4,13 +4,13 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
 
     time = launch + hops step + fill sqrt(hops) ln(1 + S / fill_bytes) + (traffic + own share) / link
 
-    kind            traffic per rank      hops (ring)       hops (tree)
-    all_reduce      2 (n-1)/n S           2 (n-1)           2 log2 n
+    kind            traffic per rank      hops
+    all_reduce      2 (n-1)/n S           2 (n-1)
     all_gather,
-    reduce_scatter  (n-1)/n S             n-1               -
-    all_to_all      (n-1)/n S             1 + log2 n        -
-    send_recv       S                     2                 -
-    broadcast       S                     n-1               log2 n
+    reduce_scatter  (n-1)/n S             n-1
+    all_to_all      (n-1)/n S             1 + log2 n
+    send_recv       S                     2
+    broadcast       S                     n-1
 
 The link counts at ring_fraction (direct_fraction for all_to_all and send_recv) of nominal, and one's own
 share S / n is copied local_copy_ratio times faster. The logarithm is what measurements show from 1 MiB to
