@@ -14,7 +14,7 @@ import re
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -154,6 +154,33 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock_file(path: Path, lock: Callable[[int], None]) -> Iterator[int]:
+    """The descriptor of a file that is there while somebody holds it, once `lock` has taken the system's lock on it,
+    which ends with its process, however that ends."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            lock(descriptor)
+            if not _is_at(path, descriptor):  # removed by the holder before: nobody else can see this lock
+                continue
+            try:
+                yield descriptor
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from ironlaw.data.splits import SPLITS, Split, Splitter
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of
 from ironlaw.data.unigram import token_counts
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, write_json
+from ironlaw.files import lock_file, read_json, write_json
 
 PROGRESS = "progress.json"
 
@@ -184,7 +184,7 @@ def making(final: Path) -> Iterator[Path]:
     partial = final.parent / f".partial-{final.name}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.parent / f".lock-{final.name}"):
+        with lock_file(final.parent / f".lock-{final.name}", _lock):
             if final.exists():  # made by the process that was waited for
                 yield final
                 return
@@ -214,30 +214,12 @@ def in_the_making(final: Path) -> bool:
         return False
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Advisory, released by the system when the process dies. Without locks on this file system: none."""
-    try:
+def _lock(descriptor: int) -> None:
+    """Waits for other processes. Without locks on this file system, or on Windows: for nobody."""
+    with suppress(ImportError, OSError):
         import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            if os.stat(file).st_ino == os.fstat(descriptor).st_ino:
-                break
-        except FileNotFoundError:  # removed by its last owner while this process waited for it
-            pass
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink()
-        os.close(descriptor)
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def cannot_write(folder: Path, error: OSError, kept: bool) -> UserError:
