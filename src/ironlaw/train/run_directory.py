@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -69,8 +71,24 @@ class RunDirectory:
 
 
 def default_name(model: str) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{as_name(model)}-{stamp}"
+    """A directory for a new run, made so that another run begun in the same second gets another; gone at exit where
+    nothing came into it."""
+    path = first = Path("runs") / f"{as_name(model)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            path = first.with_name(f"{first.name}-{number}")
+        except OSError:  # said when the run is created
+            break
+    atexit.register(_remove_empty, path.absolute())
+    return path
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:

@@ -133,7 +133,7 @@ def check_start(
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
     next(loader.validation(config.micro_batch, 1))
-    recovery = Recovery(config.recovery, read_lines(run.events_file), ())
+    recovery = Recovery(config.recovery, read_lines(run.events_file))
     start = checkpoint.newest(
         run.checkpoints, warn=say, usable=lambda c: recovery.usable(c.step, int(c.index.get("turns", 0)))
     )

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
-from ironlaw.model.huggingface.configs import names_of
 from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
-from ironlaw.train.optimizer import trained_parameters
+from ironlaw.train.optimizer import grouped, trained_parameters
 from ironlaw.train.parallel.materialize import copy_part
+from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import give_state
 from ironlaw.train.state import Stateful, host_copy
-from ironlaw.workload.finetune import adapter_parameters
-from ironlaw.workload.optimizers import assign
-from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.parameters import Parameter
 
 
 def _orders(model: nn.Module) -> dict[str, Tensor]:
@@ -54,27 +51,18 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 class SharedAdapterFiles(AdapterFiles):
     """Of ranks that share adapters: the first one writes what one process would, and every rank reads its part."""
 
-    def __init__(self, config: RunConfig, group: dist.ProcessGroup, speaks: bool) -> None:
-        """`speaks`: for this rank's stage."""
-        self.config, self.group, self.speaks = config, group, speaks
-        self.first = dist.get_rank() == 0
-        names = names_of(Path(config.train.start_from or ""), config.model)
-        place = {p.name.rpartition(".")[0]: number for number, p in enumerate(model_parameters(config.model))}
-        trained = adapter_parameters(config.model, names, config.finetune)
-        trained.sort(
-            key=lambda p: place[re.sub(r"\.adapters\..*|\.\w+$", "", p.name)]
-        )  # as modules stand in one process
-        assigned = assign(trained, config.optimizer)
-        self.groups: dict[tuple[float, float], list[str]] = {}  # of an optimizer of one process
-        for parameter, to in zip(trained, assigned, strict=True):
-            self.groups.setdefault((to.lr_scale, to.weight_decay), []).append(parameter.name)
-        self.names = [p.name for p in trained]
+    def __init__(self, whole: Sequence[Parameter], config: OptimizerConfig, writers: Ranks) -> None:
+        """`whole`: what is trained, as one process has it."""
+        self.writers, self.first = writers, writers.first
+        self.speaks = writers.index("tp") == writers.index("cp") == writers.index("dp") == 0  # for its stage
+        self.names = [parameter.name for parameter in whole]
+        self.groups = grouped(whole, config)
+        self.order = list(chain.from_iterable(self.groups.values()))  # as an optimizer of one process counts them
 
     def gather(self, model: nn.Module, states: Mapping[str, Stateful] | None = None) -> dict[str, Tensor]:
         """Whole tensors of all stages, on the first rank."""
         here = whole_tensors(model, dict(self._held(model, states or {})))
-        stages: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(stages, here if self.speaks and not self.first else None, group=self.group)
+        stages = self.writers.gather(here if self.speaks and not self.first else None)
         return {name: tensor for stage in (here, *stages) if stage for name, tensor in stage.items()}
 
     def _held(self, model: nn.Module, states: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -100,12 +88,12 @@ class SharedAdapterFiles(AdapterFiles):
         if "average" in states:
             saved["average"] = {"tensors": [by_key[name].pop("average") for name in self.names]}
         rest = {name: value for name, value in saved["optimizer"]["param_groups"][0].items() if name != "params"}
-        order, groups = [name for names in self.groups.values() for name in names], []
-        for (scale, decay), names in self.groups.items():
-            own = {"lr_scale": scale, "weight_decay": decay, "params": [order.index(name) for name in names]}
-            groups.append(rest | own)
+        groups = []
+        for to, names in self.groups.items():
+            numbers = [self.order.index(name) for name in names]
+            groups.append(rest | {"lr_scale": to.lr_scale, "weight_decay": to.weight_decay, "params": numbers})
         saved["optimizer"] = {
-            "state": {n: by_key[name] for n, name in enumerate(order) if by_key[name]}, "param_groups": groups
+            "state": {n: by_key[name] for n, name in enumerate(self.order) if by_key[name]}, "param_groups": groups
         }  # fmt: skip
         return {name: found[name] for name in self.names}, host_copy(saved)
 
@@ -117,9 +105,8 @@ class SharedAdapterFiles(AdapterFiles):
         whole = dict(load_file(folder / WEIGHTS))
         if whole.keys() != set(self.names):
             raise UserError(f"the checkpoint {folder} is of other adapters: resume with its own [finetune]")
-        order = [name for names in self.groups.values() for name in names]
         for number, state in saved["optimizer"]["state"].items():
-            whole |= {f"{order[number]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+            whole |= {f"{self.order[number]}/{key}": value for key, value in state.items() if isinstance(value, Tensor)}
         average = saved.get("average", {}).get("tensors", [])
         whole |= {f"{name}/average": tensor for name, tensor in zip(self.names, average, strict=False)}
         if states:

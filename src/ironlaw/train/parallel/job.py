@@ -95,7 +95,7 @@ def job(
         timeout = config.recovery.collective_seconds + SPARE_SECONDS
         layout = check(config, used)
         ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
-        preflight.check(preflight.facts(config))
+        preflight.check(ranks, preflight.facts(config))
         yield RankJob(config, ranks, rendezvous)
         if ranks.first:
             rendezvous.store.set(FINISHED, "")

@@ -9,6 +9,7 @@ one process has them, one block. Drawing takes as long as on one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import read_weights
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
+from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.names import COPY, by_parts, mark_fused, named_tensors
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.workload.optimizers import OptimizerConfig, assign
+from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.parameters import model_parameters
 
 
@@ -32,10 +34,6 @@ def shapes(config: ModelConfig) -> Transformer:
     """The model without its numbers."""
     with torch.device("meta"):
         return Transformer(config)
-
-
-def is_shapes(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 @torch.no_grad()
@@ -160,21 +158,12 @@ def read_checkpoint(
     if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here
         optimizer.load_state_dict(saved["optimizer"])
         return saved
-    order = _order(config, settings)
+    order = list(chain.from_iterable(grouped(model_parameters(config), settings).values()))
     for index, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             for piece, tensor in pieces(order[index], value, config) if isinstance(value, Tensor) else ():
                 _into(wanted, f"optimizer/{piece}/{key}", tensor)
     return saved
-
-
-def _order(config: ModelConfig, settings: OptimizerConfig) -> list[str]:
-    """The parameters as an optimizer of one process counts them: group by group (`train/optimizer.py`)."""
-    groups: dict[tuple[float, float], list[str]] = {}
-    parameters = model_parameters(config)
-    for parameter, to in zip(parameters, assign(parameters, settings), strict=True):
-        groups.setdefault((to.lr_scale, to.weight_decay), []).append(parameter.name)
-    return [name for names in groups.values() for name in names]
 
 
 def _into(wanted: dict[str, Tensor], name: str, whole: Tensor) -> None:

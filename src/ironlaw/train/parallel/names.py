@@ -38,15 +38,11 @@ def named_like(model: nn.Module, prefix: str, tensor_of: Callable[[Tensor], Tens
 
 def _common(name: str, model: nn.Module) -> tuple[str, str]:
     """The name on disk, and a mark for a second tensor of that name."""
-    if name == "head.weight" and _is_tied_copy(model):
+    config: Any = getattr(model, "config", None)
+    # A tied output layer appears among the parameters by its own name only where it is a copy.
+    if name == "head.weight" and config is not None and config.tied:
         return "embedding.weight", COPY
     return name, ""
-
-
-def _is_tied_copy(model: nn.Module) -> bool:
-    """A tied output layer appears among the parameters by its own name only where it is a copy."""
-    config = getattr(model, "config", None)
-    return bool(config is not None and config.tied)
 
 
 def _pieces(name: str, tensor: Tensor, parameter: Tensor, copy: str) -> Iterator[tuple[str, Tensor]]:

@@ -36,12 +36,13 @@ class Ranks(Mesh):
     (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
     groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others. `experts` has pp,
     expert_replicate, expert_shard, ep, tp: dp and cp ranks by what they hold of the experts. `groups` are those that
-    the model adds, by name."""
+    the model adds, by name. `writing`: all ranks again, for what they `gather` beside the training step."""
 
     mesh: DeviceMesh
     context: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    writing: dist.ProcessGroup | None = None
 
     def index(self, dimension: str) -> int:
         """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
@@ -91,7 +92,7 @@ class Ranks(Mesh):
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.writing)
         return values
 
     def sum(self, values: list[float]) -> list[float]:

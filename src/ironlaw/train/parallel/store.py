@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
 from ironlaw.train.parallel.materialize import read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
+from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
@@ -31,31 +33,8 @@ NAME = "sharded"
 FOLDER = "shards"
 
 
-@runtime_checkable
-class Spread(Protocol):
-    """A state of which every rank has tensors of its own. They go the way of weights and moments, by name."""
-
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is written for `tensors` (weights and optimizer state), own ones included; copies."""
-        ...
-
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """What is read for `tensors` from a checkpoint that has the names `known`, into which tensors."""
-        ...
-
-    def after_read(self) -> None: ...
-
-
-class Gatherer:
-    """What `Checkpointer` needs of the ranks, over a group of its own: it works beside the training step."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+Spread = StepPlugin | WeightAverage
+"""States of which every rank has tensors of its own. They go the way of weights and moments, by name."""
 
 
 class ShardedFiles:
