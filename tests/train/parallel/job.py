@@ -124,7 +124,7 @@ def planned_recipe(config: RunConfig) -> Recipe:
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
     windows = TokenWindows(TOKENS, config.sequence, seed, size)
-    return Batches(windows, config.sequence, size, seed, rank, world)
+    return Batches(windows, size, rank, world)
 
 
 def in_documents(config: RunConfig, batch: Batch[Tensor]) -> Batch[Tensor]:
