@@ -84,6 +84,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_text(path, "JSON"), path)
 
 
+def known_json(path: Path) -> dict[str, Any]:
+    """The same; nothing where there is no such file, or none that can be read."""
+    try:
+        return read_json(path)
+    except (OSError, UserError):
+        return {}
+
+
 def parse_json(text: str | bytes, path: Path | str) -> dict[str, Any]:
     """The object in a JSON text; `path` is where it came from."""
     try:

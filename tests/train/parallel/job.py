@@ -124,7 +124,7 @@ def planned_recipe(config: RunConfig) -> Recipe:
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
     windows = TokenWindows(TOKENS, config.sequence, seed, size)
-    return Batches(windows, config.sequence, size, seed, rank, world)
+    return Batches(windows, size, rank, world)
 
 
 def in_documents(config: RunConfig, batch: Batch[Tensor]) -> Batch[Tensor]:
@@ -258,7 +258,7 @@ def task_adapters(case: dict[str, Any], folder: Path) -> dict[str, float]:
     store, config, random = run.step.store, run.config, {"random": RandomState()}
     assert isinstance(store, SharedAdapterFiles)
     found = run.train(0, 5)
-    ours = store.gather(run.applied.model)
+    ours = run.step.trained()
     alone = config.model_copy(update={"layout": None})
     torch.manual_seed(config.train.seed)
     one = Step(alone, Decisions(config.train.precision), Mesh(torch.device("cpu")))
