@@ -263,7 +263,7 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
         if not started and name is not None and (name in model_names() or "layers" not in model):
             changed = {key: value for key, value in model.items() if key != "name"}
             _check_keys(changed, ModelConfig, "model")
-            document = document | {"model": _named_model(name, changed)}
+            document = document | {"model": with_overrides(model_figures(name) | {"name": name}, changed)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None
@@ -295,11 +295,6 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     if (tokenizer.is_file() or not is_run) and "tokenizer" not in document.get("data", {}):
         tables["data"] = document.get("data", {}) | {"tokenizer": str(tokenizer.absolute())}
     return document | tables
-
-
-def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """A catalogued model's table, so that its problems are reported as those of the `model` section."""
-    return with_overrides(model_figures(name) | {"name": name}, overrides)
 
 
 def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
@@ -353,11 +348,9 @@ def _section_type(parts: Sequence[str]) -> type[BaseModel] | None:
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
     for key in table:
         if key not in kind.model_fields:
-            raise UserError(f"unknown key {section}.{key}: {_nearest(section, key, kind)}")
-
-
-def _nearest(section: str, key: str, kind: type[BaseModel]) -> str:
-    return did_you_mean(key, kind.model_fields, prefix=f"{section}.")
+            raise UserError(
+                f"unknown key {section}.{key}: {did_you_mean(key, kind.model_fields, prefix=f'{section}.')}"
+            )
 
 
 def _explain(error: ValidationError) -> str:
@@ -375,7 +368,8 @@ def _explain(error: ValidationError) -> str:
             return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
         kind = _section_type([part for part in location[:-1] if not part.isdigit()])
         assert kind is not None
-        return f"unknown key {key}: {_nearest('.'.join(location[:-1]), location[-1], kind)}"
+        near = did_you_mean(location[-1], kind.model_fields, prefix=f"{'.'.join(location[:-1])}.")
+        return f"unknown key {key}: {near}"
     if problem["type"] == "missing":
         return f"{key} is missing: add it, or give model.name of a catalogued model"
     message = problem["msg"].removeprefix("Value error, ")

@@ -118,6 +118,14 @@ def test_chats_logprobs_and_several_answers(served: tuple[str, Engine]) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 6
 
 
+def test_a_request_has_the_priority_that_its_body_says(served: tuple[str, Engine]) -> None:
+    url, engine = served
+    assert (
+        PATIENT.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "priority": 3}).status_code == 200
+    )
+    assert engine.finished[-1].priority == 3
+
+
 def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served: tuple[str, Engine]) -> None:
     url, _ = served
     asked = {"prompt": "def f", "max_tokens": 60, "seed": 4, "ignore_eos": True}

@@ -29,11 +29,6 @@ class SourceConfig(Section):
     split: str | None = None  # of a Hugging Face DatasetDict; "train" unless given
 
 
-def _tables(given: dict[str, Any]) -> Any:
-    sources = given.get("sources")
-    return sources if isinstance(sources, list | tuple) else ()
-
-
 class DataConfig(Section):
     """Where the text comes from and how it becomes batches. `seed` drives the held-out split."""
 
@@ -72,11 +67,12 @@ class DataConfig(Section):
     @classmethod
     def _chat_is_packed(cls, given: Any) -> Any:
         """Conversations are packed whole unless said otherwise."""
-        if isinstance(given, dict) and any(
-            isinstance(source, dict) and source.get("format") in CHATS for source in (given, *_tables(given))
-        ):
-            return {"packing": "best_fit"} | given
-        return given
+        if not isinstance(given, dict):
+            return given
+        sources = given.get("sources")
+        tables = [given, *(sources if isinstance(sources, list | tuple) else ())]
+        chats = any(isinstance(table, dict) and table.get("format") in CHATS for table in tables)
+        return {"packing": "best_fit"} | given if chats else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -134,12 +134,6 @@ def _overridden(model: ModelConfig, overrides: Sequence[str]) -> RequestedModel:
     return RequestedModel(model, config if config.finetune.adapts else None)
 
 
-def plan_on_this(config: RunConfig) -> PlanOutcome:
-    """The plan of a config on the measured machine."""
-    ledger = plan_run(config, load_profile())
-    return PlanOutcome(ledger, fits(ledger))
-
-
 THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 """Assumed on this machine, where a model comes without a config: small enough to be tried."""
 
@@ -177,5 +171,6 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
 
         answer = result_on_ranks(settled, options)
     else:
-        answer = plan_on_this(settled)
+        ledger = plan_run(settled, load_profile())
+        answer = PlanOutcome(ledger, fits(ledger))
     return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})

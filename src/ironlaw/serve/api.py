@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -93,7 +93,6 @@ class Server:
         self.metrics = Metrics(engine)
         self.outbox = Outbox(engine)
         self.created = int(time.time())
-        self._table: Any = None
         if self.text is not None:  # an answer is over where its turn is, whatever the model's own end of text
             engine.served.end_tokens |= self.text.turn_ends()
         engine.on_finish = self.metrics.finished
@@ -128,7 +127,7 @@ class Server:
         grammar = body.grammar()
         constraint = None
         if grammar is not None:
-            constraint = partial(State, grammar_of(*grammar), self._token_table())
+            constraint = partial(State, grammar_of(*grammar), self._token_table)
         if (body.stops or grammar) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
@@ -139,7 +138,7 @@ class Server:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
             for number in range(body.n):  # answers of one seed differ from one another, and are the same the next time
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
-                self._connect(Request(prompt, replace(sampling, seed=seed)), job)
+                self._connect(Request(prompt, replace(sampling, seed=seed), priority=body.priority), job)
         return job
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
@@ -166,12 +165,11 @@ class Server:
         request.reads, request.on_output = reader, told
         job.requests.append(request)
 
+    @cached_property
     def _token_table(self) -> Any:
-        if self._table is None:
-            if self.text is None:
-                raise UserError("this model has no tokenizer: forms of answers need one")
-            self._table = token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
-        return self._table
+        if self.text is None:
+            raise UserError("this model has no tokenizer: forms of answers need one")
+        return token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
 
     async def _stream(self, job: Job, form: Form) -> AsyncIterator[str]:
         try:

@@ -368,9 +368,7 @@ class Engine:
         request.on_output, request.reads, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:
-        if not self.model_config.rope_long:
-            return False
-        return len(request.tokens) > self._original_context
+        return self.model_config.rope_long is not None and len(request.tokens) > self._original_context
 
     @property
     def _original_context(self) -> int:

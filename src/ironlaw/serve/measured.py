@@ -81,7 +81,9 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     measured, count = Origin.MEASURED, len(steps)
     sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST), 0.0)
     by_batch = decode_seconds(steps)
-    alone = _started(ledger.facts.get("passes") or ()) | by_batch
+    # What the server timed when it started, where a run has no step of that size that only decodes.
+    started = decode_seconds([p | {"decode_tokens": p["tokens"]} for p in ledger.facts.get("passes") or ()])
+    alone = started | by_batch
     for step, gap in zip(steps, gaps(steps), strict=True):
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
@@ -139,11 +141,6 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
         if step["phase"] == "decode":
             found.setdefault(bucket(step["decode_tokens"]), []).append(step["model_seconds"])
     return {bucket: float(np.median(values)) for bucket, values in found.items()}
-
-
-def _started(passes: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """The same of what the server timed when it started, where a run has no step of that size that only decodes."""
-    return decode_seconds([p | {"decode_tokens": p["tokens"]} for p in passes])
 
 
 def _share(step: dict[str, Any]) -> float:
