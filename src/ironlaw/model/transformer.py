@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
-        draw = draw.of_layer(self.layer) if draw is not None else None
+        draw = replace(draw, layer=self.layer) if draw is not None else None
         read = x if self.attention_norm is None else self.attention_norm(x)
         mixed = x + self._branch(self.attention(read, rotary, mask, draw), self.attention_after, draw, "attention")
         if self.ffn_norm is not None:
@@ -161,12 +162,7 @@ class Block(nn.Module):
             x = norm(x.float())
         if self.residual_scale != 1.0:
             x = x * self.residual_scale
-        return self._drop(x, draw, site)
-
-    def _drop(self, x: Tensor, draw: Draw | None, site: str) -> Tensor:
-        if draw is None or not self.training:
-            return self.dropout(x)
-        return draw.residual(x, site)
+        return self.dropout(x) if draw is None or not self.training else draw.residual(x, site)
 
 
 def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
