@@ -61,13 +61,7 @@ class Attention(nn.Module):
         config = self.config
         if isinstance(mask, LayerCache):
             return self.cached(x, rotary, mask)
-        query, key, value = self.project(x)
-        if config.qk_norm_whole:
-            query, key = self.normed(query, key, value.dtype)
-        # Heads are counted by what is there: a tensor parallel rank computes some of them.
-        query, key, value = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key, value))
-        if config.qk_norm and not config.qk_norm_whole:
-            query, key = self.normed(query, key, value.dtype)
+        query, key, value = self.heads(*self.project(x))
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
@@ -92,13 +86,8 @@ class Attention(nn.Module):
         together = self.clipped(self.qkv(x)[0])  # (N, heads x D)
         if config.qk_norm:
             sizes = (config.query_size, config.key_value_size, config.key_value_size)
-            query, key, value = together.split(sizes, dim=-1)
-            if config.qk_norm_whole:
-                query, key = self.normed(query, key, value.dtype)
-            query, key = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key))
-            if not config.qk_norm_whole:
-                query, key = self.normed(query, key, value.dtype)
-            heads, value = torch.cat((query, key), dim=1), value.unflatten(-1, (-1, config.size_of_head))
+            query, key, value = self.heads(*together.split(sizes, dim=-1))
+            heads = torch.cat((query, key), dim=1)
         else:
             together = together.view(together.shape[0], -1, config.size_of_head)
             heads, value = together.split((config.heads + config.key_value_heads, config.key_value_heads), dim=1)
@@ -115,6 +104,17 @@ class Attention(nn.Module):
 
     def clipped(self, x: Tensor) -> Tensor:
         return x if self.config.qkv_clip is None else x.clamp(-self.config.qkv_clip, self.config.qkv_clip)
+
+    def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., heads x D) each to (..., heads, D), queries and keys normed where the model does."""
+        whole, dtype = self.config.qk_norm_whole, value.dtype
+        if whole:
+            query, key = self.normed(query, key, dtype)
+        # Heads are counted by what is there: a tensor parallel rank computes some of them.
+        query, key, value = (part.unflatten(-1, (-1, self.config.size_of_head)) for part in (query, key, value))
+        if self.config.qk_norm and not whole:
+            query, key = self.normed(query, key, dtype)
+        return query, key, value
 
     def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""
