@@ -174,10 +174,10 @@ def _arm(kill: Kill) -> None:
     elif kill["kind"] == "checkpoint":
         plain, writes = Checkpointer._run, iter(range(1, 10**6))
 
-        def write(self: Checkpointer, taken: Any) -> None:
+        def write(self: Checkpointer, *taken: Any) -> None:
             if next(writes) == kill["write"]:
                 die_in(kill["seconds"])
-            plain(self, taken)
+            plain(self, *taken)
 
         Checkpointer._run = write  # type: ignore[method-assign]
     else:

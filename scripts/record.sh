@@ -7,7 +7,7 @@ processor="$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | sort -u)"
 {
     echo "# What the verbs of \`make demo\` printed on $(nproc) cores of $processor on $(date -u +%F). Pages quote from here:"
     echo "# tests/docs/test_commands.py holds them to it, \`make record\` writes it and the quotes again."
-    sh scripts/demo.sh runs/demo 2>&1 | sed 's/ *$//'
+    sh scripts/demo.sh runs/demo 2>&1 | sed "s/ *$//; s#$HOME/#~/#"
 } > "$record.new"
 mv "$record.new" "$record"
 chromium="$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)"

@@ -33,7 +33,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "machine": ("workload", "kernels", "config", "catalog", "model", "data", "ledger", "files", *GROUND),
     "numerics": ("model", "kernels", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
-    "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
+    "config": ("refusals", "workload", "catalog", "data", "errors", "files", "model", "schema"),
+    "refusals": ("workload", "catalog", "schema"),
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine
     "data": ("cores", "files", "schema", "errors", "units"),
     "model": ("catalog", "files", "kernels", "schema", "errors"),

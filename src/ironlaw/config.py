@@ -14,18 +14,18 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from ironlaw.catalog.formats import computing_formats
 from ironlaw.catalog.models import model_figures, model_names
-from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
-from ironlaw.schema import Section, section
+from ironlaw.refusals import refusals
+from ironlaw.schema import Section, refuse, section
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
 from ironlaw.workload.objective import ObjectiveConfig
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig
+from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute_config import Recompute
 
 
@@ -197,131 +197,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.micro_batch > self.train.global_batch:
-            raise ValueError(
-                f"train.micro_batch = {self.micro_batch} is larger than train.global_batch = "
-                f"{self.train.global_batch}: use train.micro_batch = {self.train.global_batch}"
-            )
-        if self.train.noise_scale_every and self.accumulation == 1:
-            raise ValueError(
-                "train.noise_scale_every compares the gradients of a micro-batch and of the whole batch: use "
-                f"train.micro_batch = {max(1, self.train.global_batch // 2)} or less, of a larger train.global_batch"
-            )
-        if self.train.loss == "chunked" and not self.model.logits_are_a_product:
-            what = "a bias" if self.model.head_bias else "a cap"
-            raise ValueError(
-                f'train.loss = "chunked" takes logits that are a product, and these have {what}: use "full"'
-            )
-        if self.schedule.kind == "exponential" and not self.schedule.min_lr_fraction:
-            raise ValueError('schedule.kind = "exponential" never reaches 0: use schedule.min_lr_fraction = 0.01')
-        if (
-            self.checkpoint.keep_best
-            and self.checkpoint.every
-            and (not self.evaluation.every or self.checkpoint.every % self.evaluation.every)
-        ):
-            raise ValueError(
-                f"checkpoint.keep_best needs a validation at every checkpoint: use evaluation.every = "
-                f"{self.checkpoint.every} or a divisor of it"
-            )
-        if self.checkpoint.keep_every and (
-            not self.checkpoint.every or self.checkpoint.keep_every % self.checkpoint.every
-        ):
-            raise ValueError(
-                f"checkpoint.keep_every = {self.checkpoint.keep_every} is not a multiple of checkpoint.every = "
-                f"{self.checkpoint.every}: no checkpoint would be kept for it"
-            )
-        self._communication()
-        self._finetune()
-        self._qat()
-        self._objective()
-        if self.sequence > self.model.context:
-            raise ValueError(
-                f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
-                f"use train.sequence = {self.model.context} or a larger model.context"
-            )
-        if self.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"schedule.warmup_steps = {self.warmup_steps} is longer than the run, train.steps = "
-                f"{self.train.steps}: the learning rate would never reach optimizer.lr; "
-                f"use schedule.warmup_steps = {self.train.steps // 10}"
-            )
+        refuse(refusals(self))
         return self
-
-    def _communication(self) -> None:
-        communication = self.communication
-        if communication.sites and not communication.local_steps:
-            raise ValueError("communication.sites average their weights: say how often with communication.local_steps")
-        if communication.local_steps and communication.gradients == "powersgd":
-            raise ValueError(
-                'communication.gradients = "powersgd" does not go with communication.local_steps: use "fp32" or "bf16"'
-            )
-
-    def _finetune(self) -> None:
-        """What adapters do not go with."""
-        if not self.finetune.adapts:
-            return
-        asked, layout = f'finetune.method = "{self.finetune.method}"', self.layout
-        optimizer, precision = self.optimizer.name, self.train.precision
-        if self.model.moe is not None:
-            raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
-        if layout is not None and layout.tp > 1 and self.model.latent is not None:
-            raise ValueError(f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]")
-        if self.communication.local_steps or self.communication.gradients == "powersgd":
-            raise ValueError(f"{asked} has little to send: leave out communication.local_steps and powersgd")
-        if self.finetune.modules_to_save and layout is not None and layout.tp * layout.pp > 1:
-            raise ValueError(
-                "finetune.modules_to_save trains whole tables on each rank: use dp, cp or zero of [layout]"
-            )
-        if self.finetune.modules_to_save and self.objective.kind == "dpo":
-            raise ValueError('the reference of objective.kind = "dpo" is the base: leave finetune.modules_to_save out')
-        if layout is not None and layout.ranks > 1 and self.finetune.dropout:
-            raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
-        if precision != "auto" and precision_recipe(precision) is not None:
-            raise ValueError(f'{asked} multiplies in 16 bits or more: use train.precision = "bf16"')
-        if optimizer in MATRIX_OPTIMIZERS:
-            raise ValueError(
-                f'{asked} trains narrow matrices, for which {optimizer} is not meant: use optimizer.name = "adamw"'
-            )
-        if self.recompute.mode in ("selective", "budget"):
-            raise ValueError(f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"')
-        if self.train.offload != "none":
-            raise ValueError(f'{asked} leaves little to offload: use train.offload = "none"')
-
-    def _qat(self) -> None:
-        """What rounded or pruned weights do not go with."""
-        if self.train.qat is None:
-            return
-        asked = f'train.qat = "{self.train.qat}"'
-        if self.layout is not None:
-            raise ValueError(f"{asked} trains in one process: leave out [layout]")
-        if self.finetune.adapts:
-            raise ValueError(f'{asked} trains the matrices that adapters leave alone: use finetune.method = "none"')
-        if self.model.moe is not None:
-            raise ValueError(f"{asked} does not reach experts: use a dense model")
-        if self.train.precision != "auto" and precision_recipe(self.train.precision) is not None:
-            raise ValueError(f'{asked} rounds weights itself: use train.precision = "bf16"')
-        if self.optimizer.name in MATRIX_OPTIMIZERS:
-            raise ValueError(
-                f'{asked} keeps pruned weights at 0, and {self.optimizer.name} moves them: use optimizer.name = "adamw"'
-            )
-
-    def _objective(self) -> None:
-        """What an objective needs, and does not go with."""
-        asked, kind = f'objective.kind = "{self.objective.kind}"', self.objective.kind
-        if (self.objective.teacher is not None) != (kind == "distillation"):
-            raise ValueError('objective.kind = "distillation" and objective.teacher = "DIR" go together: give both')
-        if self.data.pairs != (kind == "dpo"):
-            raise ValueError('objective.kind = "dpo" and data.format = "pairs" go together: give both')
-        if kind == "dpo" and self.train.start_from is None:
-            raise ValueError(f"{asked} improves a model that is there: say which with model.from")
-        if not self.objective.needs_logits:
-            return
-        if self.layout is not None and self.layout.ranks > 1:
-            raise ValueError(f"{asked} is computed by one process: leave out [layout]")
-        if self.model.moe is not None:
-            raise ValueError(f"{asked} balances no experts: use a dense model")
-        if self.train.loss == "chunked":
-            raise ValueError(f'{asked} compares whole logits: use train.loss = "full"')
 
     @property
     def micro_batch(self) -> int:
@@ -386,7 +263,7 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
         if not started and name is not None and (name in model_names() or "layers" not in model):
             changed = {key: value for key, value in model.items() if key != "name"}
             _check_keys(changed, ModelConfig, "model")
-            document = document | {"model": _named_model(name, changed)}
+            document = document | {"model": with_overrides(model_figures(name) | {"name": name}, changed)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None
@@ -418,11 +295,6 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     if (tokenizer.is_file() or not is_run) and "tokenizer" not in document.get("data", {}):
         tables["data"] = document.get("data", {}) | {"tokenizer": str(tokenizer.absolute())}
     return document | tables
-
-
-def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """A catalogued model's table, so that its problems are reported as those of the `model` section."""
-    return with_overrides(model_figures(name) | {"name": name}, overrides)
 
 
 def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
@@ -476,11 +348,9 @@ def _section_type(parts: Sequence[str]) -> type[BaseModel] | None:
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
     for key in table:
         if key not in kind.model_fields:
-            raise UserError(f"unknown key {section}.{key}: {_nearest(section, key, kind)}")
-
-
-def _nearest(section: str, key: str, kind: type[BaseModel]) -> str:
-    return did_you_mean(key, kind.model_fields, prefix=f"{section}.")
+            raise UserError(
+                f"unknown key {section}.{key}: {did_you_mean(key, kind.model_fields, prefix=f'{section}.')}"
+            )
 
 
 def _explain(error: ValidationError) -> str:
@@ -498,7 +368,8 @@ def _explain(error: ValidationError) -> str:
             return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
         kind = _section_type([part for part in location[:-1] if not part.isdigit()])
         assert kind is not None
-        return f"unknown key {key}: {_nearest('.'.join(location[:-1]), location[-1], kind)}"
+        near = did_you_mean(location[-1], kind.model_fields, prefix=f"{'.'.join(location[:-1])}.")
+        return f"unknown key {key}: {near}"
     if problem["type"] == "missing":
         return f"{key} is missing: add it, or give model.name of a catalogued model"
     message = problem["msg"].removeprefix("Value error, ")

@@ -14,7 +14,7 @@ import re
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -84,6 +84,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_text(path, "JSON"), path)
 
 
+def known_json(path: Path) -> dict[str, Any]:
+    """The same; nothing where there is no such file, or none that can be read."""
+    try:
+        return read_json(path)
+    except (OSError, UserError):
+        return {}
+
+
 def parse_json(text: str | bytes, path: Path | str) -> dict[str, Any]:
     """The object in a JSON text; `path` is where it came from."""
     try:
@@ -146,6 +154,33 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock_file(path: Path, lock: Callable[[int], None]) -> Iterator[int]:
+    """The descriptor of a file that is there while somebody holds it, once `lock` has taken the system's lock on it,
+    which ends with its process, however that ends."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            lock(descriptor)
+            if not _is_at(path, descriptor):  # removed by the holder before: nobody else can see this lock
+                continue
+            try:
+                yield descriptor
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

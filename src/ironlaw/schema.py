@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -9,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ironlaw.errors import LARGEST
 
 LONGEST = 4096  # characters, as the longest path
+Refusals = Iterator[tuple[object, str]]
+"""What must not hold of a config, and where it does, what is wrong and what to write instead."""
 
 
 class Section(BaseModel):
@@ -47,3 +50,10 @@ def _as_meant(key: str, value: Any) -> Any:
         if len(value) > LONGEST or "\0" in value:
             raise ValueError(f"{key} is no text that can be used: {len(value):,} characters, at most {LONGEST:,}")
     return value
+
+
+def refuse(refusals: Refusals) -> None:
+    """ValueError of the first that holds."""
+    for holds, message in refusals:
+        if holds:
+            raise ValueError(message)

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, evaluation_batches, permuted
+from ironlaw.data.batches import Batches, TokenWindows, check_enough, evaluation_batches
+from ironlaw.data.order import permuted
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.errors import UserError
 
 TOKENS = np.arange(1003, dtype=np.uint16)
+
+
+def windows_of(
+    tokens: np.ndarray, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1
+) -> Batches:
+    check_enough(tokens, sequence, sequences_per_batch)
+    return Batches(TokenWindows(tokens, sequence, seed, sequences_per_batch), sequences_per_batch, rank, world)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
@@ -35,11 +43,11 @@ def test_permutations_look_random_and_differ() -> None:
 def test_the_order_is_pinned() -> None:
     # Runs resume across releases: this order must never change.
     assert permuted(np.arange(6), 10, 3).tolist() == [5, 7, 4, 1, 9, 0]
-    assert Batches(TOKENS, 8, 4, seed=5).keys(2).tolist() == [136, 912, 840, 344]
+    assert windows_of(TOKENS, 8, 4, seed=5).keys(2).tolist() == [136, 912, 840, 344]
 
 
 def test_targets_are_one_ahead_and_int64() -> None:
-    batches = Batches(TOKENS, sequence=8, sequences_per_batch=4, seed=0)
+    batches = windows_of(TOKENS, sequence=8, sequences_per_batch=4, seed=0)
     batch = batches.batch(3)
     inputs, targets = batch.inputs, batch.targets
     assert batch.documents is None
@@ -50,7 +58,7 @@ def test_targets_are_one_ahead_and_int64() -> None:
 
 
 def test_each_epoch_covers_each_window_once_in_another_order() -> None:
-    batches = Batches(TOKENS, sequence=10, sequences_per_batch=9, seed=1)
+    batches = windows_of(TOKENS, sequence=10, sequences_per_batch=9, seed=1)
     n = batches.samples.per_epoch
     assert n == 99
     orders = []
@@ -65,7 +73,7 @@ def test_each_epoch_covers_each_window_once_in_another_order() -> None:
 
 
 def test_batches_run_on_across_epochs() -> None:
-    batches = Batches(TOKENS, sequence=10, sequences_per_batch=7, seed=1)
+    batches = windows_of(TOKENS, sequence=10, sequences_per_batch=7, seed=1)
     n = batches.samples.per_epoch
     starts = np.concatenate([batches.keys(step) for step in range(2 * n // 7 + 1)])
     for epoch in range(2):
@@ -74,39 +82,39 @@ def test_batches_run_on_across_epochs() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_ranks_share_the_global_batch(ranks: int) -> None:
-    whole = Batches(TOKENS, 8, 6, seed=2)
-    parts = [Batches(TOKENS, 8, 6, seed=2, rank=rank, world=ranks) for rank in range(ranks)]
+    whole = windows_of(TOKENS, 8, 6, seed=2)
+    parts = [windows_of(TOKENS, 8, 6, seed=2, rank=rank, world=ranks) for rank in range(ranks)]
     for step in (0, 1, 20, 1000):
         joined = np.concatenate([part.batch(step).inputs for part in parts])
         np.testing.assert_array_equal(joined, whole.batch(step).inputs)
 
 
 def test_resumed_batches_are_the_same_and_seeds_differ() -> None:
-    first, second = Batches(TOKENS, 8, 4, seed=3), Batches(TOKENS, 8, 4, seed=3)
+    first, second = windows_of(TOKENS, 8, 4, seed=3), windows_of(TOKENS, 8, 4, seed=3)
     for step in range(50):
         first.batch(step)
     np.testing.assert_array_equal(first.batch(50).inputs, second.batch(50).inputs)
-    assert Batches(TOKENS, 8, 4, seed=4).keys(0).tolist() != first.keys(0).tolist()
+    assert windows_of(TOKENS, 8, 4, seed=4).keys(0).tolist() != first.keys(0).tolist()
 
 
 def test_steps_in_any_order_are_the_same() -> None:
     # Windows are located many at a time: going back and jumping must not show it.
-    batches = Batches(TOKENS, 8, 6, seed=2, rank=1, world=2)
+    batches = windows_of(TOKENS, 8, 6, seed=2, rank=1, world=2)
     for step in (5, 4, 170, 171, 500, 0, 341, 340):
-        assert batches.keys(step).tolist() == Batches(TOKENS, 8, 6, 2, 1, 2).keys(step).tolist()
-        whole = Batches(TOKENS, 8, 6, seed=2)
+        assert batches.keys(step).tolist() == windows_of(TOKENS, 8, 6, 2, 1, 2).keys(step).tolist()
+        whole = windows_of(TOKENS, 8, 6, seed=2)
         assert batches.keys(step).tolist() == whole.keys(step)[3:].tolist()
 
 
 def test_exactly_one_batch_is_enough() -> None:
-    batches = Batches(TOKENS[:33], sequence=8, sequences_per_batch=4, seed=0)
+    batches = windows_of(TOKENS[:33], sequence=8, sequences_per_batch=4, seed=0)
     assert sorted(batches.keys(0).tolist()) == [0, 8, 16, 24]
 
 
 def test_wrong_sizes_are_one_line() -> None:
     for act, words in (
-        (lambda: Batches(TOKENS[:32], 8, 4, seed=0), "has 32 tokens .* needs 33: lower train.global_batch"),
-        (lambda: Batches(TOKENS, 8, 4, seed=0, world=3), "multiple of 3"),
+        (lambda: windows_of(TOKENS[:32], 8, 4, seed=0), "has 32 tokens .* needs 33: lower train.global_batch"),
+        (lambda: windows_of(TOKENS, 8, 4, seed=0, world=3), "multiple of 3"),
         (lambda: next(evaluation_batches(TOKENS[:8], 8, 4)), "data.validation_fraction"),
     ):
         with pytest.raises(UserError, match=words) as caught:
@@ -124,7 +132,7 @@ def test_evaluation_sees_each_window_once_and_spreads_a_limit() -> None:
 
 
 def test_prefetcher_gives_the_batches_in_order_and_resumes() -> None:
-    batches = Batches(TOKENS, 8, 4, seed=0)
+    batches = windows_of(TOKENS, 8, 4, seed=0)
     with Prefetcher(batches, stop=10) as prefetcher:
         seen = [next(prefetcher).inputs for _ in range(6)]
         saved = prefetcher.step
@@ -143,7 +151,7 @@ def test_prefetcher_measures_the_wait() -> None:
         return len(batch.inputs)
 
     began = time.perf_counter()
-    with Prefetcher(Batches(TOKENS, 8, 4, seed=0), stop=3, apply=slow) as prefetcher:
+    with Prefetcher(windows_of(TOKENS, 8, 4, seed=0), stop=3, apply=slow) as prefetcher:
         assert list(prefetcher) == [4, 4, 4]
         assert 0.2 < prefetcher.wait_seconds < time.perf_counter() - began
         assert prefetcher.batches_per_second is not None and 0 < prefetcher.batches_per_second < 5
@@ -157,7 +165,7 @@ def test_prefetcher_hands_over_exceptions_after_the_good_batches() -> None:
         return batch.inputs
 
     calls: list[int] = []
-    with Prefetcher(Batches(TOKENS, 8, 4, seed=0), apply=fail_at_third) as prefetcher:
+    with Prefetcher(windows_of(TOKENS, 8, 4, seed=0), apply=fail_at_third) as prefetcher:
         next(prefetcher), next(prefetcher)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="disk on fire"):
@@ -166,7 +174,7 @@ def test_prefetcher_hands_over_exceptions_after_the_good_batches() -> None:
 
 def test_prefetcher_closes_while_its_queue_is_full() -> None:
     before = threading.active_count()
-    prefetcher = Prefetcher(Batches(TOKENS, 8, 4, seed=0), depth=2)
+    prefetcher = Prefetcher(windows_of(TOKENS, 8, 4, seed=0), depth=2)
     next(prefetcher)
     time.sleep(0.02)
     prefetcher.close()

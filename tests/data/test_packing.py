@@ -112,7 +112,7 @@ def test_documents_of_a_window(lengths: list[int], length: int, start: int) -> N
 def test_windows_say_their_documents_in_training_and_evaluation() -> None:
     bounds = bounds_of([5, 9, 3, 30, 2, 50])
     tokens = tokens_of(bounds)
-    batches = Batches(TokenWindows(tokens, 8, 0, 2, bounds), 8, 2, 0, documents=True)
+    batches = Batches(TokenWindows(tokens, 8, 0, 2, bounds), 2, documents=True)
     evaluated = list(evaluation_batches(tokens, 8, 3, bounds=bounds))
     for batch in [*(batches.batch(step) for step in range(10)), *evaluated]:
         assert batch.documents is not None
@@ -125,7 +125,7 @@ def test_packed_epochs_visit_each_row_once() -> None:
     bounds = bounds_of([7] * 50)
     rows = PackedRows(tokens_of(bounds), best_fit(bounds, 16), 3, END)
     assert rows.per_epoch == 25
-    batches = Batches(rows, 16, 5, seed=3, documents=True)
+    batches = Batches(rows, 5, documents=True)
     keys = np.concatenate([batches.keys(step) for step in range(10)])
     assert sorted(keys[:25].tolist()) == sorted(keys[25:].tolist()) == list(range(25))
     assert keys[:25].tolist() != keys[25:].tolist()

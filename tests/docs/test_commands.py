@@ -74,13 +74,12 @@ def test_every_command_has_options_that_there_are(command: str) -> None:
     """Its verb and every option's name."""
     words = shlex.split(command)
     words = words[words.index("ironlaw") :] if "ironlaw" in words else words
-    import importlib
     import inspect
 
-    from ironlaw.cli.main import VERBS
+    from ironlaw.cli.main import VERBS, module_of
 
     assert words[1] in VERBS
-    source = inspect.getsource(importlib.import_module(f"ironlaw.cli.{words[1]}"))
+    source = inspect.getsource(module_of(words[1]))
     assert set(re.findall(r"--set ([\w.]+)=", command)) <= {*config_keys(), "model.from"}
     for word in words[2:]:
         if word.startswith("--"):

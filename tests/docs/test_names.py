@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from functools import cache
@@ -46,7 +45,9 @@ def config_keys() -> frozenset[str]:
 
 @cache
 def source(verb: str) -> str:
-    return inspect.getsource(importlib.import_module(f"ironlaw.cli.{verb}"))
+    from ironlaw.cli.main import module_of
+
+    return inspect.getsource(module_of(verb))
 
 
 def unknown(name: str, page: Path) -> list[str]:

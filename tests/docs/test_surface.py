@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,11 +29,11 @@ def keys(section: str, model: Any) -> Iterator[str]:
 
 
 def public() -> Iterator[str]:
-    from ironlaw.cli.main import VERBS
+    from ironlaw.cli.main import VERBS, module_of
     from ironlaw.config import RunConfig
 
     for verb in VERBS:
-        function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
+        function = getattr(module_of(verb), verb)
         commands = getattr(function, "registered_commands", None)
         yield verb
         if commands is None:

@@ -12,7 +12,7 @@ import pytest
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.machine import interference
-from ironlaw.machine.profile import Profile
+from ironlaw.machine.profile import Profile, load_profile, save_profile
 from ironlaw.plan.step import choose_precision, plan_run
 
 
@@ -41,9 +41,10 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.slow
-def test_every_figure_is_finite_and_none_is_negative(measured: Profile) -> None:
+def test_every_figure_is_finite_and_none_is_negative(measured: Profile, tmp_path: Path) -> None:
+    path = save_profile(measured, tmp_path / "this.json")
+    assert load_profile(path) == measured
     document = json.loads(json.dumps(measured.to_json(), allow_nan=False))
-    assert Profile.from_json(document) == measured
     signed = {"corrections", "tiny_block_seconds"}  # logarithms of ratios; a difference of two times
 
     def without(value: Any) -> Any:

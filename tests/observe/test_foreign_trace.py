@@ -4,7 +4,6 @@ was made up (see `record_traces.py`)."""
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,9 @@ def test_reading_in_pieces_is_reading_whole(monkeypatch: pytest.MonkeyPatch, tmp
     assert 0 < len(read_trace(plain).events) < len(whole.events)
 
 
-@pytest.mark.parametrize("content", ["", "no json", "{}", json.dumps({"traceEvents": []})])
+@pytest.mark.parametrize(
+    "content", ["", "no json", "{}", '{"traceEvents": []}', '[{"ph": "X", "cat": "kernel", "dur": 1}]']
+)
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)

@@ -400,5 +400,5 @@ def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
 )  # fmt: skip
 def test_names_as_people_write_them(said, hidden, meant):
     found = named_experts(said, hidden, 48)
-    assert found is not None and found.name == meant
+    assert found is not None and found[0] == meant
     assert named_experts(said, hidden + 64, 48) is None  # another size of the same name

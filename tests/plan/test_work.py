@@ -27,14 +27,15 @@ def test_what_is_no_number_of_tokens(text):
 
 def test_everything_said_leaves_nothing_assumed():
     work = settle(LLAMA, WorkOptions("1T", 8192, 1024), 64)
-    assert work.assumed == [] and work.tokens_per_step == 8192 * 1024
-    assert work.steps == 119_210 and 1e12 <= work.total_tokens < 1e12 + work.tokens_per_step
+    assert work.assumed == [] and (work.sequence, work.global_batch) == (8192, 1024)
+    assert work.steps == 119_210 and 1e12 <= work.steps * 8192 * 1024 < 1e12 + 8192 * 1024
 
 
 def test_nothing_said_is_listed_with_how_to_set_it():
     work = settle(LLAMA, WorkOptions(), 8)
     assert [a.how_to_set for a in work.assumed] == ["--seq", "--global-batch", "--tokens or --steps"]
-    assert work.sequence == 8192 and work.total_tokens == pytest.approx(20 * LLAMA.parameters, rel=1e-3)
+    tokens = work.steps * work.sequence * work.global_batch
+    assert work.sequence == 8192 and tokens == pytest.approx(20 * LLAMA.parameters, rel=1e-3)
     assert work.global_batch % 8 == 0
     assert settle(GPT2, WorkOptions(), 1).sequence == 1024
 

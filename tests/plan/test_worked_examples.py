@@ -8,7 +8,8 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.accelerators import peak as dense_peak
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import parse_cluster
-from ironlaw.machine.efficiency.collectives import collective_seconds, ideal_fabric, traffic_bytes
+from ironlaw.machine.efficiency.collectives import collective_seconds, traffic_bytes
+from ironlaw.machine.efficiency.hardware import CollectiveConstants, Fabric
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
@@ -79,7 +80,9 @@ def test_a_training_step_of_gpt2_xl():
 def test_ring_all_reduce_of_7b_gradients_among_8_nodes():
     """2 (8 - 1) / 8 x 14 GB = 24.5 GB; over 100 Gb/s = 12.5 GB/s: 1.96 s."""
     assert traffic_bytes("all_reduce", 14e9, 8) == pytest.approx(24.5e9)
-    seconds = collective_seconds("all_reduce", 14e9, 8, fabric=ideal_fabric(12.5e9, 8), algorithm="ring")
+    seconds = collective_seconds(
+        "all_reduce", 14e9, 8, fabric=Fabric(8, 12.5e9, CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12))
+    )
     assert seconds == pytest.approx(1.96, rel=1e-3)
 
 

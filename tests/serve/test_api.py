@@ -22,7 +22,6 @@ from serving import write_server_directory
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.server import text_of
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -46,7 +45,7 @@ def running(directory: Path, **settings: Any) -> Iterator[tuple[str, Engine]]:
 
     config = ServeConfig(**({"device": "cpu", "port": 0, "drain_seconds": 0.2} | settings))
     engine = Engine(load_served(directory, config), config)
-    app = create_app(engine, text_of(engine.served))
+    app = create_app(engine)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -117,6 +116,14 @@ def test_chats_logprobs_and_several_answers(served: tuple[str, Engine]) -> None:
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == chat.choices[0].message.content
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 6
+
+
+def test_a_request_has_the_priority_that_its_body_says(served: tuple[str, Engine]) -> None:
+    url, engine = served
+    assert (
+        PATIENT.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "priority": 3}).status_code == 200
+    )
+    assert engine.finished[-1].priority == 3
 
 
 def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served: tuple[str, Engine]) -> None:

@@ -160,7 +160,7 @@ def test_settings_that_mean_nothing_are_refused(text: str, message: str) -> None
 
 def test_a_server_times_its_own_passes_and_stays_as_it_was(model: Transformer) -> None:
     made = engine(model, batch=2, token_budget=512, api_keys=("secret",))
-    warm_up(made, None, seconds=600)
+    warm_up(made, seconds=600)
     decode = sorted((p["tokens"], p["length"] > 40) for p in made.passes if p["phase"] == "decode")
     assert decode == [(1, False), (1, True), (2, False), (2, True)]  # behind short and long caches
     assert [p["requests"] for p in made.passes if p["phase"] == "prefill"] == [1, 2]

@@ -82,10 +82,10 @@ def test_the_first_step_is_what_a_plain_loop_would_do(
     """Written again without any of the trainer's machinery: model, batches, clipping, AdamW."""
     config = tiny_config(train={"steps": 4, "clip": 0.5}, schedule={"warmup_steps": 0})
     train(config, tmp_path / "run")
-    from ironlaw.data.batches import Batches
+    from ironlaw.data.batches import Batches, TokenWindows
 
     data = prepare(config.data, config.model.vocab)
-    batches = Batches(data.train, 16, 8, 0)
+    batches = Batches(TokenWindows(data.train, 16, 0, 8), 8)
     torch.manual_seed(0)
     model = Transformer(config.model)
     decayed = [p for n, p in model.named_parameters() if p.dim() == 2 and "embedding" not in n and "positions" not in n]

@@ -18,6 +18,8 @@ from ironlaw.observe.measured import held_bytes
 from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore, leading_vectors
 from ironlaw.train.optimizer import build_optimizer, described, set_learning_rate
+from ironlaw.train.parallel.pipeline import cut
+from ironlaw.train.parallel.tensor import split_projections
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.optimizers import (
     OptimizerConfig,
@@ -140,6 +142,26 @@ def test_groups_by_pattern() -> None:
     assert by_name["blocks.0.ffn_norm.weight"] == (2.0, 0.05)  # the group speaks, whatever no_decay says
     assert by_name["blocks.1.ffn_norm.weight"] == (2.0, 0.0)
     assert by_name["blocks.1.ffn.up.bias"] == (2.0, 0.2)  # the user's list replaces the usual one
+
+
+def test_groups_by_pattern_on_a_stage_that_has_some_of_them() -> None:
+    """Its tensors are in the groups that one process has them in, a copy of a tied embedding and parts of a fused
+    projection too."""
+    config = settings(
+        "adamw", weight_decay=0.2,
+        groups=[{"pattern": "embedding.*", "lr_scale": 0.1}, {"pattern": "blocks.0.*", "lr_scale": 0.5},
+                {"pattern": "*.qkv.weight", "lr_scale": 0.3}],
+    )  # fmt: skip
+    module = Transformer(GPT)
+    whole = described(module)
+    split_projections(module)
+    stage = cut(module, 2, 1, 1)
+    optimizer = build_optimizer(stage, config, whole=whole)
+    found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    by_name = {name: found[id(p)] for name, p in stage.named_parameters()}
+    assert by_name["head.weight"] == (0.1, 0.0)
+    assert by_name["blocks.1.attention.qkv.key.weight"] == (0.3, 0.2)
+    assert by_name["blocks.1.ffn.up.weight"] == (1.0, 0.2)
 
 
 @pytest.mark.parametrize("where", ["no_decay", "groups"])

@@ -101,14 +101,15 @@ def test_skips_number_the_batches_that_are_left() -> None:
 def test_a_decision_is_a_function_of_what_was_logged() -> None:
     """Two ranks, one of which joined from the files: the same target, the same batches, the same strike."""
     events: list[dict[str, Any]] = []
-    one = Recovery(DEFAULT, events, ())
+    one = Recovery(DEFAULT, events)
     for m in raised(curve(400, 0.05), 300, 400, loss=3.0):
         spike = one.observe(m.step, m.loss, m.grad_norm)
         if spike is not None:
             break
     assert spike is not None
     metrics = [{"step": m.step, "loss": m.loss, "grad_norm": m.grad_norm} for m in one.history]
-    two = Recovery(DEFAULT, json.loads(json.dumps(events)), json.loads(json.dumps(metrics)))
+    two = Recovery(DEFAULT, json.loads(json.dumps(events)))
+    two.start_over(json.loads(json.dumps(metrics)))
     decisions = [each.decide(spike, [100, 200, 280, 295]) for each in (one, two)]
     assert decisions[0] == decisions[1]
     assert decisions[0].to_step == 280  # 295 is nearer than `rewind` steps
@@ -117,7 +118,7 @@ def test_a_decision_is_a_function_of_what_was_logged() -> None:
 
 
 def strikes(*firsts: int, config: RecoveryConfig = DEFAULT) -> list[str]:
-    recovery = Recovery(config, (), ())
+    recovery = Recovery(config, ())
     kinds = []
     for first in firsts:
         event = recovery.event(recovery.decide(Spike(first, first + 2, "", 2.0, 0.1), [0]))
@@ -133,7 +134,7 @@ def test_three_in_a_row_stop_and_a_quiet_stretch_forgives() -> None:
 
 
 def test_only_checkpoints_of_the_branch_that_counts_are_usable() -> None:
-    recovery = Recovery(DEFAULT, [{"event": "rollback", "to_step": 100, "skipped_batches": [1, 2]}], ())
+    recovery = Recovery(DEFAULT, [{"event": "rollback", "to_step": 100, "skipped_batches": [1, 2]}])
     assert recovery.usable(100, 0) and recovery.usable(50, 0)
     assert not recovery.usable(120, 0)  # made before the run went back
     assert recovery.usable(120, 1)

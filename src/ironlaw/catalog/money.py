@@ -69,7 +69,7 @@ def grid_names() -> tuple[str, ...]:
 def grid(name: str) -> Grid:
     """The grid of that name or ISO code (`france`, `fr`, `world`)."""
     typed = name.strip().lower().replace("_", "-").replace(" ", "-")
-    typed = _codes().get(typed, typed)
+    typed = next((of for of, entry in _energy()["grid"].items() if typed in entry.get("codes", ())), typed)
     if typed not in _grids():
         raise unknown("power grid", name, _grids())
     return _grids()[typed]
@@ -113,11 +113,6 @@ def _grids() -> dict[str, Grid]:
         name: Grid(name, entry["title"], figure(entry, "kg_co2_per_kwh"), entry["year"])
         for name, entry in _energy()["grid"].items()
     }
-
-
-@cache
-def _codes() -> dict[str, str]:
-    return {code: name for name, entry in _energy()["grid"].items() for code in entry.get("codes", ())}
 
 
 @cache

@@ -61,8 +61,8 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Rows of a training batch as the model sees them, document by document."""
-    from ironlaw.data.inspect import rows_of
     from ironlaw.data.loader import Loader
+    from ironlaw.data.stats import rows_of
     from ironlaw.report.data_view import rows_view
 
     settings = load_config(config, set_ or [])

@@ -25,13 +25,12 @@ def generate(
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.request import Sampling
-    from ironlaw.serve.server import text_of
 
     config = ServeConfig(batch=1)
     served = load_served(run, config, needs_text=True)
     for message in (*served.passed_over, *([served.note] if served.note else [])):
         messages().print(message)
-    text = text_of(served)
+    text = served.text
     if text is None:
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]

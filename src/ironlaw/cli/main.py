@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import typer
@@ -24,8 +25,7 @@ from ironlaw.errors import LARGEST, UserError
 from ironlaw.package import __version__
 from ironlaw.report.console import silence
 
-# As `ironlaw --help` shows them: verb -> one line of help. Each verb is the function `ironlaw.cli.<verb>.<verb>`, or a
-# group of verbs of that name.
+# As `ironlaw --help` shows them: verb -> one line of help. Each verb is a function of that name, or a group of verbs.
 PANELS = {
     "Plan": {
         "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
@@ -59,6 +59,14 @@ PANELS = {
     },
 }
 VERBS = {verb: about for panel in PANELS.values() for verb, about in panel.items()}
+# Verbs that are not in a module of their own name.
+ELSEWHERE = {"distil": "train", "calibrate": "validate"} | dict.fromkeys(
+    ("catalog", "formats", "runs", "doctor"), "listings"
+)
+
+
+def module_of(verb: str) -> ModuleType:
+    return importlib.import_module(f"ironlaw.cli.{ELSEWHERE.get(verb, verb)}")
 
 
 class Verbs(TyperGroup):
@@ -100,7 +108,7 @@ def build_app(called: str | None) -> typer.Typer:
     for panel, verb in ((panel, verb) for panel, verbs in PANELS.items() for verb in verbs):
         function: Callable[..., None] | typer.Typer = _not_loaded
         if verb == called:
-            function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
+            function = getattr(module_of(verb), verb)
         if isinstance(function, typer.Typer):
             for command in function.registered_commands:
                 command.cls = Verb

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,11 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.report.console import messages, print_json, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ironlaw.config import RunConfig
-    from ironlaw.plan.request_types import Options
-    from ironlaw.workload.layout import Layout
+    from ironlaw.plan.request_types import Options, PlanOutcome
 
 
 def plan(
@@ -74,60 +70,48 @@ def plan(
     from ironlaw.plan.request_types import Options
     from ironlaw.plan.work import WorkOptions
 
+    runnable = None
+    if ranks and serve is None:  # what the trainer would refuse is not planned
+        from ironlaw.train.parallel.planning import runs
+
+        runnable = runs
     options = Options(
         WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
-        ranks=ranks, weights=weights, kv=kv, runnable=_runnable() if ranks and serve is None else None,
+        ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
     if serve is not None:
-        _plan_serving(what, on, set_ or [], serve, options, json)
+        _show(_plan_serving(what, on, set_ or [], serve, options), why, json)
         return
     if weights or kv:
         raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
-    answer = plan_request(what, on=on or "this", overrides=set_ or [], options=options)
+    _show(plan_request(what, on=on or "this", overrides=set_ or [], options=options), why, json)
+
+
+def _plan_serving(what: str, on: str | None, overrides: list[str], request: str, options: Options) -> PlanOutcome:
+    from ironlaw.plan.request import resolve
+    from ironlaw.plan.serving.answer import answer_serving
+
+    if on == "this":
+        raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
+    return answer_serving(resolve(what, overrides).model, on, request, options)
+
+
+def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
+    more = answer.more
     if json:
         print_json(answer.to_json())
-    elif answer.fits and "emit" in answer.more:
-        more = answer.more
-        told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
-        _print_emitted(more["emit"], told)
+    elif "emit" in more and (answer.fits or "served" in more):
+        # Options alone on stdout, so that they can be sent to a file; what belongs to them on stderr.
+        if "cluster" in more:
+            text = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
+            messages().print(text)
+        for note in more["emit"]["notes"]:
+            messages().print(note)
+        print(more["emit"]["text"], end="")
     else:
         from ironlaw.report.outcome_view import plan_views
 
         show(*plan_views(answer, why))
     if not answer.fits:
         raise typer.Exit(1)
-
-
-def _plan_serving(what: str, on: str | None, overrides: list[str], request: str, options: Options, json: bool) -> None:
-    from ironlaw.plan.request import resolve
-    from ironlaw.plan.serving.answer import answer_serving
-
-    if on == "this":
-        raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
-    answer = answer_serving(resolve(what, overrides).model, on, request, options)
-    if json:
-        print_json(answer.to_json())
-    elif "emit" in answer.more:
-        _print_emitted(answer.more["emit"])
-    else:
-        from ironlaw.report.outcome_view import plan_views
-
-        show(*plan_views(answer))
-    if not answer.fits:
-        raise typer.Exit(1)
-
-
-def _runnable() -> Callable[[RunConfig, Layout], bool]:
-    """What the trainer would refuse is not planned."""
-    from ironlaw.train.parallel.planning import runs
-
-    return runs
-
-
-def _print_emitted(emitted: dict[str, Any], *told: str) -> None:
-    """Options alone on stdout, so that they can be sent to a file; what belongs to them on stderr."""
-    console = messages()
-    for line in [*told, *emitted["notes"]]:
-        console.print(line)
-    print(emitted["text"], end="")

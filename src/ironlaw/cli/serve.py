@@ -34,14 +34,13 @@ def serve(
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.server import serve as run
-    from ironlaw.serve.server import text_of
     from ironlaw.serve.warmup import warm_up
 
     served = load_served(path, config)
     if served.note:
         messages().print(served.note)
     made = Engine(served, config)
-    warm_up(made, text_of(served))
+    warm_up(made)
     about = {
         "model": served.name, "device": str(served.device), "weights": served.weights, "kv": served.kv,
         "kv_tokens": (made.blocks.count - 1) * config.block, "context": made.context, "threads": served.threads,

@@ -1,4 +1,4 @@
-"""`ironlaw train`"""
+"""`ironlaw train` and `ironlaw distil`"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config
+from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, with_settings
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 from ironlaw.report.console import messages, output, print_json, progress
@@ -70,6 +70,23 @@ def train(
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
     _show(outcome, folder, live, json)
+
+
+def distil(
+    config: Annotated[Path, typer.Argument(help="The student's config file.")],
+    teacher: Annotated[Path, typer.Option(help="A run or a Hugging Face directory.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
+) -> None:
+    """Short for `train` with `objective.kind = "distillation"`, and with the teacher's tokenizer and vocabulary."""
+    vocab, folder = model_in(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
+    settings = {"objective.kind": "distillation", "objective.teacher": str(folder), "model.vocab": vocab}
+    if (folder / "tokenizer.json").is_file():
+        settings["data.tokenizer"] = str(folder / "tokenizer.json")
+    train(config, [*with_settings(settings), *(set_ or [])], None, out, resume, dashboard, json)
 
 
 def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:

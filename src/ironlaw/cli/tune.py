@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import tomli_w
 import typer
 
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.files import write_json, write_text
 from ironlaw.report.console import answer, messages, output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ironlaw.explain.tune import Tuned
 
 LONGEST_SECONDS = 366 * 86400.0
 
@@ -37,67 +43,55 @@ def tune(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
 
-    if serve is not None:
-        _tune_serving(serve, concurrency, input, output_tokens, data, seconds, set_ or [], exact, out, json)
-        return
-    assert config is not None
-    settings = load_config(config, set_ or [])
-
-    from ironlaw.explain.tune import INTERRUPTED, Tuned
+    from ironlaw.explain.tune import INTERRUPTED
     from ironlaw.explain.tune import tune as find
     from ironlaw.machine.profile import load_profile
     from ironlaw.report.comparison_view import tuned_view
 
     def keep(result: Tuned) -> None:
-        write_text(out / "tuned.toml", result.config.to_toml())
+        out.mkdir(parents=True, exist_ok=True)
+        text = tomli_w.dumps({"serve": result.config}) if serve is not None else result.config.to_toml()
+        write_text(out / "tuned.toml", text)
         write_json(out / "evidence.json", result.to_json())
 
-    result = find(
-        settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact, keep=keep, say=messages().print
-    )
+    say = messages().print
+    if serve is not None:
+        result = _tune_serving(serve, concurrency, input, output_tokens, data, seconds, set_ or [], exact, keep, say)
+    else:
+        assert config is not None
+        settings = load_config(config, set_ or [])
+        result = find(settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact, keep=keep, say=say)
     keep(result)
     answer(json, result.to_json(), lambda found: tuned_view(found, str(out / "tuned.toml")))
+    if serve is not None and not json:
+        flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
+        output().print(f"ironlaw serve {serve} {flags}", soft_wrap=True)
     if result.stopped == INTERRUPTED:
         raise KeyboardInterrupt(result.signal)
 
 
 def _tune_serving(
     path: Path, at_once: int, input: int, tokens: int, data: str | None, seconds: float, set_: list[str], exact: bool,
-    out: Path, json: bool,
-) -> None:  # fmt: skip
-    import tomli_w
-
-    from ironlaw.explain.tune import INTERRUPTED, Measured, Tuned
+    keep: Callable[[Tuned], None], say: Callable[[str], None],
+) -> Tuned:  # fmt: skip
+    from ironlaw.explain.tune import Measured
     from ironlaw.explain.tune_serving import candidates, tune_serving
-    from ironlaw.report.comparison_view import tuned_view
     from ironlaw.serve.config import serve_config
     from ironlaw.serve.trials import Load, prompts_of, resolved
 
-    say, start = messages(), serve_config(set_)
-    prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=say.print)
+    start = serve_config(set_)
+    prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=say)
     load = Load(path, start, prompts, tokens, at_once, seconds=min(4.0, seconds / 20))
     base = resolved(path, start)
     formats = () if "weights" in start.model_fields_set or not is_text else ("bf16", "int8", "int4")
     tried = candidates(base["cores"], at_once, input + tokens, formats, exact, is_text)
     tried = [one for one in tried if not one.settings.keys() & start.model_fields_set]  # what is given stays
 
-    def keep(result: Tuned) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "tuned.toml", tomli_w.dumps({"serve": result.config}))
-        write_json(out / "evidence.json", result.to_json())
-
     def measure(settings: dict[str, Any], name: str) -> Measured:
         found = load(settings)
         return Measured(found.seconds_per_token, found.step_seconds, (found.loss,) if is_text else (), name)
 
-    result = tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep, say=say.print)
-    keep(result)
-    answer(json, result.to_json(), lambda found: tuned_view(found, str(out / "tuned.toml")))
-    if not json:
-        flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
-        output().print(f"ironlaw serve {path} {flags}", soft_wrap=True)
-    if result.stopped == INTERRUPTED:
-        raise KeyboardInterrupt(result.signal)
+    return tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep, say=say)
 
 
 def seconds_of(text: str) -> float:

@@ -1,4 +1,4 @@
-"""`ironlaw validate`"""
+"""`ironlaw validate` and `ironlaw calibrate`: the planner on measured runs, and its constants from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages
 
 
@@ -18,18 +19,19 @@ def validate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.errors import UserError
     from ironlaw.plan.engines.named import engine as engine_named
-    from ironlaw.plan.measured.inference import serving_rows
+    from ironlaw.plan.measured.inference import read_serving, serving_rows
+    from ironlaw.plan.measured.serving_record import serving_record
     from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
     from ironlaw.report.record_view import FOOTER, PAGE, record_view
+    from ironlaw.report.serving_view import serving_record_view
 
     if (rows := serving_rows(runs)) is not None:
         if html is not None or profile:
             raise UserError("--html and --profile are of training runs: leave them out for a file of measured serving")
-        _validate_serving(runs, rows, json)
-        return
+        document = {"runs": str(runs)} | serving_record(*read_serving(rows))
+        return answer(json, document, serving_record_view)
     engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
     view = record_view(document)
@@ -43,9 +45,31 @@ def validate(
         messages().print(f"The same with plots: {html}")
 
 
-def _validate_serving(runs: Path, rows: list[dict[str, str]], json: bool) -> None:
-    from ironlaw.plan.measured.inference import read_serving
-    from ironlaw.plan.measured.serving_record import serving_record
-    from ironlaw.report.serving_view import serving_record_view
+def calibrate(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="16 to 32 runs with their step times.")],
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What to call the profile.")],
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="ENGINE", help="Engine or profile to start from; the runs' own.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    from ironlaw.plan.engines.named import engine as engine_named
+    from ironlaw.plan.engines.named import profile_path
+    from ironlaw.plan.measured.calibrate import calibrate as fit
+    from ironlaw.plan.measured.profiles import save_profile
+    from ironlaw.plan.measured.read import read_runs
+    from ironlaw.report.record_view import calibration_view
 
-    answer(json, {"runs": str(runs)} | serving_record(*read_serving(rows)), serving_record_view)
+    profile_path(name)  # before anything is fitted
+    engine = engine_named(start) if start else None
+    read, rejected = read_runs(runs, engine)
+    found = fit(read, name, engine)
+    path = save_profile(name, found, str(runs))
+    document = found.to_json() | {
+        "profile": name,
+        "path": str(path),
+        "not_planned": [{"id": i, "group": group, "reason": reason} for i, group, reason in rejected],
+    }
+    answer(json, document, calibration_view)
+    if not json:
+        messages().print(f"Kept in {path}. Use it: ironlaw plan ... --profile {name}")

@@ -14,8 +14,6 @@ from ironlaw.data.packing import Packed, concatenated, packed_report
 from ironlaw.data.shards import TokenArray, Tokens
 from ironlaw.errors import UserError
 
-__all__ = ["Batches", "evaluation_batches", "permuted"]
-
 _AHEAD = 1024  # samples located at a time: one at a time would cost more than copying its tokens
 
 
@@ -61,14 +59,8 @@ class TokenWindows:
         return result
 
     def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
-        length = self.sequence
         for row, start in enumerate(keys.tolist()):
-            window = self._tokens[start : start + length + 1]
-            batch.inputs[row] = window[:-1]
-            batch.targets[row] = window[1:]
-            if batch.documents is not None:
-                assert self._bounds is not None
-                batch.documents[row] = documents_of(self._bounds, start, length)
+            fill_window(batch, row, self._tokens[start : start + self.sequence + 1], self._bounds, start)
 
     def report(self) -> dict[str, Any]:
         if self._bounds is None:
@@ -137,30 +129,17 @@ class PackedRows:
 class Batches:
     """Random access to the training batches.
 
-    An epoch visits every sample once, in a permutation of its own, and batches run on across its end. Given token
-    ids, the samples are windows of them. `sequences_per_batch` is the global batch: rank r of `world` gets its slice
-    of it, and the global order is the same for any number of ranks.
+    An epoch visits every sample once, in a permutation of its own, and batches run on across its end.
+    `sequences_per_batch` is the global batch: rank r of `world` gets its slice of it, and the global order is the same
+    for any number of ranks.
     """
 
     def __init__(
-        self,
-        source: TokenArray | Samples,
-        sequence: int,
-        sequences_per_batch: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        documents: bool = False,
+        self, samples: Samples, sequences_per_batch: int, rank: int = 0, world: int = 1, documents: bool = False
     ):
         check_world(sequences_per_batch, rank, world)
-        if isinstance(source, np.ndarray | Tokens):
-            check_enough(source, sequence, sequences_per_batch)
-            source = TokenWindows(source, sequence, seed, sequences_per_batch)
-        self.samples: Samples = source
-        self.sequence = sequence
-        self.sequences_per_batch = sequences_per_batch
-        self.seed = seed
-        self.documents = documents
+        self.samples, self.sequence = samples, samples.sequence
+        self.sequences_per_batch, self.documents = sequences_per_batch, documents
         self.seconds = {"read": 0.0, "pack": 0.0}  # since the start, by stage
         self._first = rank * sequences_per_batch // world
         self.share = sequences_per_batch // world  # sequences of this rank
@@ -185,6 +164,16 @@ class Batches:
         self.seconds["pack"] += located - start
         self.seconds["read"] += time.perf_counter() - located
         return batch
+
+
+def fill_window(
+    batch: Batch[np.ndarray], row: int, window: np.ndarray, bounds: np.ndarray | None, start: int
+) -> None:  # fmt: skip
+    """`window` (sequence + 1,): tokens from `start` on of a text whose documents `bounds` separates."""
+    batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
+    if batch.documents is not None:
+        assert bounds is not None
+        batch.documents[row] = documents_of(bounds, start, len(window) - 1)
 
 
 def empty(rows: int, sequence: int, documents: bool) -> Batch[np.ndarray]:

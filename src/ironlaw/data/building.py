@@ -19,11 +19,11 @@ from ironlaw import units
 from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
 from ironlaw.data.readers import IDS
-from ironlaw.data.splits import SPLITS, Splitter
+from ironlaw.data.splits import SPLITS, Split, Splitter
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of
-from ironlaw.data.unigram import Counting
+from ironlaw.data.unigram import token_counts
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, write_json
+from ironlaw.files import lock_file, read_json, write_json
 
 PROGRESS = "progress.json"
 
@@ -75,8 +75,9 @@ def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
 def build(
     work: FinishedShards, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
     progress: shards.Progress | None,
-) -> Counting:  # fmt: skip
-    """Make the shards that are missing; how often each id occurs in all of them.
+) -> dict[Split, np.ndarray]:  # fmt: skip
+    """Make the shards that are missing; how often each id occurs in all of them, (vocab,) by split. It is counted as
+    the tokens are made, while other cores make the next.
 
     Interrupted or out of space, it leaves the finished ones and no others.
     """
@@ -84,13 +85,15 @@ def build(
     total, chat = corpus.bytes, corpus.chat is not None
     writer: shards.ShardWriter | None = None
     begun = dict(work.seconds)
-    counting = Counting(work.head["tokenizer"]["vocab"], SPLITS)
+    vocab = work.head["tokenizer"]["vocab"]
+    counts = {split: np.zeros(vocab, dtype=np.int64) for split in SPLITS}
     if work.shards:  # of an earlier call
         index = {**work.head, "shards": work.shards}
         for split in SPLITS:
             tokens = shards.open_tokens(work.folder, index, split)
             marks = shards.open_marks(work.folder, index, split)
-            counting.add_array(split, tokens if marks is None else np.asarray(tokens)[np.asarray(marks) == 0])
+            learned = tokens if marks is None else np.asarray(tokens)[np.asarray(marks) == 0]
+            counts[split] += token_counts(learned, vocab)
 
     def finish(writer: shards.ShardWriter) -> None:
         work.shards.append(writer.finish())
@@ -114,19 +117,21 @@ def build(
                 counted = time.perf_counter()
                 work.seconds["write"] += counted - start
                 for split in SPLITS:
-                    parts = [ids for piece, ids in chunk if piece.split == split and len(ids)]
-                    counting.add(split, [ids[ids <= IDS] for ids in parts] if chat else parts)
+                    if parts := [ids for piece, ids in chunk if piece.split == split and len(ids)]:
+                        ids = np.concatenate(parts)
+                        counts[split] += np.bincount(ids[ids <= IDS] if chat else ids, minlength=vocab)
                 work.seconds["unigram"] += time.perf_counter() - counted
                 if progress is not None:
                     progress(min(chunk[-1][0].done_bytes, total), total)
         if writer is not None or not work.shards:
             finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text, chat))
             writer = None
-        return counting
+        return counts
     finally:
         if writer is not None:
             writer.close()
-            _remove(work.folder, writer.number)
+            for file in work.folder.glob(f"*-{writer.number:05d}*"):  # on a full disk their space is wanted
+                file.unlink(missing_ok=True)
 
 
 def remake(
@@ -179,7 +184,7 @@ def making(final: Path) -> Iterator[Path]:
     partial = final.parent / f".partial-{final.name}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.parent / f".lock-{final.name}"):
+        with lock_file(final.parent / f".lock-{final.name}", _lock):
             if final.exists():  # made by the process that was waited for
                 yield final
                 return
@@ -209,30 +214,12 @@ def in_the_making(final: Path) -> bool:
         return False
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Advisory, released by the system when the process dies. Without locks on this file system: none."""
-    try:
+def _lock(descriptor: int) -> None:
+    """Waits for other processes. Without locks on this file system, or on Windows: for nobody."""
+    with suppress(ImportError, OSError):
         import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            if os.stat(file).st_ino == os.fstat(descriptor).st_ino:
-                break
-        except FileNotFoundError:  # removed by its last owner while this process waited for it
-            pass
-        os.close(descriptor)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink()
-        os.close(descriptor)
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def cannot_write(folder: Path, error: OSError, kept: bool) -> UserError:
@@ -244,9 +231,3 @@ def cannot_write(folder: Path, error: OSError, kept: bool) -> UserError:
     return UserError(
         f"cannot write token files to {folder} ({reason}): free space or set data.cache to another folder{finished}"
     )
-
-
-def _remove(folder: Path, number: int) -> None:
-    """The files of an unfinished shard: on a full disk their space is wanted."""
-    for file in folder.glob(f"*-{number:05d}*"):
-        file.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ironlaw.data.building import in_the_making
 from ironlaw.data.shards import INDEX
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.files import read_json
+from ironlaw.files import known_json
 
 PARTIAL = ".partial-"
 
@@ -95,6 +95,5 @@ def _kind(path: Path) -> str | None:
 
 
 def _source(path: Path) -> str | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(read_json(path / INDEX)["path"])
-    return None
+    source = known_json(path / INDEX).get("path")
+    return None if source is None else str(source)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ironlaw import files
-from ironlaw.schema import Section
+from ironlaw.schema import Refusals, Section, refuse
 
 Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", "chat", "pairs"]
 CHATS = {"chat": "messages", "pairs": "chosen"}  # formats of conversations, and the fields that hold them
@@ -27,11 +27,6 @@ class SourceConfig(Section):
     # JSONL field or Parquet / Arrow column that holds the text; of chat, a list of messages with role and content
     field: str = "text"
     split: str | None = None  # of a Hugging Face DatasetDict; "train" unless given
-
-
-def _tables(given: dict[str, Any]) -> Any:
-    sources = given.get("sources")
-    return sources if isinstance(sources, list | tuple) else ()
 
 
 class DataConfig(Section):
@@ -72,45 +67,41 @@ class DataConfig(Section):
     @classmethod
     def _chat_is_packed(cls, given: Any) -> Any:
         """Conversations are packed whole unless said otherwise."""
-        if isinstance(given, dict) and any(
-            isinstance(source, dict) and source.get("format") in CHATS for source in (given, *_tables(given))
-        ):
-            return {"packing": "best_fit"} | given
-        return given
+        if not isinstance(given, dict):
+            return given
+        sources = given.get("sources")
+        tables = [given, *(sources if isinstance(sources, list | tuple) else ())]
+        chats = any(isinstance(table, dict) and table.get("format") in CHATS for table in tables)
+        return {"packing": "best_fit"} | given if chats else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.sources:
-            single = ("path", "format", "field", "split")
-            # A run's saved config spells out the defaults too: they say nothing.
-            alone = [key for key in single if getattr(self, key) != type(self).model_fields[key].default]
-            if alone:
-                raise ValueError(
-                    f"data.{alone[0]} and data.sources are both given: move it into a [[data.sources]] table"
-                )
-        chats = [source.format for source in self.all_sources if source.format in CHATS]
-        if chats and not (self.packing == "best_fit" and self.masks_documents):
-            raise ValueError(
-                f'data.format = "{chats[0]}" keeps conversations whole and apart: use data.packing = "best_fit" and '
-                "leave out data.mask_documents"
-            )
-        if "pairs" in chats and len(self.all_sources) > 1:
-            raise ValueError('data.format = "pairs" does not mix with other sources: give data.path alone')
-        if self.chat_template is not None and not chats:
-            raise ValueError('data.chat_template is for conversations: add data.format = "chat"')
-        if self.streaming and self.packing == "best_fit":
-            raise ValueError(
-                "data.streaming = true cannot pack best_fit, which needs every length first: use data.packing = "
-                '"concat", or prepare the data'
-            )
-        if self.streaming and self.loader_processes:
-            raise ValueError(
-                "data.streaming = true tokenises in data.workers processes: leave data.loader_processes out, each of "
-                "them would tokenise everything"
-            )
-        if self.streaming and len(self.sources) > 1:
-            raise ValueError("data.streaming = true reads one source: give data.path, or prepare the mixture")
+        refuse(self._refusals())
         return self
+
+    def _refusals(self) -> Refusals:
+        # A run's saved config spells out the defaults too: they say nothing.
+        for key in ("path", "format", "field", "split") if self.sources else ():
+            given = getattr(self, key) != type(self).model_fields[key].default
+            yield given, f"data.{key} and data.sources are both given: move it into a [[data.sources]] table"
+        chats = [source.format for source in self.all_sources if source.format in CHATS]
+        yield from (
+            (chats and not (self.packing == "best_fit" and self.masks_documents),
+             f'data.format = "{next(iter(chats), "")}" keeps conversations whole and apart: use data.packing = '
+             '"best_fit" and leave out data.mask_documents'),
+            ("pairs" in chats and len(self.all_sources) > 1,
+             'data.format = "pairs" does not mix with other sources: give data.path alone'),
+            (self.chat_template is not None and not chats,
+             'data.chat_template is for conversations: add data.format = "chat"'),
+            (self.streaming and self.packing == "best_fit",
+             "data.streaming = true cannot pack best_fit, which needs every length first: use data.packing = "
+             '"concat", or prepare the data'),
+            (self.streaming and self.loader_processes,
+             "data.streaming = true tokenises in data.workers processes: leave data.loader_processes out, each of "
+             "them would tokenise everything"),
+            (self.streaming and len(self.sources) > 1,
+             "data.streaming = true reads one source: give data.path, or prepare the mixture"),
+        )  # fmt: skip
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:

@@ -44,6 +44,9 @@ _STDLIB_SKIPPED_FILES = (
 )
 
 
+_SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
+
+
 @dataclass(frozen=True)
 class File:
     """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes.
@@ -198,7 +201,7 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
     corpus = Corpus(root, [], maximum_file_bytes, field)
     if root.is_file():
         _add(corpus, root, root.name, source)
-    elif source.format in ("auto", "huggingface") and _is_saved_dataset(root):
+    elif source.format in ("auto", "huggingface") and any((root / name).is_file() for name in _SAVED):
         _add_saved_dataset(corpus, root, source)
     elif source.format == "huggingface":
         raise UserError(f'data.path = "{source.path}" holds no state.json: give the folder that save_to_disk() wrote')
@@ -286,10 +289,6 @@ def _kind(path: Path, source: SourceConfig) -> str | None:
     if source.format == "megatron" and path.suffix != ".idx":
         return None
     return source.format
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> None:

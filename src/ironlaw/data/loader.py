@@ -69,7 +69,7 @@ class Loader:
             )  # fmt: skip
             share, processes = global_batch // world, self.config.loader_processes
             return ProcessBatches(opener, share, self.sequence, processes, self.config.prefetch)
-        return Batches(self._samples, self.sequence, global_batch, seed, rank, world, masked)
+        return Batches(self._samples, global_batch, rank, world, masked)
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
         """Held-out text packed as the training text is; mixtures one source behind the other."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -22,7 +23,8 @@ class Prefetcher(Generic[Prepared]):
 
     `step` is the step of the batch that comes next, which is all there is to save: batches waiting in the
     queue are made again on resume. `apply(batch)` runs in the thread, for example to copy into pinned memory.
-    An exception in the thread is raised by the consumer's next call.
+    `number_of` a step says which of the batches it takes, where some are left out. An exception in the thread is
+    raised by the consumer's next call.
     """
 
     def __init__(
@@ -32,23 +34,20 @@ class Prefetcher(Generic[Prepared]):
         stop: int | None = None,
         depth: int = 4,
         apply: Callable[[Batch[np.ndarray]], Prepared] | None = None,
+        number_of: Callable[[int], int] | None = None,
     ):
         self.step = start
         self.wait_seconds = 0.0  # the consumer waited for a batch, since the start
         self._batches = batches
-        self._stop = stop
-        self._depth = depth
+        self._number_of = number_of or (lambda step: step)
         self._apply = apply or (lambda batch: cast(Prepared, batch))
-        self._ready: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._ended = False
-        self._failure: BaseException | None = None
         self._made = 0
         self._busy_seconds = 0.0
         self._copy_seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
+        self._steps = itertools.count(start) if stop is None else iter(range(start, stop))
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._waiting: deque[Future[Prepared]] = deque()
+        self._send_for(depth + 1)
 
     @property
     def batches_per_second(self) -> float | None:
@@ -78,56 +77,39 @@ class Prefetcher(Generic[Prepared]):
             "wait_seconds": self.wait_seconds,
         }
 
-    def _run(self) -> None:
-        step = self.step
-        try:
-            while self._stop is None or step < self._stop:
-                start = time.perf_counter()
-                made = self._batches.batch(step)
-                copying = time.perf_counter()
-                batch = self._apply(made)
-                end = time.perf_counter()
-                self._busy_seconds += end - start
-                self._copy_seconds += end - copying
-                self._made += 1
-                step += 1
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-                    if self._closed:
-                        return
-                    self._ready.append(batch)
-                    self._changed.notify_all()
-        except BaseException as error:  # handed over: a thread's own traceback would only be printed
-            self._failure = error
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+    def _send_for(self, batches: int) -> None:
+        for step in itertools.islice(self._steps, batches):
+            self._waiting.append(self._thread.submit(self._make, step))
+
+    def _make(self, step: int) -> Prepared:
+        start = time.perf_counter()
+        made = self._batches.batch(self._number_of(step))
+        copying = time.perf_counter()
+        batch = self._apply(made)
+        end = time.perf_counter()
+        self._busy_seconds += end - start
+        self._copy_seconds += end - copying
+        self._made += 1
+        return batch
 
     def __iter__(self) -> Iterator[Prepared]:
         return self
 
     def __next__(self) -> Prepared:
+        if not self._waiting:
+            raise StopIteration
         start = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
-            self.wait_seconds += time.perf_counter() - start
-            if self._ready and not self._closed:
-                batch = self._ready.popleft()
-                self.step += 1
-                self._changed.notify_all()
-                return cast(Prepared, batch)
-        if self._failure is not None:
-            raise self._failure
-        raise StopIteration
+        batch = self._waiting[0].result()  # one that failed stays: whoever asks again is told again
+        self.wait_seconds += time.perf_counter() - start
+        self._waiting.popleft()
+        self.step += 1
+        self._send_for(1)
+        return batch
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        self._thread.join()
+        self._waiting.clear()
+        self._thread.shutdown(cancel_futures=True)
         end = getattr(self._batches, "close", None)  # processes and pools that the batches come from
         if end is not None:
             end()

@@ -181,10 +181,7 @@ def _skip(lines: IO[bytes], start: int, seek: bool) -> None:
     if seek:
         lines.seek(start)
         return
-    while start > 0:
-        block = lines.read(min(start, 2**20))
-        if not block:
-            return
+    while start > 0 and (block := lines.read(min(start, 2**20))):
         start -= len(block)
 
 
@@ -268,10 +265,8 @@ def _from_column(column: Any, row: int, start: int, done: Callable[[int], int]) 
             continue
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        if text is None or not text.strip():
-            yield Record(None, here + 1, done(here + 1), "empty")
-        else:
-            yield Record(text, here + 1, done(here + 1))
+        is_empty = text is None or not text.strip()
+        yield Record(None if is_empty else text, here + 1, done(here + 1), "empty" if is_empty else "")
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:
@@ -316,7 +311,4 @@ def _read_megatron(path: Path, field: str, start: int) -> Iterator[Record]:
     for number in range(start, indexed.documents):
         ids = indexed.document(number)
         done = indexed.bytes * (number + 1) // indexed.documents
-        if len(ids):
-            yield Record(ids, number + 1, done)
-        else:
-            yield Record(None, number + 1, done, "empty")
+        yield Record(ids if len(ids) else None, number + 1, done, "" if len(ids) else "empty")

@@ -24,7 +24,7 @@ from ironlaw.data.readers import IDS, MARKS, UNLEARNED
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import TextPiece
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, sha256
+from ironlaw.files import read_json, replacing, sha256
 
 SCHEMA_VERSION = 2
 INDEX = "index.json"
@@ -78,10 +78,8 @@ class SplitWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         boundaries = self._folder / f"{self._name}_documents.npy"
-        with open(boundaries, "wb") as file:
+        with replacing(boundaries) as file:
             np.save(file, np.array(self._ends, dtype=np.int64))
-            file.flush()
-            os.fsync(file.fileno())
         marks = {}
         if self._marks is not None:
             beside = self._folder / f"{self._name}_marks.bin"

@@ -119,7 +119,7 @@ def _build(
     tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
     end = described["end_of_text"]
     try:
-        counting = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
+        counts = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
     except KeyboardInterrupt:
         if work.shards:
             say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
@@ -140,8 +140,8 @@ def _build(
         keep_template(folder, corpus.chat)
     for split in SPLITS if corpus.chat is None else ():  # separators were written beside what was counted
         written = sum(shard[split]["tokens"] for shard in work.shards)
-        counting.counts[split][end] += written - counting.counts[split].sum()
-    baseline = loss_of_counts(*(counting.counts[split] for split in SPLITS))
+        counts[split][end] += written - counts[split].sum()
+    baseline = loss_of_counts(*(counts[split] for split in SPLITS))
     seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
     building.write_json(
         folder / shards.INDEX,

@@ -1,4 +1,5 @@
-"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose."""
+"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose; and a
+batch taken apart again, each row's documents as text where there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.packing import best_fit, concatenated, packed_report
 from ironlaw.data.splits import SPLITS, Split
+from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.data.unigram import token_counts
 
 SCHEMA_VERSION = 1
@@ -18,7 +21,7 @@ _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
     """A document for `--json` and for printing; packing is that of the training split at `sequence` tokens."""
     parts = dataset.sources or (dataset,)
-    statistics = dataset.statistics
+    statistics, bounds = dataset.statistics, dataset.train_documents
     return {
         "schema_version": SCHEMA_VERSION,
         "source": dataset.name,
@@ -32,25 +35,18 @@ def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
         "splits": {split: _split(dataset, split) for split in SPLITS},
         "skipped": statistics.skipped,
         "shards": statistics.shards,
-        "disk_bytes": sum(_disk_bytes(part) for part in parts),
+        "disk_bytes": sum(file.stat().st_size for part in parts if part.folder for file in part.folder.iterdir()),
         "seconds": statistics.seconds,
         "stage_bytes_per_second": statistics.stage_bytes_per_second,
         "unigram_loss": dataset.unigram_loss,
         "unigram_bits_per_byte": None if dataset.unigram_loss is None else dataset.bits_per_byte(dataset.unigram_loss),
         "sequence": sequence,
-        "packing": packing(dataset, sequence),
+        "packing": {"concat": concatenated(bounds, sequence), "best_fit": packed_report(best_fit(bounds, sequence))},
         "sources": [
             {"source": part.name, "weight": weight, "folder": str(part.folder), "splits": _counts(part)}
             for part, weight in zip(dataset.sources, dataset.weights, strict=True)
         ],
     }
-
-
-def packing(dataset: Dataset, sequence: int) -> dict[str, Any]:
-    """What rows of `sequence` tokens lose, packed one way or the other."""
-    bounds = dataset.train_documents
-    packed = best_fit(bounds, sequence)
-    return {"concat": concatenated(bounds, sequence), "best_fit": packed_report(packed)}
 
 
 def _split(dataset: Dataset, split: Split) -> dict[str, Any]:
@@ -73,7 +69,23 @@ def _counts(dataset: Dataset) -> dict[str, dict[str, int]]:
     return {split: {what: getattr(statistics, what)[split] for what in figures} for split in SPLITS}
 
 
-def _disk_bytes(dataset: Dataset) -> int:
-    if dataset.folder is None:
-        return 0
-    return sum(file.stat().st_size for file in dataset.folder.iterdir())
+def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: int) -> list[dict[str, Any]]:
+    """One entry per row. Documents are the batch's own where it says them, and parted by the separator otherwise."""
+    rows = []
+    for number, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
+        learned = targets != IGNORED
+        used = np.flatnonzero(learned | (inputs != end_of_text))  # what follows is padding
+        real = np.arange(len(inputs)) <= used.max(initial=-1)
+        if batch.documents is not None:
+            owner = batch.documents[number]
+        else:
+            owner = np.cumsum(inputs == end_of_text) - int(inputs[0] == end_of_text)
+        documents = []
+        for document in range(int(owner[real].max(initial=-1)) + 1):
+            ids = inputs[(owner == document) & real].tolist()
+            text = None if tokenizer is None else tokenizer.decode(ids)
+            targeted = int(((owner == document) & learned).sum())
+            documents.append({"document": document, "tokens": len(ids), "learned": targeted, "text": text, "ids": ids})
+        entry = {"row": number, "tokens": int(real.sum()), "padding": int((~real).sum()), "documents": documents}
+        rows.append(entry)
+    return rows

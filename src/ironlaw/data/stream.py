@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import check_world, documents_of, empty
+from ironlaw.data.batches import check_world, empty, fill_window
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Statistics, Stream
 from ironlaw.data.order import mix, permuted
@@ -84,7 +83,8 @@ class StreamBatches:
         self._stream = stream
         self._rank = rank
         self._notes = stream.folder / f"positions-{seed}-{sequence}.jsonl"
-        self._starts = _read_notes(self._notes)
+        notes = (_Start(**note) for note in read_json_lines(self._notes))
+        self._starts = sorted({_Start(0, 0, *corpora.START), *notes})
         self._blocks: Generator[tuple[_Start, np.ndarray, np.ndarray], None, None] | None = None
         self._held: deque[tuple[_Start, np.ndarray, np.ndarray]] = deque()
         self._dropped = self._seen = 0
@@ -115,34 +115,26 @@ class StreamBatches:
         count = (len(tokens) - 1) // self.sequence
         within = np.array([sample - start.samples])
         at = int(permuted(within, count, mix(self.seed, start.epoch, start.file, start.position))[0]) * self.sequence
-        window = tokens[at : at + self.sequence + 1]
-        batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
-        if batch.documents is not None:
-            batch.documents[row] = documents_of(bounds, at, self.sequence)
+        fill_window(batch, row, tokens[at : at + self.sequence + 1], bounds, at)
         self.seconds["pack"] += time.perf_counter() - began
 
     def _block_of(self, sample: int) -> tuple[_Start, np.ndarray, np.ndarray]:
         for held in self._held:
             if held[0].samples <= sample < held[0].samples + (len(held[1]) - 1) // self.sequence:
                 return held
-        if self._blocks is None or sample < self._held[0][0].samples or self._is_far(sample):
-            self._seek(sample)
-        assert self._blocks is not None
+        nearest = self._starts[bisect.bisect_right(self._starts, sample, key=lambda start: start.samples) - 1]
+        if self._blocks is None or sample < self._held[0][0].samples or self._ends_before(nearest):
+            self.close()
+            self._blocks = self._read(nearest)
         while True:
             block = next(self._blocks)
             self._held.append(block)
             if sample < block[0].samples + (len(block[1]) - 1) // self.sequence:
                 return block
 
-    def _is_far(self, sample: int) -> bool:
-        """Whether the notes know a block behind the one at hand that is nearer."""
-        nearest = bisect.bisect_right([start.samples for start in self._starts], sample) - 1
-        return self._starts[nearest].samples > self._held[-1][0].samples + len(self._held[-1][1]) // self.sequence
-
-    def _seek(self, sample: int) -> None:
-        self.close()
-        nearest = bisect.bisect_right([start.samples for start in self._starts], sample) - 1
-        self._blocks = self._read(self._starts[nearest])
+    def _ends_before(self, start: _Start) -> bool:
+        """Whether a block that the notes know is behind the one at hand."""
+        return start.samples > self._held[-1][0].samples + len(self._held[-1][1]) // self.sequence
 
     def _read(self, start: _Start) -> Generator[tuple[_Start, np.ndarray, np.ndarray], None, None]:
         """Blocks from `start` on, epoch after epoch: where each begins, its tokens and its documents' bounds."""
@@ -204,10 +196,6 @@ class StreamBatches:
         bisect.insort(self._starts, start)
         with suppress(OSError):  # the notes only save time
             append_json_line(self._notes, dataclasses.asdict(start))
-
-
-def _read_notes(file: Path) -> list[_Start]:
-    return sorted({_Start(0, 0, *corpora.START)} | {_Start(**note) for note in read_json_lines(file)})
 
 
 def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.data.config import DataConfig
-from ironlaw.files import read_json, write_json
+from ironlaw.files import known_json, write_json
 
 MOST = 256  # settings remembered; the oldest goes first
 # What changes the work per token, where it is done, or how fast the source is read.
@@ -31,7 +31,7 @@ def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
     """Keep what the loader of a finished run reported: tokens per second in all and of each stage."""
     if not facts.get("tokens_per_second"):
         return
-    kept = _read(config)
+    kept = known_json(supply_path(config))
     key = _key(config, sequence)
     kept.pop(key, None)
     kept[key] = {
@@ -47,7 +47,7 @@ def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
 
 def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
     """`tokens_per_second`, `stages` and when that was `measured`; None where no run has loaded this way."""
-    found = _read(config).get(_key(config, sequence))
+    found = known_json(supply_path(config)).get(_key(config, sequence))
     complete = isinstance(found, dict) and {"tokens_per_second", "stages", "measured"} <= found.keys()
     return found if complete else None
 
@@ -55,11 +55,3 @@ def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
 def _key(config: DataConfig, sequence: int) -> str:
     document = config.model_dump(mode="json", include=set(_KEYS)) | {"sequence": sequence}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _read(config: DataConfig) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        document = read_json(supply_path(config))
-        if isinstance(document, dict):
-            return document
-    return {}

@@ -9,13 +9,13 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ironlaw.data.slow_tokenizer import tokenizer_file
 from ironlaw.errors import UserError
-from ironlaw.files import read_json
+from ironlaw.files import known_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -58,7 +58,7 @@ class Tokenizer:
 
     def _named_ends(self) -> list[str]:
         """What the files beside it call the end: the `eos_token` of a Hugging Face directory or of a run of chats."""
-        named = _read_json(self.path.parent / "tokenizer_config.json").get("eos_token")
+        named = known_json(self.path.parent / "tokenizer_config.json").get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         return [named] if isinstance(named, str) else []
 
@@ -69,7 +69,7 @@ class Tokenizer:
             end for name in self._named_ends() if (end := self._inner.token_to_id(name)) is not None
         }
         for name in ("generation_config.json", "config.json"):
-            there = _read_json(self.path.parent / name).get("eos_token_id")
+            there = known_json(self.path.parent / name).get("eos_token_id")
             found |= {end for end in (there if isinstance(there, list) else [there]) if isinstance(end, int)}
         return found
 
@@ -104,14 +104,6 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
     return Tokenizer(inner, file, end_of_text)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Of a file that may not be there."""
-    try:
-        return read_json(path)
-    except (OSError, UserError):
-        return {}
 
 
 def train(texts: Iterable[str], vocab: int, path: Path) -> Tokenizer:

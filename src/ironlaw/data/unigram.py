@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 
 from ironlaw.data.shards import TokenArray
@@ -35,18 +33,3 @@ def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
     seen = train + 1.0
     log_probability = np.log(seen) - np.log(seen.sum())
     return float(-(validation @ log_probability) / total)
-
-
-class Counting:
-    """How often each id occurs in each split, counted as the tokens are made, while other cores make the next."""
-
-    def __init__(self, vocab: int, splits: Iterable[str]) -> None:
-        self.vocab = vocab
-        self.counts = {split: np.zeros(vocab, dtype=np.int64) for split in splits}
-
-    def add(self, split: str, parts: Sequence[np.ndarray]) -> None:
-        if parts:
-            self.counts[split] += np.bincount(np.concatenate(parts), minlength=self.vocab)
-
-    def add_array(self, split: str, tokens: TokenArray) -> None:
-        self.counts[split] += token_counts(tokens, self.vocab)

@@ -14,13 +14,12 @@ adds its latency to every round, and its bytes where they take longer than the c
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ironlaw.errors import UserError
-from ironlaw.files import cache_folder, read_json, write_json
-from ironlaw.machine.profile import Curve
+from ironlaw.files import cache_folder
+from ironlaw.machine.profile import Curve, store, stored
 
 SCHEMA_VERSION = 2
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -67,15 +66,6 @@ class RankCosts:
     def slowdown(self, kind: str, ranks: int) -> float:
         """A kernel on each of `ranks` over the same in one process that has all cores; `kind`: compute or memory."""
         return 1.0 if ranks < 2 else self.sharing[kind] * ranks / MEASURED_RANKS
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION} | asdict(self)
-
-    @staticmethod
-    def from_json(document: dict[str, Any]) -> RankCosts:
-        values = {key: value for key, value in document.items() if key != "schema_version"}
-        values["curves"] = {k: Curve(tuple(c["elements"]), tuple(c["seconds"])) for k, c in values["curves"].items()}
-        return RankCosts(**values)
 
 
 @dataclass(frozen=True)
@@ -133,19 +123,13 @@ def costs_path() -> Path:
     return cache_folder() / "machine" / "ranks.json"
 
 
-def save_costs(costs: RankCosts) -> Path:
-    path = costs_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, costs.to_json())
-    return path
+def save_costs(costs: RankCosts) -> None:
+    store(costs_path(), costs, SCHEMA_VERSION)
 
 
 def load_costs() -> RankCosts:
     """UserError where two ranks of this machine have not been measured: nothing is assumed in their place."""
-    try:
-        document = read_json(costs_path())
-        if document["schema_version"] == SCHEMA_VERSION:
-            return RankCosts.from_json(document)
-    except (OSError, AttributeError, KeyError, TypeError, ValueError):
-        pass
-    raise UserError("what ranks of this machine cost each other has not been measured: run `ironlaw measure`")
+    costs = stored(costs_path(), RankCosts, SCHEMA_VERSION)
+    if costs is None:
+        raise UserError("what ranks of this machine cost each other has not been measured: run `ironlaw measure`")
+    return costs

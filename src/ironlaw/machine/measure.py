@@ -40,6 +40,7 @@ from ironlaw.machine.kernels import (
     update_builder,
 )
 from ironlaw.machine.load import OtherLoad
+from ironlaw.machine.measure_links import timed
 from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.package import __version__
@@ -164,7 +165,10 @@ def measure(
             break
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
-    profile = _profile(chosen, samplers, storage, tokenizer, runtime_bytes, fp32_products, earlier)
+    profile = _profile(
+        chosen, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
+        storage_bytes_per_second=storage, tokenizer_tokens_per_second=tokenizer,
+    )  # fmt: skip
     profile.interference[OTHERS] = others
     return profile
 
@@ -181,10 +185,7 @@ def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for onednn, products in calls.items():
-            start = time.perf_counter()
-            for call in products:
-                call()
-            seconds[onednn].append(time.perf_counter() - start)
+            seconds[onednn].append(sum(map(timed, products)))
     return "onednn" if np.median(seconds[True]) < np.median(seconds[False]) else "default"
 
 
@@ -249,30 +250,12 @@ def _sampler(key: tuple[Any, ...], build: Callable[[], Call], input_bytes: int) 
     return Sampler(key, [build() for _ in range(copies)])
 
 
-def _profile(
-    device: torch.device,
-    samplers: list[Sampler],
-    storage: float | None,
-    tokenizer: float | None,
-    runtime_bytes: int,
-    fp32_products: FP32Products,
-    earlier: Profile | None,
-) -> Profile:
-    identity = _identity(device)
+def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | None, **found: Any) -> Profile:
+    """`found`: what no sampler timed."""
     profile = Profile(
-        **identity,
-        fp32_products=fp32_products,
-        runtime_bytes=runtime_bytes,
-        matmul={},
-        curves={precision: {} for precision in PRECISIONS},
-        attention={},
-        copy_bytes_per_second=0.0,
-        small_operation_seconds=0.0,
-        tiny_block_seconds={},
-        reference_step_seconds={},
-        storage_bytes_per_second=storage,
-        tokenizer_tokens_per_second=tokenizer,
-    )
+        **_identity(device), **found, matmul={}, curves={precision: {} for precision in PRECISIONS}, attention={},
+        copy_bytes_per_second=0.0, small_operation_seconds=0.0, tiny_block_seconds={}, reference_step_seconds={},
+    )  # fmt: skip
     if earlier is not None and earlier.machine == profile.machine:
         for sampler in samplers:
             sampler.earlier = earlier.best_seconds.get(sampler.name)
@@ -295,9 +278,8 @@ def _profile(
             directions = measured.setdefault(precision, {"forward": [], "backward": []})
             directions[direction].append((tokens, head_size, seconds / pairs))
         elif sampler.key[0] == "copy":
-            profile.copy_bytes_per_second = sampler.key[1] / sampler.best()
-        elif sampler.key[0] == "small":
-            profile.small_operation_seconds = sampler.best()
+            profile.copy_bytes_per_second = sampler.key[1] / seconds
+    profile.small_operation_seconds = by_key[("small",)].best()
     tiny = {
         backward: (by_key[("tiny", 5, backward)].best() - by_key[("tiny", 1, backward)].best()) / 4
         for backward in (False, True)
@@ -356,15 +338,8 @@ class Probe:
 
     def seconds(self, repeats: int = 3) -> dict[str, float]:
         """Kind -> median seconds of its kernel now. Takes some 10 ms."""
-        result = {}
-        for kind, call in self._calls.items():
-            times = []
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - start)
-            result[kind] = float(np.median(times[1:]))
-        return result
+        times = {kind: [timed(call) for _ in range(repeats + 1)] for kind, call in self._calls.items()}
+        return {kind: float(np.median(some[1:])) for kind, some in times.items()}
 
     def now(self, profile: Profile, seconds: float) -> dict[str, float] | None:
         """As `ratios`, the middle of looks for so long; None while other programs use the cores: they come and go."""

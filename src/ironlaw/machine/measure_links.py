@@ -25,11 +25,10 @@ import numpy as np
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
-from ironlaw.machine.links import MEASURED_RANKS, RankCosts
+from ironlaw.machine.links import KINDS, MEASURED_RANKS, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 
 SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 ROUNDS = 7
 QUANTILE = 25
 BLOCKS, WIDTH, ROWS = 6, 16, 8  # so small that what a wrapper adds to them is its own work
@@ -64,7 +63,7 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
         for name in found[0]["samples"]
     }
     curves = {}
-    for kind in COLLECTIVES:
+    for kind in KINDS:
         # Smaller buffers never take more: what says so was disturbed. A send was timed there and back.
         seconds = np.minimum.accumulate([best[f"{kind} {size}"] for size in reversed(SIZES)])[::-1]
         seconds = seconds / (2 if kind == "send" else 1)
@@ -108,7 +107,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
         for name, call in calls.items():
             dist.barrier()
             worked = time.thread_time()
-            samples[name].append(_timed(call, repeats[name]))
+            samples[name].append(timed(call, repeats[name]))
             processor[name].append((time.thread_time() - worked) / repeats[name])
     torch.set_num_threads(threads)
     for name, call in _kernels("alone").items():
@@ -117,7 +116,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
             for _ in range(ROUNDS):
                 dist.barrier()
                 if turn == rank:
-                    samples[name].append(_timed(call, 3))
+                    samples[name].append(timed(call, 3))
                 dist.barrier()
     document = {"samples": samples, "processor": processor, "cores": usable_cores()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(document), encoding="utf-8")
@@ -138,7 +137,8 @@ def _repeats(call: Call) -> int:
     return max(1, min(20, int(wanted)))
 
 
-def _timed(call: Call, repeats: int) -> float:
+def timed(call: Call, repeats: int = 1) -> float:
+    """Mean seconds of a call."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -166,7 +166,7 @@ def _collectives(rank: int) -> dict[str, Call]:
             "send": send,
         }[kind]
 
-    return {f"{kind} {size}": exchange(kind, size) for kind in COLLECTIVES for size in SIZES}
+    return {f"{kind} {size}": exchange(kind, size) for kind in KINDS for size in SIZES}
 
 
 def _kernels(how: str) -> dict[str, Call]:

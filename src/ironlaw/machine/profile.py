@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
@@ -24,6 +25,7 @@ from ironlaw.model.config import ModelConfig
 SCHEMA_VERSION = 3  # raised where an older profile lacks, or names otherwise, what plans need
 WORTH_IT = 0.95  # attention in blocks rounds otherwise and keeps more: a gain inside the measurement's error is none
 FP32Products = Literal["default", "onednn"]
+Stored = TypeVar("Stored")
 # So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
 # A whole step, to see what kernels take together that they do not take alone: REFERENCE_BATCH sequences of it.
@@ -197,18 +199,29 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION} | asdict(self)
 
-    @staticmethod
-    def from_json(document: dict[str, Any]) -> Profile:
-        """ValueError where a value is missing, of another type or not finite."""
-        values = {key: value for key, value in document.items() if key != "schema_version"}
-        profile = TypeAdapter(Profile).validate_python(values)
-        by_precision = (profile.matmul, profile.curves, profile.attention, profile.reference_step_seconds)
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has what every machine is measured in."""
+        by_precision = (self.matmul, self.curves, self.attention, self.reference_step_seconds)
         complete = all("fp32" in table for table in by_precision)
-        complete &= {"forward", "backward"} <= profile.tiny_block_seconds.keys()
-        complete &= {"compute", "memory"} <= profile.interference.keys()
-        if not complete or min(profile.best_seconds.values(), default=1.0) <= 0:
-            raise ValueError("it lacks what every machine is measured in")
-        return profile
+        complete &= {"forward", "backward"} <= self.tiny_block_seconds.keys()
+        complete &= {"compute", "memory"} <= self.interference.keys()
+        return complete and min(self.best_seconds.values(), default=1.0) > 0
+
+
+def store(path: Path, measured: Any, version: int) -> None:
+    """Write a dataclass for `stored`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"schema_version": version} | asdict(measured))
+
+
+def stored(path: Path, kind: type[Stored], version: int) -> Stored | None:
+    """None where the file is missing or damaged, from another version, or a value is missing or of another type."""
+    with suppress(OSError, KeyError, ValueError):
+        document = read_json(path)
+        if document.pop("schema_version") == version:
+            return TypeAdapter(kind).validate_python(document)
+    return None
 
 
 def profile_path(device: str = "this") -> Path:
@@ -217,8 +230,7 @@ def profile_path(device: str = "this") -> Path:
 
 def save_profile(profile: Profile, path: Path | None = None) -> Path:
     path = path or profile_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, profile.to_json())
+    store(path, profile, SCHEMA_VERSION)
     return path
 
 
@@ -227,18 +239,14 @@ def load_profile(path: Path | None = None) -> Profile:
     path = path or profile_path()
     if not path.is_file():
         raise UserError("this machine has not been measured yet: run `ironlaw measure` (under 30 s)")
-    try:
-        document = read_json(path)
-        if document["schema_version"] == SCHEMA_VERSION:
-            return Profile.from_json(document)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass
-    raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")
+    profile = stored(path, Profile, SCHEMA_VERSION)
+    if profile is None or not profile.is_complete:
+        raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")
+    return profile
 
 
 def earlier_profile() -> Profile | None:
     """The profile there is, or None where there is none to learn from."""
-    try:
+    with suppress(UserError):
         return load_profile()
-    except UserError:
-        return None
+    return None

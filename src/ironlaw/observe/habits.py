@@ -11,8 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -320,16 +319,6 @@ def _compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"]) if counters else 0
 
 
-@contextmanager
-def _switched(mode: Mode, on: bool) -> Iterator[None]:
-    before = mode.is_on()
-    mode.switch(on)
-    try:
-        yield
-    finally:
-        mode.switch(before)
-
-
 def _saved_without(mode: Mode, call: ModuleCall | None) -> float:
     """Share of the model's passes that another position of the switch saves."""
     passes = call.passes() if call is not None else None
@@ -338,8 +327,12 @@ def _saved_without(mode: Mode, call: ModuleCall | None) -> float:
 
     def under(on: bool) -> Callable[[], None]:
         def work() -> None:
-            with _switched(mode, on):
+            before = mode.is_on()
+            mode.switch(on)
+            try:
                 passes()
+            finally:
+                mode.switch(before)
 
         return work
 

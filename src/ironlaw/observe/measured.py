@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,19 +78,22 @@ def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Pha
     value = float(np.mean([step.wall_seconds for step in kept]))
     low, high = (float(q) for q in np.percentile(walls, [10, 90]))
     basis = f"mean of the middle 80% of {len(steps)} steps; the interval holds 80% of them"
-    ledger.totals["step_seconds"] = Estimate(value, measured, basis, low, high)
+    ledger.totals["step_seconds"] = step = Estimate(value, measured, basis, low, high)
     if tokens_per_step:
-        rates = (tokens_per_step / seconds for seconds in (value, high, low))
-        ledger.totals["tokens_per_second"] = Estimate(
-            next(rates), measured, "tokens per step / step time", next(rates), next(rates)
-        )
+        ledger.totals["tokens_per_second"] = step.rate(tokens_per_step, "tokens per step / step time", measured)
     ledger.phase_seconds = {
         phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in kept]))
         for phase in Phase
         if phase in phases and any(phase in step.phase_seconds for step in kept)
     }
     ledger.facts["slow_steps_fraction"] = max(0.0, sum(walls) - value * len(walls)) / sum(walls)
-    return ledger.totals["step_seconds"]
+    return step
+
+
+def measured_mfu(flops: float, step: Estimate, peak: float, basis: str) -> Estimate:
+    """FLOPs of a step over its measured seconds and the peak, FLOP/s."""
+    low, high = step.low or step.value, step.high or step.value
+    return Estimate(flops / step.value / peak, Origin.MEASURED, basis, flops / high / peak, flops / low / peak)
 
 
 def measured_ledger(
@@ -110,12 +113,18 @@ def measured_ledger(
     if observed.steps:
         step = add_steps(ledger, observed.steps, tuple(Phase), tokens_per_step)
         peak = float(planned.facts["matmul_peak_flops_per_second"])
-        flops = totals["flops_per_step"].value
-        totals["mfu"] = Estimate(
-            flops / step.value / peak, Origin.MEASURED, planned.totals["mfu"].basis,
-            flops / (step.high or step.value) / peak, flops / (step.low or step.value) / peak,
-        )  # fmt: skip
-    _add_memory(ledger, observed, held, batch_bytes)
+        totals["mfu"] = measured_mfu(totals["flops_per_step"].value, step, peak, planned.totals["mfu"].basis)
+    profile, always = observed.profile or StepProfile(), {"batch": batch_bytes, **held}
+    above = profile.peak_bytes
+    add_memory(
+        ledger, always, profile.peak_parts, observed.cuda_peak_bytes,
+        None if above is None else sum(always.values()) + above,
+        "weights and optimizer state held, plus the highest moment of the recorded steps' allocations",
+    )  # fmt: skip
+    if observed.resident_peak_bytes is not None:
+        totals["resident_bytes"] = Estimate(
+            observed.resident_peak_bytes, Origin.MEASURED, "largest resident size of the process"
+        )
     if observed.profile is not None:
         ledger.lines = named_as(observed.profile.lines, planned.lines)
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
@@ -142,24 +151,15 @@ def machine_speed(planned: Ledger, run: Ledger) -> float | None:
     return total / slower
 
 
-def _add_memory(ledger: Ledger, observed: Observations, held: dict[str, int], batch_bytes: int) -> None:
-    measured = Origin.MEASURED
-    parts = observed.profile.peak_parts if observed.profile is not None else {}
-    components = {"weights": held["weights"], "gradients": parts.get("gradients"), "optimizer": held["optimizer"]}
-    components |= {"activations": parts.get("activations"), "temporaries": parts.get("temporaries")}
-    components |= {"batch": batch_bytes}
-    components |= {name: size for name, size in held.items() if name not in components}
-    ledger.memory = [MemoryLine(name, size, measured) for name, size in components.items()]
-    if observed.cuda_peak_bytes is not None:
-        ledger.totals["peak_bytes"] = Estimate(
-            observed.cuda_peak_bytes, measured, "highest allocated bytes on the device"
-        )
-    elif observed.profile is not None and observed.profile.peak_bytes is not None:
-        ledger.totals["peak_bytes"] = Estimate(
-            sum(held.values()) + batch_bytes + observed.profile.peak_bytes, measured,
-            "weights and optimizer state held, plus the highest moment of the recorded steps' allocations",
-        )  # fmt: skip
-    if observed.resident_peak_bytes is not None:
-        ledger.totals["resident_bytes"] = Estimate(
-            observed.resident_peak_bytes, measured, "largest resident size of the process"
-        )
+def add_memory(
+    ledger: Ledger, held: dict[str, int], parts: Mapping[str, int], cuda_peak: int | None, peak: int | None, basis: str
+) -> None:
+    """Components: what is `held` all the time and `parts` of the peak. The peak is the device's own count, else `peak`
+    with its `basis`."""
+    names = ("weights", "gradients", "optimizer", "activations", "temporaries")
+    sizes = {**dict.fromkeys(names), **held, **parts}
+    ledger.memory = [MemoryLine(name, size, Origin.MEASURED) for name, size in sizes.items()]
+    if cuda_peak is not None:
+        peak, basis = cuda_peak, "highest allocated bytes on the device"
+    if peak is not None:
+        ledger.totals["peak_bytes"] = Estimate(peak, Origin.MEASURED, basis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from torch import nn
 
 from ironlaw.errors import UserError
 from ironlaw.files import write_json, write_text
-from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Phase
+from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.habits import LOOKED_AT
-from ironlaw.observe.measured import add_steps, typical, warmup_steps
+from ironlaw.observe.measured import add_memory, add_steps, typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
 from ironlaw.observe.trials import attention_seconds, fused_calls, score_products
 from ironlaw.workload.module_source import Input
@@ -57,7 +58,6 @@ def write_observed(out: Path, observed: Observed) -> None:
 
 def _write_operations(path: Path, observed: Observed) -> str | None:
     """Trace one micro-batch; why not, if not."""
-    from ironlaw.workload.trace import trace
     from ironlaw.workload.trace_store import trace_to_json
 
     if observed.module is None:
@@ -66,13 +66,13 @@ def _write_operations(path: Path, observed: Observed) -> str | None:
         return "the module takes something that is no tensor, so it cannot be traced"
     precision = observed.facts["autocast"]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            traced = trace(observed.module, observed.signature, precision=precision or "as is")
+        document = trace_to_json(_traced(observed.module, observed.signature, precision))
     except UserError as error:
         return str(error)
-    document = trace_to_json(traced)
-    document["variants"] = {name: trace_to_json(v) for name, v in _variants(observed, precision).items()}
+    document["variants"] = {}
+    for name, how in _variants(observed, precision).items():
+        with suppress(UserError):
+            document["variants"][name] = trace_to_json(_traced(observed.module, *how))
     write_json(path, document)
     if observed.facts["device"] == "cpu":
         precision = observed.facts.get("precision")
@@ -87,28 +87,26 @@ def larger_by(facts: dict[str, Any]) -> int:
     return accumulation if accumulation > 1 else BATCH_FACTOR
 
 
-def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
-    """The same module as it could be run: what a remedy is worth is the difference of two plans."""
+def _traced(module: nn.Module, inputs: list[Input], precision: Any) -> Any:
     from ironlaw.workload.trace import trace
 
-    assert observed.module is not None and observed.signature is not None
-    wanted: dict[str, tuple[list[Input], str]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trace(module, inputs, precision=precision or "as is")
+
+
+def _variants(observed: Observed, precision: str | None) -> dict[str, tuple[list[Input], str | None]]:
+    """Inputs and precision of the same module as it could be run: a remedy is worth the difference of two plans."""
+    assert observed.signature is not None
+    wanted: dict[str, tuple[list[Input], str | None]] = {}
     if observed.facts["precision"] == "fp32":
         wanted["bf16"] = observed.signature, "bf16"
     batches = {i.shape[0] for i in observed.signature if i.shape}
     if len(batches) == 1:  # else it is no batch: nodes and edges of one graph
         factor = larger_by(observed.facts) * batches.pop()
         larger = [replace(i, shape=(factor, *i.shape[1:])) if i.shape else i for i in observed.signature]
-        wanted["larger_batch"] = larger, precision or "as is"
-    made = {}
-    for name, (inputs, cast) in wanted.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                made[name] = trace(observed.module, inputs, precision=cast)  # type: ignore[arg-type]
-        except UserError:
-            continue
-    return made
+        wanted["larger_batch"] = larger, precision
+    return wanted
 
 
 def observed_ledger(observed: Observed) -> Ledger:
@@ -151,21 +149,12 @@ def _wall(observed: Observed) -> dict[str, float]:
 
 
 def _add_profile(ledger: Ledger, observed: Observed) -> None:
-    profile, measured = observed.profile, Origin.MEASURED
+    profile = observed.profile
     peak = profile.memory if profile is not None else None
-    parts: dict[str, int | None] = dict(peak.parts) if peak else {
-        "weights": observed.held["weights"], "gradients": None, "optimizer": observed.held["optimizer"],
-        "activations": None, "temporaries": None,
-    }  # fmt: skip
-    ledger.memory = [MemoryLine(name, size, measured) for name, size in parts.items()]
-    if observed.cuda_peak_bytes is not None:
-        ledger.totals["peak_bytes"] = Estimate(
-            observed.cuda_peak_bytes, measured, "highest allocated bytes on the device"
-        )
-    elif peak is not None:
-        ledger.totals["peak_bytes"] = Estimate(
-            peak.bytes, measured, "highest moment of the recorded steps' allocations, and what was there before"
-        )
+    add_memory(
+        ledger, observed.held, peak.parts if peak else {}, observed.cuda_peak_bytes, peak.bytes if peak else None,
+        "highest moment of the recorded steps' allocations, and what was there before",
+    )  # fmt: skip
     if profile is None:
         return
     ledger.lines = profile.lines

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Self
 
 import torch
@@ -25,21 +25,8 @@ EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
-_LOGGERS = (
-    "logging",
-    "wandb",
-    "mlflow",
-    "tensorboard",
-    "tensorboardX",
-    "comet_ml",
-    "neptune",
-    "rich",
-    "tqdm",
-    "matplotlib",
-    "seaborn",
-    "plotly",
-    "PIL",
-)
+_LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
+            "matplotlib", "seaborn", "plotly", "PIL")  # fmt: skip
 
 
 class StackSampler:
@@ -65,9 +52,7 @@ class StackSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
         sys.setswitchinterval(self._interval)

@@ -57,10 +57,10 @@ def timeline(segments: Iterable[Segment], begin: int, end: int) -> dict[str, Any
     while len(merged) > MOST_SEGMENTS:
         shortest *= 2
         merged = _merge(merged, shortest)
-    shown = []
-    for s in merged:
-        entry = asdict(s) | {"start": (max(s.start, begin) - begin) / 1e9, "end": (min(s.end, end) - begin) / 1e9}
-        shown.append(entry)
+    shown = [
+        asdict(s) | {"start": (max(s.start, begin) - begin) / 1e9, "end": (min(s.end, end) - begin) / 1e9}
+        for s in merged
+    ]
     return {"seconds": whole / 1e9, "lanes": list(dict.fromkeys(s.lane for s in merged)), "segments": shown}
 
 

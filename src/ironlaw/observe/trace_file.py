@@ -23,17 +23,7 @@ _WHERE = {
     "kernel": DEVICE, "gpu_memcpy": DEVICE, "gpu_memset": DEVICE, "privateuse1_runtime": RUNTIME,
     "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "hip_runtime": RUNTIME, "xpu_runtime": RUNTIME,
 }  # fmt: skip
-_KEPT = (
-    "Input Dims",
-    "Input type",
-    "Collective name",
-    "In msg nelems",
-    "dtype",
-    "Group size",
-    "stream",
-    "bytes",
-    "correlation",
-)
+_KEPT = ("Input Dims", "Input type", "Group size", "correlation")  # of an event's arguments
 
 
 @dataclass
@@ -130,18 +120,14 @@ def _event(raw: dict[str, Any]) -> Event | None:
     if raw.get("ph") != "X" or where is None or "dur" not in raw:
         return None
     try:
-        return _parsed(raw, where)
-    except (TypeError, ValueError, OverflowError, AttributeError):  # no number where one belongs
+        args = raw.get("args") or {}
+        start = round(float(raw["ts"]) * 1e3)
+        lane = args.get("stream", raw.get("tid", 0)) if where == DEVICE else raw.get("tid", 0)
+        hash(lane)
+        return Event(
+            str(raw.get("name", "")), start, start + round(float(raw["dur"]) * 1e3), where, lane,
+            int(args.get("Sequence number", -1)), int(args.get("External id", args.get("correlation", 0)) or 0),
+            {name: args[name] for name in _KEPT if name in args},
+        )  # fmt: skip
+    except (TypeError, ValueError, OverflowError, AttributeError, KeyError):  # no number where one belongs
         return None
-
-
-def _parsed(raw: dict[str, Any], where: str) -> Event:
-    args = raw.get("args") or {}
-    start = round(float(raw["ts"]) * 1e3)
-    lane = args.get("stream", raw.get("tid", 0)) if where == DEVICE else raw.get("tid", 0)
-    hash(lane)
-    return Event(
-        str(raw.get("name", "")), start, start + round(float(raw["dur"]) * 1e3), where, lane,
-        int(args.get("Sequence number", -1)), int(args.get("External id", args.get("correlation", 0)) or 0),
-        {name: args[name] for name in _KEPT if name in args},
-    )  # fmt: skip

@@ -95,7 +95,9 @@ def _money(
         rate, told = prices.usd_per_hour, "--price-per-hour"
         facts["rent"] = {"usd_per_hour": rate, "provider": "given", "date": "", "source": told}
     elif quotes:
-        chosen = _usual_quote(cluster, quotes)
+        # The quote of the node that was asked for, else the most recent one.
+        of_node = (quote for quote in quotes if cluster.node.name in re.sub(r"[. ]", "-", quote.provider.lower()))
+        chosen = next(of_node, max(quotes, key=lambda quote: quote.date))
         rate, told = chosen.usd.value, f"{chosen.provider}, {chosen.date}"
         facts["rent"] = _quote(chosen)
     else:
@@ -121,14 +123,6 @@ def _money(
     estimates["break_even_runs"] = Estimate(
         runs, Origin.CALCULATED, "purchase / rent of this run", bounds[0], bounds[1]
     )
-
-
-def _usual_quote(cluster: Cluster, quotes: list[Quote]) -> Quote:
-    """The quote of the node that was asked for, else the most recent one."""
-    for quote in quotes:
-        if cluster.node.name in re.sub(r"[. ]", "-", quote.provider.lower()):
-            return quote
-    return max(quotes, key=lambda quote: quote.date)
 
 
 def _quote(quote: Quote) -> dict[str, Any]:

@@ -53,9 +53,12 @@ class CataloguedAccelerator:
         causal = scores <= tokens * tokens / 2
         side = round((2 * scores if causal else scores) ** 0.5)
         direction = "backward" if op.phase is Phase.BACKWARD else "forward"
+        # Of a head's value: what its FLOPs leave beside those of scores, two per score and element of a key.
+        products = 4 if op.phase is Phase.BACKWARD else 2
+        value_size = (op.flops or 0) / (products * op.elements) - size if op.flops and op.elements else size
         seconds = attention_seconds(
             sequences, side, heads, kv_heads, size, causal, dtype if dtype in ("bf16", "fp16") else "bf16",
-            hardware=self.hardware, direction=direction, sustained=True, value_size=_value_size(op, size),
+            hardware=self.hardware, direction=direction, sustained=True, value_size=value_size,
         )  # fmt: skip
         if dtype not in ("bf16", "fp16"):  # no flash kernel: as slow as the peaks are apart
             flops = (op.flops or 0) * (BACKWARD_FLOPS_RATIO / 2 if direction == "backward" else 1.0)
@@ -70,9 +73,3 @@ class CataloguedAccelerator:
     def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
         assert self.fabric is not None
         return float(collective_seconds(kind, size, ranks, fabric=self.fabric))
-
-
-def _value_size(op: Operation, size: int) -> float:
-    """Of a head's value: what its FLOPs leave beside those of scores, two per score and element of a key."""
-    products = 4 if op.phase is Phase.BACKWARD else 2
-    return (op.flops or 0) / (products * op.elements) - size if op.flops and op.elements else size

@@ -39,15 +39,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class AttentionChoice:
-    """The kernel, PyTorch's "fused" or our "native" one, and why."""
+class Decision:
+    """What a plan decided on, and why."""
 
     value: str
     reason: str
 
 
-def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tuple[Recipe, AttentionChoice]:
-    """`recipe` with the kernel that the config names, or with `auto` the one that takes less time here.
+def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tuple[Recipe, Decision]:
+    """`recipe` with the kernel that the config names, or with `auto` the one that takes less time here: PyTorch's
+    "fused" one, or our "native" one.
 
     UserError where the one that it names cannot compute this attention.
     """
@@ -66,12 +67,12 @@ def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tup
             "a C compiler"
         )
     if wanted != "auto":
-        return (native if wanted == "native" else recipe), AttentionChoice(wanted, "train.attention in the config")
+        return (native if wanted == "native" else recipe), Decision(wanted, "train.attention in the config")
     if not possible:
-        return recipe, AttentionChoice("fused", "what attention is here, no other kernel computes")
+        return recipe, Decision("fused", "what attention is here, no other kernel computes")
     if not profile.native_is_faster(measured, config.sequence, config.model.size_of_head):
-        return recipe, AttentionChoice("fused", "as fast as Ironlaw's own at this shape, as measured")
-    return native, AttentionChoice("native", "takes less time than PyTorch's fused kernel at this shape, as measured")
+        return recipe, Decision("fused", "as fast as Ironlaw's own at this shape, as measured")
+    return native, Decision("native", "takes less time than PyTorch's fused kernel at this shape, as measured")
 
 
 @dataclass(frozen=True)

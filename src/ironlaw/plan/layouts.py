@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ironlaw import units
 from ironlaw.config import RunConfig
@@ -20,24 +20,15 @@ from ironlaw.plan.step import StepPlan, choose_precision, plan_step
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sizes import divisors
 
+if TYPE_CHECKING:
+    from ironlaw.plan.cluster.estimate import ClusterPlan
+
 SIMPLER = 0.01
 """Within so much of the best, the layout with fewer kinds of parallelism: the plan's own error is larger."""
 
 
-class PlannedLayout(Protocol):
-    """Of one rank: the fullest, and the slowest."""
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def peak_bytes(self) -> float: ...
-    @property
-    def fits(self) -> bool: ...
-
-
-Plan = TypeVar("Plan", bound=PlannedLayout)
+Plan = TypeVar("Plan", bound="StepPlan | ClusterPlan")
+"""Seconds and bytes of one rank: the slowest, and the fullest."""
 
 
 @dataclass(frozen=True)

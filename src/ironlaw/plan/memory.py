@@ -13,8 +13,9 @@ copies both.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.plan.memory_walk import Peak, Walk
@@ -43,6 +44,17 @@ def peak_memory(program: Program, position: int = 0) -> Peak:
     return _Rank(program, position).peak()
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """What FSDP gathers at a time, in bytes: rows are padded to a multiple of the ranks that share them."""
+
+    sharing: int
+    gathered: float
+    gradients: float  # of what is trained
+    reduced: float  # the same, padded
+    whole: float  # gradients of everything
+
+
 class _Rank:
     def __init__(self, program: Program, position: int) -> None:
         self.program, self.recipe, self.position = program, program.recipe, position
@@ -56,9 +68,16 @@ class _Rank:
         self.expert_dp = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
         self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
-        self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
+        self.alike: dict[Hashable, _Unit] = {}
+        self.units = {
+            s: {
+                name: self._unit(tensors)
+                for name, tensors in parameter_groups(program.model, self.parameters[s], layout.ep, chunked).items()
+            }
+            for s in self.stages
+        }
         self.walk = Walk()
-        self.gathered: set[tuple[int, str]] = set()
+        self.gathered = dict.fromkeys(self.stages, frozenset[str]())
         self.reduced: set[tuple[int, str]] = set()
         self.has_gradients: set[int] = set()
         self.waiting_buffer = 0.0  # of the last reduction
@@ -68,8 +87,8 @@ class _Rank:
         # Once every pass has come by after every other, further micro-batches hold nothing new.
         steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
         self.walked = min(self.micro_batches, 2 * layout.pp + 1) if steady else self.micro_batches
-        self.unfinished = 0.0
-        self.waiting: dict[tuple[int, int], float] = {}  # of a split pass: what its gradients of weights need
+        self.after: dict[Hashable, frozenset[str]] = {}  # what a pass leaves gathered
+        self.waiting: dict[int, float] = {}  # of a split pass of a stage: what its gradients of weights need
         self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
         self.inputs_only: dict[int, tuple[Operation, ...]] = {}
 
@@ -79,13 +98,17 @@ class _Rank:
         """Ranks that FSDP shards a tensor over."""
         return self.expert_dp if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
 
-    def padded(self, tensors: list[Parameter]) -> float:
-        """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
-        return float(sum(p.bytes * self.sharing(p) for p in map(self.shard_of, tensors)))
-
-    def shard_of(self, parameter: Parameter) -> Parameter:
-        """This rank's part."""
-        return shard_of(parameter, self.program.model, self.layout.ep, self.sharing(parameter))
+    def _unit(self, tensors: list[Parameter]) -> _Unit:
+        """Equal ones are worked out once."""
+        key = tuple((p.shape, p.width, p.trained) for p in tensors)
+        if key not in self.alike:
+            shares = self.sharing(tensors[0])
+            parts = [(p, shard_of(p, self.program.model, self.layout.ep, shares).bytes * shares) for p in tensors]
+            self.alike[key] = _Unit(
+                shares, sum(size for _, size in parts), sum(p.elements for p in tensors if p.trained) * FP32,
+                sum(size for p, size in parts if p.trained), sum(p.elements for p in tensors) * FP32,
+            )  # fmt: skip
+        return self.alike[key]
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)
@@ -112,7 +135,7 @@ class _Rank:
                 if last and self.program.remainder:
                     self.layers[0] = self._resident(self.program.remainder)
                 self._forward(0)
-                self._backward(0, last=last, piped=False)
+                self._backward(0, last=last)
         self._finish()
         update = max((op.temporary_bytes for s in self.stages for op in self.program.stages[s].update), default=0)
         if mine and not recipe.offloads_optimizer:
@@ -173,20 +196,23 @@ class _Rank:
             others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
             self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
         self.walk.look("messages")
+        buffers = self.walk.now["messages"]
         for p in passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.walked, self.position):
-            if p.kind == "F":
-                self._forward(p.stage)
-            elif p.stage == 0 and p.kind == "I":
-                pass  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
-            elif p.kind == "B" or p.stage == 0:
-                self._backward(p.stage, last=False, piped=True)
-            elif p.kind == "I":
-                self._inputs(p.stage, p.micro_batch)
-            else:
-                self._weights(p.stage, p.micro_batch)
-        self.walk.now["messages"] -= self.unfinished
+            self._pass("B" if p.stage == 0 and p.kind == "W" else p.kind, p.stage)
+        self.walk.now["messages"] = buffers
         for stage in self.stages if self.fsdp else ():
             self._reduce_all(stage)
+
+    def _pass(self, kind: str, stage: int) -> None:
+        """One of a pipeline, which is the same whenever it finds the same weights gathered and gradients there."""
+        if kind == "I" and stage == 0:
+            return  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
+        walked = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}[kind]
+        key = kind, stage, self.gathered[stage], stage in self.has_gradients
+        self.walk.repeat(key, partial(walked, stage))
+        self.gathered[stage] = self.after.setdefault(key, self.gathered[stage])  # as the first of them left it
+        if kind in "BW":
+            self.has_gradients.add(stage)
 
     def _blocks(self, stage: int) -> list[Layer]:
         return [layer for layer in self.layers[stage] if layer.name not in (EMBEDDING, HEAD)]
@@ -197,14 +223,15 @@ class _Rank:
         for layer in self.layers[stage]:
             self._gather(stage, layer.name)
             walk.run(layer.forward)
-            self._release(stage, layer.name)
+            if self.layout.zero == 3:
+                self._release(stage, *self._parts(stage, layer.name))
         # Autocast remembers its copies of weights until the pass is over; where nothing runs again they are kept.
         walk.now["activations"] -= sum(layer.cast_weight_bytes for layer in self.layers[stage])
         walk.add("gathered", -self.last_gather, "")
         self.last_gather = 0.0
 
-    def _backward(self, stage: int, last: bool, piped: bool) -> None:
-        walk = self.walk
+    def _backward(self, stage: int, last: bool = False) -> None:
+        walk, piped = self.walk, self.layout.pp > 1
         adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
         # DDP copies gradients into its buckets with the last micro-batch; until then they are tensors of their own.
         keeps = not (adding or (self.ddp and self.micro_batches == 1))
@@ -214,7 +241,7 @@ class _Rank:
         ready, reduced = 0.0, 0
         for index, layer in enumerate(order):
             backward = layer.backward
-            if layer.name == HEAD and HEAD in self.groups[stage]:  # the loss is the root's, before the output layer
+            if layer.name == HEAD and HEAD in self.units[stage]:  # the loss is the root's, before the output layer
                 self._regather(stage, "root", [HEAD])
                 walk.run([op for op in backward if op.kind is Kind.LOSS], keeps)
                 backward = tuple(op for op in backward if op.kind is not Kind.LOSS)
@@ -222,10 +249,10 @@ class _Rank:
             walk.run(layer.recomputed, keeps)
             walk.run(backward, keeps)
             if self.ddp and last:
-                ready += sum(p.elements for p in self.groups[stage].get(layer.name, ())) * FP32
+                ready += self.units[stage][layer.name].whole if layer.name in self.units[stage] else 0.0
                 reduced = self._buckets(ready if index + 1 < len(order) else self.whole(stage), reduced)
             if layer.name != EMBEDDING:
-                self._after_backward(stage, layer.name, last, piped)
+                self._after_backward(stage, layer.name, last)
         if stage != 0:
             walk.now["temporaries"] -= self.stream
             walk.now["activations"] += self.stream  # the input is a buffer for messages
@@ -235,18 +262,17 @@ class _Rank:
             self._sent(stage, stage + 1)
         self.has_gradients.add(stage)
         if self.fsdp and not piped:
-            self._after_backward(stage, "root", last, piped)
-            self._after_backward(stage, EMBEDDING, last, piped)  # tokens have no gradient that would tell
+            self._after_backward(stage, "root", last)
+            self._after_backward(stage, EMBEDDING, last)  # tokens have no gradient that would tell
             if last:  # else the buffer of the last reduction stays until the next one
                 walk.now["reducing"] -= self.waiting_buffer
                 self.waiting_buffer = 0.0
 
     def _sent(self, stage: int, to: int) -> None:
         if self.sends_late and to not in self.stages:
-            self.unfinished += self.stream
             self.walk.add("messages", self.stream, "messages")
 
-    def _inputs(self, stage: int, micro_batch: int) -> None:
+    def _inputs(self, stage: int) -> None:
         """Gradients of inputs alone: nothing that was saved is freed, and gradients of wide layers' outputs stay."""
         shape, walk = self.program.shape, self.walk
         assert shape is not None
@@ -265,7 +291,7 @@ class _Rank:
             walk.add("activations", ends if layer.name == HEAD else wide, "gradients of inputs")
             walk.run(self._of_inputs(layer))
         walk.now["temporaries"] = start
-        self.waiting[stage, micro_batch] = walk.now["activations"] - before + saved
+        self.waiting[stage] = walk.now["activations"] - before + saved
         if stage != 0:
             self._sent(stage, stage - 1)
         if stage != self.last:
@@ -279,12 +305,11 @@ class _Rank:
             self.inputs_only[id(layer.backward)] = found
         return found
 
-    def _weights(self, stage: int, micro_batch: int) -> None:
+    def _weights(self, stage: int) -> None:
         """Gradients of weights: what waited for them goes."""
         if stage not in self.has_gradients:
             self.walk.add("gradients", self.whole(stage), "gradients of weights")
-            self.has_gradients.add(stage)
-        self.walk.now["activations"] -= self.waiting.pop((stage, micro_batch))
+        self.walk.now["activations"] -= self.waiting[stage]
 
     def _saved(self, stage: int) -> float:
         """What a forward pass leaves, its input left out where that is a buffer for messages."""
@@ -292,89 +317,80 @@ class _Rank:
 
     # -- what FSDP does ----------------------------------------------------------------------------------------
 
-    def _gather(self, stage: int, unit: str) -> None:
-        if unit + EXPERTS in self.groups[stage]:
-            self._gather(stage, unit + EXPERTS)
-        tensors = self.groups[stage].get(unit)
-        if not self.fsdp or tensors is None or (stage, unit) in self.gathered:
-            return
-        self.gathered.add((stage, unit))
-        size = self.padded(tensors)
-        if self.sharing(tensors[0]) > 1:
-            self.walk.add("gathered", size, f"gathering {unit}")
-            self._copied(size, f"gathering {unit}", tensors)
-            self.walk.now["gathered"] -= self.last_gather
-            self.last_gather = size
-        self.walk.add("gathered", size, f"weights of {unit}")
+    def _parts(self, stage: int, *layers: str) -> Iterator[str]:
+        """Units of layers, experts after the rest of their block."""
+        return (part for layer in layers for part in (layer, layer + EXPERTS) if part in self.units[stage])
 
-    def _release(self, stage: int, unit: str) -> None:
-        if unit + EXPERTS in self.groups[stage]:
-            self._release(stage, unit + EXPERTS)
-        if self.layout.zero == 3 and (stage, unit) in self.gathered:
-            self.gathered.remove((stage, unit))
-            self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
+    def _gather(self, stage: int, layer: str) -> None:
+        for name in reversed([*self._parts(stage, layer)]) if self.fsdp else ():
+            unit = self.units[stage][name]
+            if name in self.gathered[stage]:
+                continue
+            self.gathered[stage] |= {name}
+            if unit.sharing > 1:
+                self.walk.add("gathered", unit.gathered, f"gathering {name}")
+                self._copied(unit.gathered, f"gathering {name}", unit)
+                self.walk.now["gathered"] -= self.last_gather
+                self.last_gather = unit.gathered
+            self.walk.add("gathered", unit.gathered, f"weights of {name}")
 
-    def _regather(self, stage: int, unit: str, following: list[str]) -> None:
-        """Backward: the unit's weights out of the buffer that was gathered ahead, and the next one's buffer."""
+    def _release(self, stage: int, *units: str) -> None:
+        for name in self.gathered[stage].intersection(units):
+            self.walk.now["gathered"] -= self.units[stage][name].gathered
+        self.gathered[stage] -= set(units)
+
+    def _regather(self, stage: int, layer: str, following: list[str]) -> None:
+        """Backward: the layer's weights out of the buffer that was gathered ahead, and the next one's buffer."""
         if not self.fsdp or self.layout.zero != 3:
             return
         walk = self.walk
-        for which in [part for one in (unit, *following) for part in (one, one + EXPERTS)]:
-            tensors = self.groups[stage].get(which)
-            if tensors is None or (stage, which) in self.gathered:
+        for name in self._parts(stage, layer, *following):
+            unit = self.units[stage][name]
+            if name in self.gathered[stage]:
                 continue
-            size = self.padded(tensors)
-            if (stage, which) not in self.ahead:
-                self.ahead[stage, which] = size
-                walk.add("gathered", size, f"gathering {which}")
-                self._copied(size, f"gathering {which}", tensors)
-            if which.removesuffix(EXPERTS) == unit:
-                walk.add("gathered", size, f"weights of {which}")
-                walk.now["gathered"] -= self.ahead.pop((stage, which))
-                self.gathered.add((stage, which))
+            if (stage, name) not in self.ahead:
+                self.ahead[stage, name] = unit.gathered
+                walk.add("gathered", unit.gathered, f"gathering {name}")
+                self._copied(unit.gathered, f"gathering {name}", unit)
+            if name.removesuffix(EXPERTS) == layer:
+                walk.add("gathered", unit.gathered, f"weights of {name}")
+                walk.now["gathered"] -= self.ahead.pop((stage, name))
+                self.gathered[stage] |= {name}
 
-    def _after_backward(self, stage: int, unit: str, last: bool, piped: bool) -> None:
-        if unit + EXPERTS in self.groups[stage]:
-            self._after_backward(stage, unit + EXPERTS, last, piped)
-        tensors = self.groups[stage].get(unit)
-        if not self.fsdp or tensors is None or piped:
+    def _after_backward(self, stage: int, layer: str, last: bool) -> None:
+        if not self.fsdp or self.layout.pp > 1:
             return
-        zero = self.layout.zero
-        if (last or zero == 3) and (stage, unit) in self.gathered:
-            self.gathered.remove((stage, unit))
-            self.walk.now["gathered"] -= self.padded(tensors)
-        if last or zero >= 2:
-            self._reduce(stage, unit, tensors)
+        for name in reversed([*self._parts(stage, layer)]):
+            if last or self.layout.zero == 3:
+                self._release(stage, name)
+            if last or self.layout.zero >= 2:
+                self._reduce(stage, name)
 
-    def _reduce(self, stage: int, unit: str, tensors: list[Parameter]) -> None:
-        tensors = [p for p in tensors if p.trained]
-        if not tensors:
+    def _reduce(self, stage: int, name: str) -> None:
+        walk, unit = self.walk, self.units[stage][name]
+        if not unit.reduced:
             return
-        walk, size = self.walk, self.padded(tensors)
-        narrow = size * (0.5 if self.recipe.communication.gradients == "bf16" else 1.0)
+        sent = unit.reduced * (0.5 if self.recipe.communication.gradients == "bf16" else 1.0)
         walk.now["reducing"] -= self.waiting_buffer
-        walk.add("reducing", narrow, f"gradients of {unit} copied")
-        self.waiting_buffer = narrow
-        walk.now["gradients"] -= sum(p.elements for p in tensors) * FP32
-        first = (stage, unit) not in self.reduced
-        walk.add("gradients", size / self.sharing(tensors[0]), f"reducing {unit}")
-        self._copied(narrow, f"reducing {unit}", tensors)
-        if not first:
-            walk.now["gradients"] -= size / self.sharing(tensors[0])
-        self.reduced.add((stage, unit))
+        walk.add("reducing", sent, f"gradients of {name} copied")
+        self.waiting_buffer = sent
+        walk.now["gradients"] -= unit.gradients
+        walk.add("gradients", unit.reduced / unit.sharing, f"reducing {name}")
+        self._copied(sent, f"reducing {name}", unit)
+        if (stage, name) in self.reduced:
+            walk.now["gradients"] -= unit.reduced / unit.sharing
+        self.reduced.add((stage, name))
 
-    def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
+    def _copied(self, size: float, where: str, unit: _Unit) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
-        if self.sharing(tensors[0]) > 1 and self.recipe.gloo:
+        if unit.sharing > 1 and self.recipe.gloo:
             self.walk.passing("temporaries", size, where)
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""
-        for unit in reversed(list(self.groups[stage])):
-            if (stage, unit) in self.gathered:
-                self.gathered.remove((stage, unit))
-                self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
-            self._reduce(stage, unit, self.groups[stage][unit])
+        for name in reversed(self.units[stage]):
+            self._release(stage, name)
+            self._reduce(stage, name)
         self.walk.now["reducing"] -= self.waiting_buffer
         self.waiting_buffer = 0.0
 

@@ -4,14 +4,15 @@
     walk.run(layer.forward)
     walk.peak.total, walk.peak.where
 
-A layer is walked operation by operation once; layers that share its operations rise and fall as it does.
+What comes again, operations that layers share or a whole pass, is walked once: after that it rises and falls as then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ironlaw.ledger import MemoryLine
 from ironlaw.workload.operations import Operation
@@ -31,7 +32,7 @@ class Peak:
     where: str
     components: dict[str, float]
 
-    @property
+    @cached_property
     def total(self) -> float:
         return sum(self.components.values())
 
@@ -47,13 +48,10 @@ class Peak:
 
 @dataclass(frozen=True)
 class MemoryDelta:
-    """Operations in a row, in bytes above where they start: what they leave, and their highest moment."""
+    """Something in a row, in bytes by component above where it starts: what it leaves, and its highest moment."""
 
-    saved: float
-    temporary: float
-    gradients: float
-    highest: tuple[float, float, float]  # the same three at that moment
-    where: str
+    left: dict[str, float]
+    highest: Peak
 
     @classmethod
     def of(cls, operations: Iterable[Operation], keeps_gradients: bool) -> MemoryDelta:
@@ -69,7 +67,9 @@ class MemoryDelta:
                 highest, most, where = (saved, temporary + passing, gradients), total, f"{op.name}, {op.phase}"
             saved -= op.frees_saved_bytes
             temporary -= op.frees_temporary_bytes
-        return cls(saved, temporary, gradients, highest, where)
+        names = ("activations", "temporaries", "gradients")
+        left = (saved, temporary, gradients)
+        return cls(dict(zip(names, left, strict=True)), Peak(where, dict(zip(names, highest, strict=True))))
 
 
 @dataclass
@@ -78,7 +78,8 @@ class Walk:
 
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0))
     peak: Peak = Peak("start", {})
-    known: dict[tuple[int, bool], tuple[Sequence[Operation], MemoryDelta]] = field(default_factory=dict)
+    known: dict[Hashable, MemoryDelta] = field(default_factory=dict)
+    operations: list[Sequence[Operation]] = field(default_factory=list)  # known by their identity, which they keep
 
     def add(self, component: str, size: float, where: str) -> None:
         self.now[component] += size
@@ -97,17 +98,28 @@ class Walk:
     def run(self, operations: Sequence[Operation], keeps_gradients: bool = True) -> None:
         if not operations:
             return
-        known = self.known.get((id(operations), keeps_gradients))
-        if known is None:  # kept with the operations, whose identity is the key
-            known = self.known[id(operations), keeps_gradients] = (
-                operations,
-                MemoryDelta.of(operations, keeps_gradients),
-            )
-        rise, now = known[1], self.now
-        saved, temporary, gradients = rise.highest
-        if sum(now.values()) + saved + temporary + gradients > self.peak.total:
-            more = {"activations": saved, "temporaries": temporary, "gradients": gradients}
-            self.peak = Peak(rise.where, {name: size + more.get(name, 0) for name, size in now.items()})
-        now["activations"] += rise.saved
-        now["temporaries"] += rise.temporary
-        now["gradients"] += rise.gradients
+        key = id(operations), keeps_gradients
+        if key not in self.known:
+            self.operations.append(operations)
+            self.known[key] = MemoryDelta.of(operations, keeps_gradients)
+        self._take(self.known[key])
+
+    def repeat(self, key: Hashable, walked: Callable[[], None]) -> None:
+        """What `walked` does, which is the same whenever the key is."""
+        if key in self.known:
+            return self._take(self.known[key])
+        before, highest = dict(self.now), self.peak
+        self.peak = Peak("", {"": -math.inf})
+        walked()
+        left = {name: size - before[name] for name, size in self.now.items() if size != before[name]}
+        here = {name: size - before.get(name, 0) for name, size in self.peak.components.items()}
+        self.known[key] = MemoryDelta(left, Peak(self.peak.where, here))
+        self.peak = max(highest, self.peak, key=lambda peak: peak.total)
+
+    def _take(self, rise: MemoryDelta) -> None:
+        now = self.now
+        if sum(now.values()) + rise.highest.total > self.peak.total:
+            more = rise.highest.components
+            self.peak = Peak(rise.highest.where, {name: size + more.get(name, 0) for name, size in now.items()})
+        for name, size in rise.left.items():
+            now[name] += size

@@ -9,6 +9,7 @@ imported when a module is traced, not before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.lines import collective_costs, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
-from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
+from ironlaw.workload.module_source import read_inputs, resolve_module
 from ironlaw.workload.program import Program, replicated, step_of_trace
 from ironlaw.workload.updates import Loop
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from ironlaw.workload.trace import Loss
     from ironlaw.workload.trace_inputs import Inputs
     from ironlaw.workload.trace_store import ModuleTrace
-
-__all__ = ["Input", "parse_input", "plan_module", "plan_traced", "resolve_module"]
 
 EAGER_FRAMEWORK = "torchtitan"
 """Whose engine says how much slower PyTorch's kernels are in a run than alone."""
@@ -249,8 +248,8 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
 
 def _types(traced: ModuleTrace) -> str:
     """The types that the matrix products run in, the busiest first."""
-    flops: dict[str, int] = {}
+    flops = Counter[str]()
     for op in traced.operations:
         if op.flops:
-            flops[op.dtype] = flops.get(op.dtype, 0) + op.flops
-    return " and ".join(sorted(flops, key=lambda dtype: -flops[dtype])) or "no matrix products"
+            flops[op.dtype] += op.flops
+    return " and ".join(dtype for dtype, _ in flops.most_common()) or "no matrix products"

@@ -22,9 +22,7 @@ from ironlaw.model.huggingface.configs import is_config_file, left_out, read_con
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.totals import fits
-from ironlaw.plan.work import Assumption, settle
-
-__all__ = ["Options", "PlanOutcome", "plan_on_this", "plan_request"]
+from ironlaw.plan.work import Assumption, assume_unsaid, settle
 
 
 def plan_request(
@@ -71,7 +69,6 @@ TRACED_SEQUENCE = 2048
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
     from ironlaw.plan.module import plan_module
-    from ironlaw.plan.totals import fits as traced_fits
     from ironlaw.workload.module_source import Input
     from ironlaw.workload.transformers_source import causal_decoder
 
@@ -94,13 +91,12 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
     kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
     assumed = [Assumption("planned by", "tracing", f"{refusal}; {kind}", "")]
     assumed += [Assumption(*one) for one in ledger.facts["assumed"]]
-    for name, said, value, flag in (
+    assumed += assume_unsaid(
+        "a first try",
         ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
         ("global batch", given.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
-    ):
-        if said is None:
-            assumed.append(Assumption(name, value, "a first try", flag))
-    return PlanOutcome(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+    )
+    return PlanOutcome(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
@@ -138,12 +134,6 @@ def _overridden(model: ModelConfig, overrides: Sequence[str]) -> RequestedModel:
     return RequestedModel(model, config if config.finetune.adapts else None)
 
 
-def plan_on_this(config: RunConfig) -> PlanOutcome:
-    """The plan of a config on the measured machine."""
-    ledger = plan_run(config, load_profile())
-    return PlanOutcome(ledger, fits(ledger))
-
-
 THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 """Assumed on this machine, where a model comes without a config: small enough to be tried."""
 
@@ -161,13 +151,12 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
         train = TrainConfig(sequence=sequence, global_batch=THIS_BATCH, steps=THIS_STEPS)
         config = RunConfig(model=requested.model, train=train)
         given = options.work
-        wanted = (
+        assumed = assume_unsaid(
+            "a first try on one machine",
             ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
             ("global batch", given.global_batch, f"{THIS_BATCH} sequences", "--global-batch"),
             ("steps", given.steps or given.tokens, f"{THIS_STEPS:,}", "--steps or --tokens"),
         )
-        reason = "a first try on one machine"
-        assumed = [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
     work = settle(requested.model, options.work, 1, config)
     changed = {"sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps}
     if options.precision:
@@ -182,5 +171,6 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
 
         answer = result_on_ranks(settled, options)
     else:
-        answer = plan_on_this(settled)
+        ledger = plan_run(settled, load_profile())
+        answer = PlanOutcome(ledger, fits(ledger))
     return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})

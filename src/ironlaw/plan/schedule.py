@@ -5,6 +5,7 @@ played = simulate_pipeline(passes("1f1b", pp=2, virtual=1, micro_batches=4), sec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ class _Play:
             waiting = self._start()
             if not self.remaining and not waiting:
                 break
-            speed = {rank: _speed(rank, list(self.remaining), self.cores) for rank in self.remaining}
+            hosts = {rank: self.cores(rank) for rank in self.remaining}
+            together = Counter(host for host, _ in hosts.values())
+            speed = {rank: min(1.0, there / together[host]) for rank, (host, there) in hosts.items()}
             until = min([self.now + left / speed[rank] for rank, left in self.remaining.items()] + waiting)
             for rank in self.remaining:
                 self.remaining[rank] -= (until - self.now) * speed[rank]
@@ -116,9 +119,3 @@ class _Play:
             self.arrived[target] = self.now
         else:
             self.offered[target] = rank, self.now
-
-
-def _speed(rank: int, active: list[int], cores: Callable[[int], tuple[int, float]]) -> float:
-    host, there = cores(rank)
-    together = sum(cores(other)[0] == host for other in active)
-    return min(1.0, there / together)

@@ -29,7 +29,7 @@ from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import MeasuredMachine, is_emulated, measured_precision
 from ironlaw.model.huggingface.configs import names_of
-from ironlaw.plan.decisions import AttentionChoice, choose_attention, within_budget
+from ironlaw.plan.decisions import Decision, choose_attention, within_budget
 from ironlaw.plan.lines import CollectiveCost, fold
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
@@ -44,14 +44,6 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.second_model import with_second_model
-
-
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """The precision that a plan decided on, and why."""
-
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -71,13 +63,13 @@ class StepPlan:
 
     config: RunConfig
     program: Program
-    precision: PrecisionChoice
+    precision: Decision
     step_seconds: float
     stages: list[StagePlan]
     profile: Profile = field(repr=False)
     fabric: RankFabric | None = None
     offload: Offload | None = None
-    attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
+    attention: Decision | None = None  # None: ranks, whose kernel is the fused one
     now: Mapping[str, float] | None = None  # as `interference.expected`
     composition: float = 1.0  # a whole step over the sum of its kernels timed alone
 
@@ -261,7 +253,7 @@ def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | Non
 
 def plan_step(
     config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: RankFabric | None = None, ranks: int = 0,
-    precision: PrecisionChoice | None = None, now: Mapping[str, float] | None = None,
+    precision: Decision | None = None, now: Mapping[str, float] | None = None,
 ) -> StepPlan:  # fmt: skip
     """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
 
@@ -324,7 +316,7 @@ def step_operations(config: RunConfig, precision: str, profile: Profile | None =
     return list(step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe).operations())
 
 
-def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
+def choose_precision(config: RunConfig, profile: Profile) -> Decision:
     """What the config says, or with `auto` the precision whose planned step is shorter on this machine."""
     wanted = config.train.precision
     if wanted != "auto":
@@ -332,7 +324,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         as_other = "" if planned == wanted else f"; planned with the times of {planned}, which was measured"
         if is_emulated(wanted, profile):
             as_other = f"; its products are emulated here: planned as {planned}'s, their rounding is not planned"
-        return PrecisionChoice(wanted, f"train.precision in the config{as_other}")
+        return Decision(wanted, f"train.precision in the config{as_other}")
     seconds = {}
     for p in profile.matmul:
         machine = MeasuredMachine(profile, interference.typical(profile), p)
@@ -342,7 +334,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
     if best != "fp32" and seconds[best] > 0.9 * seconds["fp32"]:
         best = "fp32"
     shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
-    return PrecisionChoice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
+    return Decision(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
 
 
 def _offload(program: Program, machine: MeasuredMachine, profile: Profile) -> Offload | None:
@@ -354,6 +346,3 @@ def _offload(program: Program, machine: MeasuredMachine, profile: Profile) -> Of
         if is_block(op.group) and op.phase in seconds:
             seconds[op.phase] += machine.time(op).seconds * count / program.micro_batches
     return plan_offload(program, host_of_machine(profile), seconds)
-
-
-__all__ = ["StagePlan", "StepPlan", "plan_run", "plan_step", "step_operations"]

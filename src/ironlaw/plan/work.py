@@ -1,7 +1,7 @@
 """How much training a plan is for: sequence, batch, tokens, and which of them nobody said.
 
     work = settle(model, WorkOptions(tokens="1T"), accelerators=64)
-    work.steps, work.total_tokens
+    work.sequence, work.global_batch, work.steps
     work.assumed[0].name, work.assumed[0].how_to_set
 
 Nothing is assumed silently: every default carries its reason and the option that replaces it.
@@ -44,6 +44,11 @@ class Assumption:
         return asdict(self)
 
 
+def assume_unsaid(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:
+    """Of (name, what was said, value, option that sets it) those that nobody said."""
+    return [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
+
+
 @dataclass(frozen=True)
 class WorkOptions:
     """What the user said of the work; None: not said."""
@@ -62,14 +67,6 @@ class Work:
     global_batch: int
     steps: int
     assumed: list[Assumption] = field(default_factory=list)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.sequence * self.global_batch
-
-    @property
-    def total_tokens(self) -> int:
-        return self.steps * self.tokens_per_step
 
 
 def tokens_of(text: str, option: str = "--tokens") -> float:

@@ -179,7 +179,7 @@ def _ruled_out(made: Document, more: More) -> None:
 
 def _shares(made: Document, parts: Mapping[str, float], show: Print) -> None:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    made.shares(((name, value, "") for name, value in ordered), show, total=False, least=0.001)
+    made.shares(((name, value, "") for name, value in ordered), show, total=False, least=0.001, meanings=False)
 
 
 def _money(made: Document, ledger: Ledger, budget: More) -> None:

@@ -8,6 +8,7 @@ made.text(good("Fits: "), "12 GiB of 16.")
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from ironlaw import units
 
 NOT_MEASURED = "not measured"
 NOT_PLANNED = "not planned"
+_ABSENT = {"planned": NOT_PLANNED, "measured": NOT_MEASURED}
 BAR = "| "  # heading of a column of bars: text without a name
 Print = Callable[[float | None], str]
 
@@ -186,19 +188,20 @@ class Document:
         self.blocks += other.blocks
 
     def shares(
-        self, parts: Iterable[tuple[str, float | None, str]], show: Print, total: bool = True, least: float = 0.0
-    ) -> None:
-        """Parts of a planned whole, (name, value, meaning), with their shares; an absent part is not counted."""
+        self, parts: Iterable[tuple[str, float | None, str]], show: Print, total: bool = True, least: float = -math.inf,
+        side: str = "planned", meanings: bool = True,
+    ) -> None:  # fmt: skip
+        """Parts of a whole, (name, value, meaning), with their shares; an absent part is not counted."""
         parts = list(parts)
         whole = sum(value for _, value, _ in parts if value is not None)
         rows: list[Row] = []
         for name, value, meaning in parts:
             share = None if value is None or not whole else value / whole
             if share is None or share >= least:
-                cells = (quantity(value, show, NOT_PLANNED), units.percent(share), Bar(share))
-                rows.append([name, *cells, *([dim(meaning)] if total else [])])
-        columns = ["", "planned", "share", BAR, *(["<what it is"] if total else [])]
-        self.table(columns, rows, [strong("total"), strong(show(whole)), "", "", ""] if total else None)
+                cells = (quantity(value, show, _ABSENT[side]), units.percent(share), Bar(share))
+                rows.append([name, *cells, *([dim(meaning)] if meanings else [])])
+        columns = ["", side, "share", BAR, *(["<what it is"] if meanings else [])]
+        self.table(columns, rows, [strong("total"), strong(show(whole)), *[""] * (len(columns) - 2)] if total else None)
 
 
 def _cells(pieces: Iterable[Cell | str], role: str) -> list[Cell]:

@@ -28,17 +28,8 @@ def render(document: Document, name: str, footer: str, refresh: int | None = Non
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {
-        "ticks": _ticks,
-        "code": _code,
-        "kinds": _kinds,
-        "column": _column,
-        "drawn": _drawn,
-        "key": _key,
-        "laid": _laid,
-        "parted": _parted,
-        "paired": _paired,
-    }
+    filters = (_ticks, _code, _kinds, _column, _drawn, _key, _laid, _parted, _paired)
+    environment.filters |= {function.__name__.lstrip("_"): function for function in filters}
     page = environment.get_template("page.html.j2")
     return page.render(name=name, title=title, sections=sections, footer=footer, refresh=refresh)
 

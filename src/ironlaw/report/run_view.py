@@ -307,12 +307,8 @@ def _wall(made: Document, wall: Found | None) -> None:
     if not wall:
         return
     made.heading("Wall time of the training command")
-    whole = sum(seconds for seconds in wall.values() if seconds is not None)
-    rows: list[Row] = []
-    for name, seconds in wall.items():
-        share = None if seconds is None or not whole else seconds / whole
-        rows.append([labels.WALL.get(name, name), quantity(seconds, units.seconds), units.percent(share), Bar(share)])
-    made.table(["", "measured", "share", BAR], rows, [strong("total"), strong(units.seconds(whole)), "", ""])
+    parts = ((labels.WALL.get(name, name), seconds, "") for name, seconds in wall.items())
+    made.shares(parts, units.seconds, side="measured", meanings=False)
 
 
 def _how(made: Document, facts: Found) -> None:

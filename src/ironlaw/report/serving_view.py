@@ -109,7 +109,7 @@ def _step(made: Document, ledger: Ledger) -> None:
     made.heading(f"A step takes {units.seconds(total)}, {ledger.totals['decode_batch'].value:.3g} requests decode")
     lines = sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0))
     parts = ((_PARTS[line.operation], line.seconds or 0.0, "") for line in lines)
-    made.shares(parts, units.seconds, total=False)
+    made.shares(parts, units.seconds, total=False, meanings=False)
     made.text(f"Binds: {ledger.facts['binds']['words']}", indent=2)
     if not ledger.facts["measured"]:
         words = "No measured run of this engine on such devices: intervals are wider."

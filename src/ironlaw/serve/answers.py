@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ironlaw.data.chat import Text
 from ironlaw.serve.protocol import Body, Chat, Completion
-from ironlaw.serve.request import Chosen, Piece, Request, Sampling
+from ironlaw.serve.request import Chosen, Piece, Request
 
 
 class Form:
@@ -27,10 +26,6 @@ class Form:
 
     max_tokens: int | None
     logprobs: int | None
-
-    def reseeded(self, sampling: Sampling, number: int) -> Sampling:
-        """n answers of one seed differ from one another, and are the same the next time."""
-        return sampling if not number else replace(sampling, seed=(sampling.seed or 0) + 0x9E3779B9 * number)
 
     def document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

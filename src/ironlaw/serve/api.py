@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's completion and chat APIs over one engine, on FastAPI.
 
-    app = create_app(engine, text)
+    app = create_app(engine)
 
 Handlers run in the event loop, the engine in a thread of its own; what it produces in a step crosses once per step.
 """
@@ -14,8 +14,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -28,11 +28,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ironlaw.data.chat import LONG, Text
+from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.constrain import Constraint, grammar_of, token_table
+from ironlaw.serve.constrain import State, grammar_of, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import Body, Chat, Completion
@@ -88,14 +88,13 @@ class Job:
 class Server:
     """What the handlers share."""
 
-    def __init__(self, engine: Engine, text: Text | None) -> None:
-        self.engine, self.text, self.config = engine, text, engine.config
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.text, self.config = engine, engine.served.text, engine.config
         self.metrics = Metrics(engine)
         self.outbox = Outbox(engine)
         self.created = int(time.time())
-        self._table: Any = None
-        if text is not None:  # an answer is over where its turn is, whatever the model's own end of text
-            engine.served.end_tokens |= text.turn_ends()
+        if self.text is not None:  # an answer is over where its turn is, whatever the model's own end of text
+            engine.served.end_tokens |= self.text.turn_ends()
         engine.on_finish = self.metrics.finished
 
     async def answer(self, body: Body, prompts: Sequence[Sequence[int]], form: Form, http: HttpRequest) -> Response:
@@ -128,7 +127,7 @@ class Server:
         grammar = body.grammar()
         constraint = None
         if grammar is not None:
-            constraint = Constraint(grammar_of(*grammar), self._token_table())
+            constraint = partial(State, grammar_of(*grammar), self._token_table)
         if (body.stops or grammar) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
@@ -137,10 +136,9 @@ class Server:
         job = Job()
         for prompt in prompts:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
-            for number in range(body.n):
-                seeded = sampling if body.seed is None else form.reseeded(sampling, number)
-                request = Request(prompt, seeded)
-                self._connect(request, job)
+            for number in range(body.n):  # answers of one seed differ from one another, and are the same the next time
+                seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
+                self._connect(Request(prompt, replace(sampling, seed=seed), priority=body.priority), job)
         return job
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
@@ -158,7 +156,7 @@ class Server:
         reader = Reader(self.text, request.sampling.stop, request.sampling.keeps_stop)
         index = len(job.requests)
         if request.sampling.constraint is not None:
-            request.state = request.sampling.constraint.start()
+            request.state = request.sampling.constraint()
 
         def told(request: Request, chosen: list[Chosen]) -> None:
             finish = request.finish
@@ -167,12 +165,11 @@ class Server:
         request.reads, request.on_output = reader, told
         job.requests.append(request)
 
+    @cached_property
     def _token_table(self) -> Any:
-        if self._table is None:
-            if self.text is None:
-                raise UserError("this model has no tokenizer: forms of answers need one")
-            self._table = token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
-        return self._table
+        if self.text is None:
+            raise UserError("this model has no tokenizer: forms of answers need one")
+        return token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
 
     async def _stream(self, job: Job, form: Form) -> AsyncIterator[str]:
         try:
@@ -255,9 +252,8 @@ def _refusal(message: str, status: int, headers: Any = None) -> JSONResponse:
     return JSONResponse({"error": _error(message, status)}, status, headers)
 
 
-def create_app(engine: Engine, text: Text | None) -> FastAPI:
-    server = Server(engine, text)
-    config = engine.config
+def create_app(engine: Engine) -> FastAPI:
+    server, config = Server(engine), engine.config
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -369,30 +365,23 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
 
 def _add_errors(app: FastAPI) -> None:
     """Whatever goes wrong is one line in OpenAI's form."""
+    refusals: dict[type[Exception], Callable[[Any], Response]] = {
+        HTTPException: lambda error: _refusal(str(error.detail), error.status_code, error.headers),
+        ClientDisconnect: lambda error: _refusal("the client left before its request was whole", 400),
+        UserError: lambda error: _refusal(str(error), 400),
+        ValidationError: lambda error: _refusal(_explained(error.errors()), 400),
+        RequestValidationError: lambda error: _refusal(_explained(error.errors()), 400),
+        Exception: lambda error: _refusal(f"{type(error).__name__} in the server", 500),
+    }
 
-    @app.exception_handler(HTTPException)
-    async def refused(request: HttpRequest, error: HTTPException) -> Response:
-        return _refusal(str(error.detail), error.status_code, error.headers)
+    def handler(refusal: Callable[[Any], Response]) -> Callable[[HttpRequest, Any], Any]:
+        async def answer(request: HttpRequest, error: Any) -> Response:
+            return refusal(error)
 
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: HttpRequest, error: ClientDisconnect) -> Response:
-        return _refusal("the client left before its request was whole", 400)
+        return answer
 
-    @app.exception_handler(UserError)
-    async def wrong(request: HttpRequest, error: UserError) -> Response:
-        return _refusal(str(error), 400)
-
-    @app.exception_handler(ValidationError)
-    async def malformed(request: HttpRequest, error: ValidationError) -> Response:
-        return _refusal(_explained(error.errors()), 400)
-
-    @app.exception_handler(RequestValidationError)
-    async def parameters(request: HttpRequest, error: RequestValidationError) -> Response:
-        return _refusal(_explained(list(error.errors())), 400)
-
-    @app.exception_handler(Exception)
-    async def failed(request: HttpRequest, error: Exception) -> Response:
-        return _refusal(f"{type(error).__name__} in the server", 500)
+    for kind, refusal in refusals.items():
+        app.add_exception_handler(kind, handler(refusal))
 
 
 def _explained(problems: Sequence[Any]) -> str:

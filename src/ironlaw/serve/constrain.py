@@ -17,24 +17,11 @@ from ironlaw.errors import UserError
 from ironlaw.serve.sampler import Row
 
 
-class Constraint:
-    """What an answer must be. One of these belongs to one request: `start` makes its state."""
+class State:
+    """What an answer must be, and how far it has come: each request has its own."""
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
-        self.grammar, self.tokenizer = grammar, tokenizer
-
-    def start(self) -> State:
-        return State(self)
-
-
-class State:
-    """How far an answer has come."""
-
-    def __init__(self, constraint: Constraint) -> None:
-        from llguidance import LLMatcher
-
-        self.matcher = LLMatcher(constraint.tokenizer, constraint.grammar)
-        self.vocab = constraint.tokenizer.vocab_size
+        self.matcher = _library().LLMatcher(tokenizer, grammar)
 
     def mask(self, vocab: int) -> Tensor:
         """(V,): true where a token is allowed."""

@@ -274,7 +274,7 @@ class Engine:
 
     def _propose(self, request: Request) -> list[int]:
         assert self.proposer is not None
-        drafted = self.proposer.propose(request)
+        drafted = self.proposer.propose(request) if request.sampling.can_speculate else []
         if not self.model_config.rope_long or request.is_long:
             return drafted
         # Beyond the original context all is computed again: a step never spans that.
@@ -296,7 +296,6 @@ class Engine:
             phase="mixed" if decode and prefill else "decode" if decode else "prefill",
             requests=len(step), prefill_tokens=prefill, decode_tokens=decode, accepted=0, produced=0,
             kv_tokens=sum(w.start for w in work), kv_usage=self.blocks.usage, waiting=len(self.scheduler.waiting),
-            seconds=0.0, schedule_seconds=0.0, model_seconds=0.0, sample_seconds=0.0, output_seconds=0.0,
         )  # fmt: skip
 
     def _accept(self, ordered: Sequence[RunnerWork], chosen: Sequence[Chosen], record: StepRecord) -> None:
@@ -369,9 +368,7 @@ class Engine:
         request.on_output, request.reads, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:
-        if not self.model_config.rope_long:
-            return False
-        return len(request.tokens) > self._original_context
+        return self.model_config.rope_long is not None and len(request.tokens) > self._original_context
 
     @property
     def _original_context(self) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -133,7 +133,7 @@ class Client:
         if key:
             self.headers["Authorization"] = f"Bearer {key}"
 
-    async def open(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], _Reader, Any]:
+    async def open(self, method: str, path: str, body: Any = None) -> tuple[int, AsyncIterator[bytes], Any]:
         reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self.is_tls or None)
         data = b"" if body is None else json.dumps(body).encode()
         headers = self.headers | {"Content-Length": str(len(data)), "Content-Type": "application/json"}
@@ -144,13 +144,13 @@ class Client:
         while line := (await reader.readline()).strip():
             name, _, value = line.decode("latin1").partition(":")
             found[name.lower()] = value.strip()
-        return status, found, _Reader(reader, found.get("transfer-encoding") == "chunked"), writer
+        return status, _lines(reader, found.get("transfer-encoding") == "chunked"), writer
 
     async def get(self, path: str, method: str = "GET") -> Any:
         """A JSON document; None where the server has none there."""
         try:
-            status, _, body, writer = await asyncio.wait_for(self.open(method, path), 10)
-            data = b"".join([line async for line in body.lines()])
+            status, lines, writer = await asyncio.wait_for(self.open(method, path), 10)
+            data = b"".join([line async for line in lines])
             writer.close()
             return json.loads(data) if status == 200 else None
         except (TimeoutError, OSError, ValueError, IndexError, asyncio.IncompleteReadError):
@@ -164,13 +164,13 @@ class Client:
         began = time.perf_counter()
         writer = None
         try:
-            status, _, stream, writer = await self.open("POST", "/v1/completions", body)
+            status, lines, writer = await self.open("POST", "/v1/completions", body)
             outcome.status = status
             if status != 200:
-                data = b"".join([line async for line in stream.lines()])
+                data = b"".join([line async for line in lines])
                 outcome.error = _message(data) or f"HTTP {status}"
                 return
-            await self._read(stream, outcome, began)
+            await self._read(lines, outcome, began)
         except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
             outcome.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         finally:
@@ -178,9 +178,9 @@ class Client:
             if writer is not None:
                 writer.close()
 
-    async def _read(self, stream: _Reader, outcome: RequestOutcome, began: float) -> None:
+    async def _read(self, lines: AsyncIterator[bytes], outcome: RequestOutcome, began: float) -> None:
         done = False
-        async for line in stream.lines():
+        async for line in lines:
             if not line.startswith(b"data:"):
                 continue
             data = line[5:].strip()
@@ -203,31 +203,24 @@ class Client:
             outcome.error = "the answer broke off"
 
 
-class _Reader:
-    """A body's lines, of a known length or in chunks."""
+async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+    """A body's, of a known length or in chunks."""
 
-    def __init__(self, reader: asyncio.StreamReader, chunked: bool) -> None:
-        self._reader, self._chunked = reader, chunked
-
-    async def lines(self) -> Any:
-        rest = b""
-        while True:
-            data = await self._piece()
-            if not data:
-                break
-            *whole, rest = (rest + data).split(b"\n")
-            for line in whole:
-                yield line
-        if rest:
-            yield rest
-
-    async def _piece(self) -> bytes:
-        if not self._chunked:
-            return await self._reader.read(65536)
-        size = int((await self._reader.readline()).split(b";")[0] or b"0", 16)
-        data = await self._reader.readexactly(size) if size else b""
-        await self._reader.readline()
+    async def piece() -> bytes:
+        if not chunked:
+            return await reader.read(65536)
+        size = int((await reader.readline()).split(b";")[0] or b"0", 16)
+        data = await reader.readexactly(size) if size else b""
+        await reader.readline()
         return data
+
+    rest = b""
+    while data := await piece():
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line
+    if rest:
+        yield rest
 
 
 def _message(data: bytes) -> str | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ironlaw.cores import usable_cores
-from ironlaw.data.chat import template_of
+from ironlaw.data.chat import Text, template_of
 from ironlaw.errors import UserError
 from ironlaw.machine import host
 from ironlaw.model.packed import pack
@@ -37,7 +38,6 @@ class Served:
     weight_bytes: int = 0
     end_tokens: frozenset[int] = frozenset()
     tokenizer_file: Path | None = None
-    end_of_text: str | None = None
     chat_template: str | None = None
     special: dict[str, str] | None = None  # names of special tokens, for chat templates
     draft: Served | None = None
@@ -49,6 +49,12 @@ class Served:
     @property
     def autocast(self) -> bool:
         return self.weights == "bf16"
+
+    @cached_property
+    def text(self) -> Text | None:
+        """What makes tokens of prompts and text of answers; None without a tokenizer."""
+        file = self.tokenizer_file
+        return None if file is None else Text(file, self.chat_template, self.special)
 
     def kv_memory(self, config: ServeConfig) -> int:
         """Bytes for keys and values."""
@@ -70,8 +76,7 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Se
     served.about, served.passed_over = trained.about(), trained.passed_over
     tokenizer = trained.tokenizer
     if tokenizer is not None:
-        served.tokenizer_file = tokenizer.path
-        served.end_tokens, served.end_of_text = frozenset(tokenizer.ends), tokenizer.end_of_text_token
+        served.tokenizer_file, served.end_tokens = tokenizer.path, frozenset(tokenizer.ends)
     served.chat_template, served.special = template_of(folder)
     if config.draft is not None and config.speculation == "draft":
         draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))

@@ -81,7 +81,9 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     measured, count = Origin.MEASURED, len(steps)
     sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST), 0.0)
     by_batch = decode_seconds(steps)
-    alone = _started(ledger.facts.get("passes") or ()) | by_batch
+    # What the server timed when it started, where a run has no step of that size that only decodes.
+    started = decode_seconds([p | {"decode_tokens": p["tokens"]} for p in ledger.facts.get("passes") or ()])
+    alone = started | by_batch
     for step, gap in zip(steps, gaps(steps), strict=True):
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
@@ -97,15 +99,14 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     ledger.phase_seconds = {phase: total / count for phase, total in sums.items()}
     low, middle, high = (float(q) for q in np.percentile(seconds, [10, 50, 90]))
     ledger.totals["step_seconds"] = Estimate(middle, measured, f"median of {count} engine steps", low, high)
-    decoding = [step for step in steps if step["decode_tokens"]]
-    if decoding:
-        ledger.totals["decode_batch"] = Estimate(
-            float(np.mean([step["decode_tokens"] for step in decoding])), measured, "mean of the steps that decode"
-        )
-    ledger.totals["kv_usage"] = Estimate(
-        float(np.mean([step["kv_usage"] for step in steps])), measured, "mean over steps, of all pages"
-    )
-    ledger.totals["waiting"] = Estimate(float(np.mean([s["waiting"] for s in steps])), measured, "mean over steps")
+    decoding = [step["decode_tokens"] for step in steps if step["decode_tokens"]]
+    for name, values, basis in (
+        ("decode_batch", decoding, "mean of the steps that decode"),
+        ("kv_usage", [step["kv_usage"] for step in steps], "mean over steps, of all pages"),
+        ("waiting", [step["waiting"] for step in steps], "mean over steps"),
+    ):
+        if values:
+            ledger.totals[name] = Estimate(float(np.mean(values)), measured, basis)
     ledger.facts["steps"] = {
         "count": count, "mean_seconds": busy / count,
         "prefill_tokens": sum(s["prefill_tokens"] for s in steps),
@@ -140,11 +141,6 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
         if step["phase"] == "decode":
             found.setdefault(bucket(step["decode_tokens"]), []).append(step["model_seconds"])
     return {bucket: float(np.median(values)) for bucket, values in found.items()}
-
-
-def _started(passes: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """The same of what the server timed when it started, where a run has no step of that size that only decodes."""
-    return decode_seconds([p | {"decode_tokens": p["tokens"]} for p in passes])
 
 
 def _share(step: dict[str, Any]) -> float:

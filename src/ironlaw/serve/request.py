@@ -29,7 +29,7 @@ class Sampling:
     min_tokens: int = 0  # before which nothing stops the answer
     logprobs: int | None = None  # so many likeliest tokens with each token; 0: the token's own only
     logit_bias: tuple[tuple[int, float], ...] = ()
-    constraint: Any = None  # what the answer must be: `constrain.py`
+    constraint: Callable[[], Any] | None = None  # makes the state of what the answer must be: `constrain.State`
     keeps_stop: bool = False  # the stop string is part of the answer
 
     @property

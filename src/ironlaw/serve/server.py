@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ironlaw.data.chat import Text
 from ironlaw.errors import UserError
 from ironlaw.serve.engine import Engine
-from ironlaw.serve.loading import Served
 
 
 def require_extra() -> None:
@@ -19,12 +17,6 @@ def require_extra() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"serving needs an extra ({error.name} is missing): pip install 'ironlaw[serve]'") from None
-
-
-def text_of(served: Served) -> Text | None:
-    if served.tokenizer_file is None:
-        return None
-    return Text(served.tokenizer_file, served.chat_template, served.special)
 
 
 def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
@@ -45,7 +37,7 @@ def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
     from ironlaw.serve.api import create_app
 
     config = engine.config
-    app = create_app(engine, text_of(engine.served))
+    app = create_app(engine)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:

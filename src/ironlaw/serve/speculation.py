@@ -34,8 +34,6 @@ class NGram(Proposer):
         self.longest, self.count = longest, count
 
     def propose(self, request: Request) -> list[int]:
-        if not request.sampling.can_speculate:
-            return []
         tokens = request.tokens
         data = array("i", tokens).tobytes()
         for length in range(min(self.longest, len(tokens) - 1), 0, -1):
@@ -56,8 +54,6 @@ class DraftModel(Proposer):
         self.runner, self.count = runner, count
 
     def propose(self, request: Request) -> list[int]:
-        if not request.sampling.can_speculate:
-            return []
         return [-1] * min(self.count, self.runner.config.context - len(request.tokens))
 
     def computed(self, work: Sequence[RunnerWork]) -> None:

@@ -22,11 +22,11 @@ class StepRecord:
     kv_tokens: int  # in pages before the step, of the requests in it
     kv_usage: float  # of all pages
     waiting: int
-    seconds: float
-    schedule_seconds: float
-    model_seconds: float
-    sample_seconds: float
-    output_seconds: float  # text, stop strings, handing over
+    seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    model_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    output_seconds: float = 0.0  # text, stop strings, handing over
 
     def to_json(self) -> dict[str, Any]:
         return {name: round(v, 7) if isinstance(v, float) else v for name, v in asdict(self).items()}

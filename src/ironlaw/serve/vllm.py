@@ -24,23 +24,22 @@ def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[st
         raise UserError(
             "serve.weights and serve.kv in int8 and int4 are this engine's: leave them out with --engine vllm"
         )
-    words = [program, "serve", str(folder), "--host", config.host, "--port", str(config.port)]
-    words += ["--served-model-name", config.name or folder.resolve().name]
-    words += ["--dtype", _WEIGHTS[config.weights], "--kv-cache-dtype", _KV[config.kv]]
-    words += ["--max-num-seqs", str(config.batch), "--max-num-batched-tokens", str(config.token_budget)]
-    words += ["--block-size", str(config.block), "--scheduling-policy", config.policy, "--seed", str(config.seed)]
-    words += ["--enable-prefix-caching" if config.share_prefixes else "--no-enable-prefix-caching"]
     proposes: dict[str, object] | None = None
     if config.speculation == "ngram":
         proposes = {"method": "ngram", "num_speculative_tokens": config.drafted, "prompt_lookup_max": config.ngram}
     elif config.speculation == "draft":
         proposes = {"method": "draft_model", "num_speculative_tokens": config.drafted, "model": config.draft}
-    for flag, value in (
-        ("--max-model-len", config.context), ("--num-gpu-blocks-override", config.blocks),
-        ("--kv-cache-memory-bytes", config.kv_memory), ("--speculative-config", proposes and json.dumps(proposes)),
-    ):  # fmt: skip
-        words += [flag, str(value)] if value is not None else []
-    return words + (["--api-key", *config.api_keys] if config.api_keys else [])  # once: the last flag would win
+    flags = {
+        "host": config.host, "port": config.port, "served-model-name": config.name or folder.resolve().name,
+        "dtype": _WEIGHTS[config.weights], "kv-cache-dtype": _KV[config.kv], "max-num-seqs": config.batch,
+        "max-num-batched-tokens": config.token_budget, "block-size": config.block, "scheduling-policy": config.policy,
+        "seed": config.seed, "max-model-len": config.context, "num-gpu-blocks-override": config.blocks,
+        "kv-cache-memory-bytes": config.kv_memory, "speculative-config": proposes and json.dumps(proposes),
+    }  # fmt: skip
+    given = [word for flag, value in flags.items() if value is not None for word in (f"--{flag}", str(value))]
+    shares = "--enable-prefix-caching" if config.share_prefixes else "--no-enable-prefix-caching"
+    keys = ["--api-key", *config.api_keys] if config.api_keys else []  # once: the last flag would win
+    return [program, "serve", str(folder), *given, shares, *keys]
 
 
 def become_vllm(folder: Path, config: ServeConfig) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from ironlaw.serve.api import create_app
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.measured import gaps
-from ironlaw.serve.text import Text
 
 PROMPT, LONG_PROMPT, ANSWER = 32, 128, 8  # tokens
 LONG_BATCH = 16  # up to so many requests with long prompts as well: what a cached token costs is the same for all
@@ -25,7 +24,7 @@ LONGEST_SECONDS = 2.0
 GROWTH = 0.7  # power of the batch that a round's time grows by: prompts by 1, the reading of weights by 0; assumed
 
 
-def warm_up(engine: Engine, text: Text | None, seconds: float = LONGEST_SECONDS) -> None:
+def warm_up(engine: Engine, seconds: float = LONGEST_SECONDS) -> None:
     """Batches of requests: far apart first, then between them, as long as there is time. `engine.passes` has what they
     took, by phase, tokens and length of the caches."""
     config, began, longest = engine.config, time.monotonic(), engine.longest_prompt - ANSWER
@@ -38,23 +37,23 @@ def warm_up(engine: Engine, text: Text | None, seconds: float = LONGEST_SECONDS)
         expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
         if time.monotonic() - began + expected >= seconds:
             continue
-        steps = _steps(engine, text, batch, prompt)  # compiles
+        steps = _steps(engine, batch, prompt)  # compiles
         start = time.monotonic()
-        steps += _steps(engine, text, batch, prompt)
+        steps += _steps(engine, batch, prompt)
         took[batch] = time.monotonic() - start
         engine.passes += _passes("decode", steps) + _passes("prefill", steps)
         if batch <= LONG_BATCH:
-            engine.passes += _passes("decode", _steps(engine, text, batch, long))
+            engine.passes += _passes("decode", _steps(engine, batch, long))
 
 
-def _steps(engine: Engine, text: Text | None, batch: int, prompt: int) -> list[dict[str, Any]]:
+def _steps(engine: Engine, batch: int, prompt: int) -> list[dict[str, Any]]:
     """Of `batch` streamed answers by an engine of its own on the same model: pages, figures and shared beginnings of
     the other stay as they are."""
     config, draws, vocab = engine.config, random.Random(prompt), engine.model_config.vocab
     blocks = 1 + batch * -(-(prompt + ANSWER) // config.block)
     alone = {"speculation": "none", "blocks": blocks, "batch": batch, "api_keys": ()}
     beside = Engine(engine.served, config.model_copy(update=alone))
-    app = create_app(beside, text)
+    app = create_app(beside)
 
     async def ask() -> None:
         body = {"prompt": [draws.randrange(vocab) for _ in range(prompt)], "max_tokens": ANSWER, "temperature": 0,

@@ -188,18 +188,14 @@ def check_none_lost(run: RunDirectory) -> None:
 def read_index(path: Path) -> Checkpoint:
     """Check a checkpoint's files against its checksums; UserError if anything is missing or changed."""
     try:
-        try:
-            index = read_json(path / INDEX)
-        except UserError:
-            raise UserError(f"the checkpoint {path} is damaged") from None
+        index = read_json(path / INDEX)
         intact = index["index_sha256"] == _index_sha256(index)
-        if intact and index["schema_version"] > SCHEMA_VERSION:
-            raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
-        intact = intact and all(sha256(path / name) == digest for name, digest in index["sha256"].items())
-    except UserError:
-        raise
+        newer = intact and index["schema_version"] > SCHEMA_VERSION
+        intact = newer or (intact and all(sha256(path / name) == to for name, to in index["sha256"].items()))
     except (OSError, ValueError, KeyError, TypeError):
-        intact = False
+        intact = newer = False
+    if newer:
+        raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
     if not intact:
         raise UserError(f"the checkpoint {path} is damaged")
     return Checkpoint(path, index["step"], index["tokens"], index)
@@ -210,8 +206,9 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     saved = ModelConfig(**checkpoint.index["model"])
     if saved.model_dump(exclude={"name", "dropout"}) != config.model_dump(exclude={"name", "dropout"}):
         fields = [f for f in ModelConfig.model_fields if getattr(saved, f) != getattr(config, f)]
+        differences = ", ".join(f"{f} {getattr(saved, f)} there, {getattr(config, f)} here" for f in fields[:3])
         raise UserError(
-            f"the checkpoint {checkpoint.path} is of another model ({_differences(saved, config, fields)}): "
+            f"the checkpoint {checkpoint.path} is of another model ({differences}): "
             "use the config it was trained with, or another --out"
         )
 
@@ -244,10 +241,6 @@ def complete(folder: Path) -> list[Path]:
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _differences(saved: ModelConfig, now: ModelConfig, fields: list[str]) -> str:
-    return ", ".join(f"{f} {getattr(saved, f)} there, {getattr(now, f)} here" for f in fields[:3])
 
 
 def _index_sha256(index: dict[str, Any]) -> str:

@@ -19,9 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -41,26 +40,11 @@ from ironlaw.train.state import Stateful
 NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
 
 
-class CheckpointRanks(Protocol):
-    """The processes that write one checkpoint together. `gather` returns every rank's value, in order, on every rank.
-
-    It is called from the writing thread, by every rank the same number of times.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    def gather(self, value: Any) -> list[Any]: ...
-
-
-@dataclass(frozen=True)
-class _Taken:
-    step: int
-    about: dict[str, Any]
-    tensors: Any
-
-
 class Checkpointer:
-    """Writes into `folder` and keeps what `policy` says. `before_write` runs in the thread: what goes to disk first."""
+    """Writes into `folder` and keeps what `policy` says. `before_write` runs in the thread: what goes to disk first.
+
+    `ranks` write one checkpoint together, and gather from that thread, each as often as the others.
+    """
 
     def __init__(
         self,
@@ -69,19 +53,19 @@ class Checkpointer:
         model: ModelConfig,
         *,
         store: Store | None = None,
-        ranks: CheckpointRanks | None = None,
+        ranks: Mesh | None = None,
         say: Callable[[str], None] | None = None,
         before_write: Callable[[], None] | None = None,
     ) -> None:
         self.folder, self.policy, self.model_config = folder, policy, model
         self.store: Store = store or WholeFiles()
-        self.ranks: CheckpointRanks = ranks or Mesh(torch.device("cpu"))
+        self.ranks = ranks or Mesh(torch.device("cpu"))
         self.say = say or (lambda message: None)
         self.before_write = before_write or (lambda: None)
         self.last: Checkpoint | None = None  # the newest that this process knows to be complete
         self.failure: str | None = None  # why the latest one was not written
         self.copied_bytes = 0  # of the latest copy
-        self._taken: _Taken | None = None
+        self._taken: tuple[dict[str, Any], Any] | None = None  # for the index, and tensors
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
 
@@ -99,15 +83,15 @@ class Checkpointer:
             "step": step, "tokens": tokens, "validation_loss": validation_loss,
             "model": self.model_config.model_dump(mode="json"), "store": self.store.name, **about,
         }  # fmt: skip
-        self._taken = _Taken(step, about, self.store.take(model, states))
-        self.copied_bytes = tree_bytes(self._taken.tensors)
+        taken = self.store.take(model, states)
+        self._taken, self.copied_bytes = (about, taken), tree_bytes(taken)
         return time.perf_counter() - began
 
     def write(self) -> None:
         """Start writing what was taken; does nothing when nothing was."""
         if self._taken is None:
             return
-        self._thread = threading.Thread(target=self._run, name="checkpoint", args=(self._taken,), daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpoint", args=self._taken, daemon=True)
         self._taken = None
         self._thread.start()
 
@@ -128,18 +112,19 @@ class Checkpointer:
 
     # -- in the thread ---------------------------------------------------------------------------------------
 
-    def _run(self, taken: _Taken) -> None:
+    def _run(self, about: dict[str, Any], taken: Any) -> None:
         if sys.platform.startswith("linux"):
             with contextlib.suppress(OSError):  # on Linux the priority is the thread's own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            self._write(taken)
+            self._write(about, taken)
         except BaseException as error:  # handed over: a thread's own traceback would only be printed
             self._bug = error
 
-    def _write(self, taken: _Taken) -> None:
+    def _write(self, about: dict[str, Any], taken: Any) -> None:
         """Folder, files, index, name: every rank does its part of each stage, or all give up together."""
-        final = self.folder / disk.name_of(taken.step)
+        step = about["step"]
+        final = self.folder / disk.name_of(step)
         partial = self.folder / f".{final.name}.{self.ranks.gather(os.getpid())[0]}.partial"
         digests: dict[str, str] = {}
 
@@ -148,22 +133,22 @@ class Checkpointer:
             partial.mkdir(parents=True, exist_ok=True)
 
         def write() -> None:
-            digests.update(self.store.write(partial, taken.tensors))
+            digests.update(self.store.write(partial, taken))
 
         def commit() -> None:
             files = {name: digest for rank in everybodys for name, digest in rank.items()}
-            index = disk.write_index(partial, taken.about | {"sha256": files})
+            index = disk.write_index(partial, about | {"sha256": files})
             disk.publish(partial, final)
-            write_text(RunDirectory(self.folder.parent).last_checkpoint_file, f"{taken.step}\n")
-            self.last = Checkpoint(final, taken.step, taken.about["tokens"], index)
+            write_text(RunDirectory(self.folder.parent).last_checkpoint_file, f"{step}\n")
+            self.last = Checkpoint(final, step, about["tokens"], index)
             self._drop_old()
 
         first = self.ranks.rank == 0
-        problem = self._attempt(prepare, taken.step) if first else None
-        problem = problem if self._anybodys(problem) else self._attempt(write, taken.step)
+        problem = self._attempt(prepare, step) if first else None
+        problem = problem if self._anybodys(problem) else self._attempt(write, step)
         everybodys = self.ranks.gather(digests)
         if not self._anybodys(problem):
-            problem = self._attempt(commit, taken.step) if first else None
+            problem = self._attempt(commit, step) if first else None
         self.failure = self._anybodys(problem)
         if self.failure is not None and first:
             shutil.rmtree(partial, ignore_errors=True)

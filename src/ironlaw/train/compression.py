@@ -32,7 +32,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import CompressedWeight, Method, Target, check_method, compress, mixed_formats
 from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
-from ironlaw.train.evaluation import evaluate
+from ironlaw.train.objective import CrossEntropy
 from ironlaw.train.quantized_store import QuantizedFiles
 from ironlaw.train.restore import check_first_weights, check_resumable, load, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
@@ -120,7 +120,10 @@ def open_source(
         check(Transformer(config.model))
     dataset = prepare(config.data, config.model.vocab, say=say)
     model = Transformer(config.model)
-    _load(found, path, model, config)
+    if found is not None:
+        load(found, model, config.model)
+    else:
+        load_first_weights(str(path), model, config.model)
     say(f"loss of {path} on held-out text")
     wide = stored_type(path) if found is None else torch.float32
     return CompressionSource(path, config, found, model, wide, dataset, _loss(model, config, dataset))
@@ -222,13 +225,6 @@ def _config(source: Path, data: str | None) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def _load(found: disk.Checkpoint | None, source: Path, model: Transformer, config: RunConfig) -> None:
-    if found is not None:
-        load(found, model, config.model)
-    else:
-        load_first_weights(str(source), model, config.model)
-
-
 def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:
     """What the run's own validation reads."""
     loader = Loader(dataset, config.data, config.sequence)
@@ -236,8 +232,16 @@ def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:
     return (batch.map(torch.from_numpy) for batch in batches)
 
 
+@torch.no_grad()
 def _loss(model: Transformer, config: RunConfig, dataset: Dataset) -> float:
-    return evaluate(model, _held_out(config, dataset), nullcontext)
+    """Mean over all targets that count. The model is in training mode afterwards."""
+    model.eval()
+    total, tokens = 0.0, 0
+    for batch in _held_out(config, dataset):
+        losses, counted = CrossEntropy().held_out(model, batch, nullcontext)
+        total, tokens = total + losses, tokens + counted
+    model.train()
+    return total / tokens
 
 
 def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:

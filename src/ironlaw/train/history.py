@@ -42,6 +42,9 @@ def _to_repeated(wall: dict[str, float], lost: Sequence[dict[str, Any]]) -> None
             wall["repeated"] = wall.get("repeated", 0.0) + seconds
 
 
+ENDING = ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps")  # known when a session ends
+
+
 @dataclass
 class Session:
     """From one start of the command to its end. `repeated` are seconds of steps that had to be taken again."""
@@ -70,8 +73,8 @@ class Sessions:
         if self.earlier and lost:
             self._repeat(self.earlier[-1], lost)
         self.current = Session(len(self.earlier) + 1, now(), from_step, setting)
-        self._append({"session": self.current.number, "started": self.current.started, "from_step": from_step,
-                      "setting": setting})  # fmt: skip
+        beginning = {"started": self.current.started, "from_step": from_step, "setting": setting}
+        append_line(path, {"session": self.current.number} | beginning)
 
     def _close_killed(self, session: Session, metrics: Sequence[dict[str, Any]]) -> None:
         done = [entry for entry in metrics if entry["step"] > session.from_step]
@@ -97,13 +100,7 @@ class Sessions:
         self._end(session)
 
     def _end(self, session: Session) -> None:
-        self._append({
-            "session": session.number, "ended": session.ended, "how": session.how, "to_step": session.to_step,
-            "wall_seconds": session.wall_seconds, "joules": session.joules, "repeated_steps": session.repeated_steps,
-        })  # fmt: skip
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        append_line(self._path, entry)
+        append_line(self._path, {"session": session.number} | {name: getattr(session, name) for name in ENDING})
 
     # -- the whole run ---------------------------------------------------------------------------------------
 
@@ -147,7 +144,7 @@ def read_sessions(path: Path) -> list[Session]:
                 found[line["session"]] = Session(line["session"], line["started"], line["from_step"], line["setting"])
             elif line["session"] in found:
                 session = found[line["session"]]
-                for name in ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps"):
+                for name in ENDING:
                     setattr(session, name, line[name])
         except (KeyError, TypeError):
             raise UserError(f"{path} has a line of no session: remove it, or give a new --out") from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
@@ -14,8 +14,6 @@ from ironlaw.train.history import Sessions, now
 from ironlaw.train.jsonl import JsonLines, append_line
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.tracking import Tracking
-
-Arrays = TypeVar("Arrays", bound=Batch[Any])
 
 
 class Journal:
@@ -40,9 +38,9 @@ class Journal:
         """Every line is on the disk; OSError when it has no room."""
         self._metrics.sync()
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: str, **fields: Any) -> None:
         """Something that happened to the run, on the disk when this returns; OSError when it cannot be."""
-        write_event(self.run, kind, **fields)
+        write_event(self.run, event, **fields)
 
     def forget_after(self, step: int, observed: Observations) -> None:
         """The steps after `step` were given up; their time stays accounted for."""
@@ -78,17 +76,6 @@ def write_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     append_line(run.events_file, {"event": kind, "time": now(), **fields}, sync=True)
 
 
-class Digested(Generic[Arrays]):
-    """Batches as they are consumed, each with a checksum of its tokens in `crc32`."""
-
-    def __init__(self, batches: Iterator[Arrays]) -> None:
-        self._batches = batches
-        self.crc32: int | None = None
-
-    def __iter__(self) -> Iterator[Arrays]:
-        return self
-
-    def __next__(self) -> Arrays:
-        batch = next(self._batches)
-        self.crc32 = zlib.crc32(batch.targets.cpu().numpy().tobytes(), zlib.crc32(batch.inputs.cpu().numpy().tobytes()))
-        return batch
+def batch_crc32(batch: Batch[Any]) -> int:
+    """A checksum of the tokens of a batch, as it is consumed."""
+    return zlib.crc32(batch.targets.cpu().numpy().tobytes(), zlib.crc32(batch.inputs.cpu().numpy().tobytes()))

@@ -37,15 +37,14 @@ from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, module_scopes, profi
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import earlier_profile, keep_profile
 from ironlaw.train.interruption import Interruption
-from ironlaw.train.journal import Digested, Journal, Silent
+from ironlaw.train.journal import Journal, Silent, batch_crc32
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
-from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
-from ironlaw.train.result import Outcome, StepReport, finished_ledger, validate
+from ironlaw.train.recovery import Recovery, Spike
+from ironlaw.train.result import Outcome, StepReport, finished_ledger, in_other_units, validate
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
@@ -90,7 +89,7 @@ class Trainer:
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
         self._spike_known = False
-        self._digested: Any = None
+        self._batch_crc32: int | None = None
         self._replanned: dict[str, Any] = {}
         self._setup(start)
 
@@ -115,7 +114,7 @@ class Trainer:
             self._load(start)
             self.say(f"resumed from step {start.step}")
         self.compiled = self.one_step.compile()
-        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
+        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file))
         if mesh.first:
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
@@ -175,18 +174,21 @@ class Trainer:
         if not self._checkpoint_due() and self.step > first_step:
             self._take_checkpoint()
             self.checkpointer.write()
-        self._wait_for_checkpoint()
+        began = time.perf_counter()
+        try:
+            self.checkpointer.finish()
+        finally:
+            self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
         self.journal.close()
 
     def _steps(self, energy: EnergyMeter) -> None:
         """From where the run stands to its end, a signal, or a spike that makes it go back."""
         config, observed = self.config, self.observed
-        ahead: Any = SkippingBatches(self.batches, self.recovery.skips)
         with Prefetcher(
-            ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
-        ) as prefetcher:
-            self.prefetcher = prefetcher
-            batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
+            self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device,
+            number_of=self.recovery.skips.batch,
+        ) as batches:  # fmt: skip
+            self.prefetcher = batches
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
                     self._record_steps(batches)
@@ -199,7 +201,7 @@ class Trainer:
                         self._plan_again()
                 self._probe_sometimes()
                 observed.joules, observed.joules_basis = energy.joules(), energy.basis
-            self.data_facts = self.loader.facts() | prefetcher.facts()
+            self.data_facts = self.loader.facts() | batches.facts()
 
     def _plan_again(self) -> None:
         """Once, by what the first steps say of the rest: beside the plan from before the run, not in its place."""
@@ -230,6 +232,8 @@ class Trainer:
         with clock.step() as times, scope(STEP_SCOPE, recording), observer.step(number + 1, clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
+                if self.config.tracking.batch_digests:
+                    self._batch_crc32 = batch_crc32(batch)
             loss = self.one_step.forward_backward(batch, number, clock, recording)
             stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
             agreed = self.one_step.update(loss, number, clock, recording, stop, numbers)
@@ -286,8 +290,8 @@ class Trainer:
             entry["recorded"] = True
         if step <= self._warm_until:
             entry["warmup"] = True
-        if isinstance(self._digested, Digested):
-            entry["batch_crc32"] = self._digested.crc32
+        if self._batch_crc32 is not None:
+            entry["batch_crc32"] = self._batch_crc32
         self.journal.step(entry)
         # After the metrics: a checkpoint without its line could not be told from one with it.
         self.checkpointer.write()
@@ -330,13 +334,6 @@ class Trainer:
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
-
-    def _wait_for_checkpoint(self) -> None:
-        began = time.perf_counter()
-        try:
-            self.checkpointer.finish()
-        finally:
-            self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
 
     def _look_for_spike(self) -> None:
         """Raises GoBack, or UserError when going back cannot help. Nothing of a spike's last step is recorded."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,29 +14,33 @@ from ironlaw.errors import UserError
 from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore
 from ironlaw.train.host_optimizer import HostOptimizer
-from ironlaw.train.transfer_stream import TransferStream
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig, assign
+from ironlaw.train.transfer import TransferStream
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, stream: TransferStream | None = None
-) -> torch.optim.Optimizer:
+    model: nn.Module, config: OptimizerConfig, *, stream: TransferStream | None = None,
+    whole: Sequence[Parameter] | None = None,
+) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it.
 
-    `stream`: state and update on the host that it leads to (`train/host_optimizer.py`).
+    `stream`: state and update on the host that it leads to (`train/host_optimizer.py`). `whole`: of a model that ranks
+    divide, its tensors before that. A fused update takes those of one mesh only, so that each has its groups.
     """
-    named = trained_parameters(model)
-    assigned = assign(described(model), config)
-    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
-    for (_, tensor), to in zip(named, assigned, strict=True):
-        groups.setdefault((to.matrix, to.lr_scale, to.weight_decay), []).append(tensor)
+    whole = described(model) if whole is None else whole
+    assigned = {parameter.name: to for parameter, to in zip(whole, assign(whole, config), strict=True)}
+    groups: dict[tuple[Assignment, Any], list[nn.Parameter]] = {}
+    for name, tensor in trained_parameters(model):
+        name = re.sub(r"\.qkv\.(query|key|value)\.", ".qkv.", name)  # which a division takes apart
+        to = assigned[name if name in assigned else "embedding.weight"]  # the copy of a tied one, on the last stage
+        groups.setdefault((to, getattr(tensor, "device_mesh", None)), []).append(tensor)
 
     def of(matrix: bool) -> list[dict[str, Any]]:
         return [
-            {"params": tensors, "weight_decay": decay, "lr_scale": scale, "lr": config.lr * scale}
-            for (is_matrix, scale, decay), tensors in groups.items()
-            if is_matrix is matrix
+            {"params": some, "weight_decay": to.weight_decay, "lr_scale": to.lr_scale, "lr": config.lr * to.lr_scale}
+            for (to, _), some in groups.items()
+            if to.matrix is matrix
         ]
 
     if stream is not None:
@@ -46,6 +52,14 @@ def build_optimizer(
             f"optimizer.name = {config.name!r} finds no matrix to work on: lower optimizer.rank or use adamw"
         )
     return Combined([_build(config.name, of(True), config), _build("adamw", of(False), config)])
+
+
+def grouped(parameters: Sequence[Parameter], config: OptimizerConfig) -> dict[Assignment, list[str]]:
+    """Names in the groups of one process's optimizer."""
+    groups: dict[Assignment, list[str]] = {}
+    for parameter, to in zip(parameters, assign(parameters, config), strict=True):
+        groups.setdefault(to, []).append(parameter.name)
+    return groups
 
 
 def described(model: nn.Module) -> list[Parameter]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -28,45 +28,34 @@ def _is_attention(name: str) -> bool:
     return ("attention" in name and "scaled_dot_product" in name) or name == "flex_attention"
 
 
-class _Chooser:
+def _chooser(keep: frozenset[str], linears: Sequence[str]) -> Callable[..., CheckpointPolicy]:
     """Tells one run of a block which results to keep, by the order in which its expensive operations come."""
+    seen = {False: 0, True: 0}  # by whether it is the recomputation
 
-    def __init__(self, keep: frozenset[str], linears: Sequence[str]) -> None:
-        self.keep, self.linears = keep, linears
-        self.seen = {False: 0, True: 0}  # by whether it is the recomputation
-
-    def __call__(self, context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        name = _name(operation)
+    def choose(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+        name, kept = _name(operation), False
         if _is_attention(name):
-            return self._answer("attention" in self.keep)
-        if name in _LINEAR:
-            index = self.seen[context.is_recompute]
-            self.seen[context.is_recompute] = index + 1
-            return self._answer(index < len(self.linears) and self.linears[index] in self.keep)
-        return CheckpointPolicy.PREFER_RECOMPUTE
+            kept = "attention" in keep
+        elif name in _LINEAR:
+            index = seen[context.is_recompute]
+            seen[context.is_recompute] = index + 1
+            kept = index < len(linears) and linears[index] in keep
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    @staticmethod
-    def _answer(keep: bool) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+    return choose
 
 
-class _Recording:
+@contextmanager
+def _recording(inner: Any, experts: Sequence[MixtureOfExperts]) -> Iterator[None]:
     """The recomputation under a name in the trace, around the context that selects; experts count nothing twice."""
-
-    def __init__(self, inner: Any, experts: Sequence[MixtureOfExperts]) -> None:
-        self.inner, self.experts, self.scope = inner, experts, record_function(RECOMPUTE_SCOPE)
-
-    def __enter__(self) -> None:
-        self.scope.__enter__()
-        self.inner.__enter__()
-        for layer in self.experts:
+    with record_function(RECOMPUTE_SCOPE), inner:
+        for layer in experts:
             layer.again = True
-
-    def __exit__(self, *error: Any) -> Any:
-        for layer in self.experts:
-            layer.again = False
-        self.inner.__exit__(*error)
-        return self.scope.__exit__(*error)
+        try:
+            yield
+        finally:
+            for layer in experts:
+                layer.again = False
 
 
 @cache
@@ -84,16 +73,16 @@ def _expensive_only(mode: type) -> type:
 
 
 def _contexts(keep: frozenset[str], linears: Sequence[str], experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
-    forward, recomputation = create_selective_checkpoint_contexts(_Chooser(keep, linears))
+    forward, recomputation = create_selective_checkpoint_contexts(_chooser(keep, linears))
     if torch.compiler.is_compiling():
         return forward, recomputation
     for mode in (forward, recomputation):
         mode.__class__ = _expensive_only(type(mode))  # type: ignore[arg-type]
-    return forward, _Recording(recomputation, experts)
+    return forward, _recording(recomputation, experts)
 
 
 def _unselective(experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
-    return nullcontext(), _Recording(nullcontext(), experts) if experts else record_function(RECOMPUTE_SCOPE)
+    return nullcontext(), _recording(nullcontext(), experts) if experts else record_function(RECOMPUTE_SCOPE)
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], policies: Sequence[Policy]) -> None:

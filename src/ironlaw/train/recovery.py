@@ -77,19 +77,6 @@ class Skips:
         return Skips([*self.ranges, (first, end)])
 
 
-class SkippingBatches:
-    """A loader's batches by step, without the skipped ones."""
-
-    def __init__(self, batches: Any, skips: Skips) -> None:
-        self._batches, self._skips = batches, skips
-
-    def batch(self, step: int) -> Any:
-        return self._batches.batch(self._skips.batch(step))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-
 def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike | None:
     """Whether the run, as of the last entry of `history`, is in a spike.
 
@@ -156,12 +143,11 @@ class Rollback:
 class Recovery:
     """The run's history of spikes, from `events.jsonl`, and the decision about the next one."""
 
-    def __init__(self, config: RecoveryConfig, events: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]):
+    def __init__(self, config: RecoveryConfig, events: Iterable[dict[str, Any]]) -> None:
         self.config = config
         self.turns = [event for event in events if event["event"] in ("rollback", "stop")]
         self.skips = Skips(tuple(event["skipped_batches"]) for event in self.turns if event["event"] == "rollback")
         self.history: list[MeasuredStep] = []
-        self.start_over(metrics)
 
     def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
         """The history as the metrics have it, after a rollback or at the start."""

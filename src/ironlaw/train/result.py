@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,12 @@ def validate(
             total, tokens = (total + losses, tokens + counted) if counts else (total, tokens)
     total, tokens = mesh.sum([total, tokens])
     return total / tokens if tokens else float("nan")
+
+
+def in_other_units(loss: float, bits_per_byte: float | None) -> dict[str, float]:
+    """Perplexity, and bits per byte of text where the data says how many bytes its tokens stand for."""
+    result = {"perplexity": math.exp(min(loss, 700.0))}
+    return result if bits_per_byte is None else result | {"bits_per_byte": bits_per_byte}
 
 
 def finished_ledger(

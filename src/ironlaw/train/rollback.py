@@ -90,7 +90,7 @@ def drop_after(folder: Path, step: int) -> None:
 
 def _write(event: Callable[..., None], record: dict[str, Any]) -> None:
     try:
-        event(record["event"], **{key: value for key, value in record.items() if key != "event"})
+        event(**record)
     except OSError as error:
         raise UserError(
             f"a loss spike, and its event cannot be written ({error.strerror}): free some space and run again with "

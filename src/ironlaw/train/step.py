@@ -42,7 +42,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
-from ironlaw.train.transfer_stream import TransferStream
+from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.objective import FROZEN
 
 
@@ -54,6 +54,8 @@ class Step:
     objective = CrossEntropy()
     attention: str | None = None  # the kernel that computes it, where that is known
     offload: ActivationOffload | None = None
+    schedule: Any = None  # of a pipeline
+    plugins: Sequence[Any] = ()  # what a job of many ranks adds (`train/parallel/plugin.py`)
     delayed = False  # scales of numbers in few bits are made of micro-batches before
     moment: Any = None  # where rounding is drawn by step and micro-batch
 
@@ -71,6 +73,7 @@ class Step:
         self.gradient_pointers: set[int] = set()  # of the last recorded step
         self.small_square: tuple[int, float] | None = None  # sequences, squared norm of their gradient
         self._norm = 0.0
+        self.writers = mesh  # who write a checkpoint together
         self._expert_load: ExpertLoad | None = None
         self._build(onednn, fresh)
         self.scale = precision.LossScale(self.device, self.precision, config.scaler)
@@ -81,16 +84,10 @@ class Step:
     def _build(self, onednn: bool, fresh: bool) -> None:
         """Model, optimizer, and how checkpoints lie on the disk."""
         config, device, plan = self.config, self.device, self.decisions
-        self.model = Transformer(config.model)
+        self.model = self._first_model(read=fresh or config.finetune.adapts)
         self.micro_batch, self.micro_batches = config.micro_batch, config.accumulation
         rules = precision_recipe(self.precision)
         self.delayed = rules is not None and rules.history > 0
-        source, adapts = config.train.start_from, config.finetune.adapts
-        if source and (fresh or adapts):
-            load_first_weights(source, self.model, config.model)
-        if source and adapts:
-            add_adapters(self.model, config.model, config.finetune, source, self.precision)
-            self.about = about_base(config.finetune, source)
         self.model.to(device)
         use_onednn(self.model, onednn)
         use_native_attention(self.model, plan.native_attention)
@@ -107,8 +104,18 @@ class Step:
             self.model.around = self.offload.around
         self.attention = attention_kernel(self.model, config, device, self.precision)
         self.objective = objective_of(config, device)
-        self.store = AdapterFiles() if adapts else WholeFiles()
-        self.writers: Any = self.mesh  # who write a checkpoint together
+        self.store = AdapterFiles() if config.finetune.adapts else WholeFiles()
+
+    def _first_model(self, read: bool) -> Transformer:
+        """Drawn, or with `read` the weights of `train.start_from`; with its adapters."""
+        config, source = self.config, self.config.train.start_from
+        model = Transformer(config.model)
+        if source and read:
+            load_first_weights(source, model, config.model)
+        if source and config.finetune.adapts:
+            add_adapters(model, config.model, config.finetune, source, self.precision)
+            self.about = about_base(config.finetune, source)
+        return model
 
     def compile(self) -> bool:
         """Where the config asks for it and it works here."""
@@ -132,7 +139,7 @@ class Step:
             states["average"] = self.average
         if self.config.train.noise_scale_every:
             states["noise scale"] = self.noise
-        return states
+        return states | {plugin.name: plugin for plugin in self.plugins}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         """Weights and states from the disk; the names of those that are not there."""
@@ -248,7 +255,8 @@ class Step:
         """Clip by global norm, update, clear gradients. Every rank gets the same: `loss` over all ranks, the norm,
         whether any of them is to `stop`, the sums of their `numbers`."""
         self.clock, self.recording = clock or StepClock(), recording
-        with self.phase(self._agreeing_phase), scope(f"{MODULE_SCOPE}clip", recording):
+        alone = self.mesh.size == 1 or self.device.type == "cpu"
+        with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
             mean, norm, stop, added = self._agree(loss, stop, numbers)
         with self.phase(Phase.OPTIMIZER):
             set_learning_rate(self.optimizer, learning_rate(self.config, number))
@@ -266,9 +274,11 @@ class Step:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
         with self.clock.phase(Phase.HOST):
-            return Agreed(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
-
-    _agreeing_phase = Phase.OPTIMIZER
+            agreed = Agreed(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
+        for plugin in self.plugins:
+            with self.clock.phase(Phase.COMMUNICATION):
+                plugin.after(number + 1)
+        return agreed
 
     def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[Any, Any, bool, list[float]]:
         """As `Agreed`, but for tensors that nobody has waited for. Clips the gradients."""
@@ -288,16 +298,16 @@ class Step:
     @property
     def evaluation_rows(self) -> int:
         """Sequences of one batch of `evaluate`, of a replica."""
-        return self.micro_batch
+        return self.micro_batch if self.schedule is None else self.share
 
     @property
     def evaluation_batches(self) -> int:
         """Batches of `evaluate` that all replicas together take in place of a global batch."""
-        return self.mesh.dp * self.micro_batches
+        return self.mesh.dp * (self.micro_batches if self.schedule is None else 1)
 
     def takes(self, batch: Batch[Any]) -> bool:
         """Whether `evaluate` computes a batch of this size."""
-        return True
+        return self.schedule is None or len(batch.inputs) == self.share  # a pipeline: of the step's own size only
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from ironlaw.config import RunConfig, TrackingConfig
 from ironlaw.errors import UserError
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 WAITING = 1000  # steps; beyond, the newest is dropped rather than the run held up
 
 
@@ -29,7 +28,7 @@ class Tracker(Protocol):
 def check_installed(config: TrackingConfig) -> None:
     """UserError for a tracker whose package is missing."""
     for name in config.to:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"tracking.to has {name!r}, which is not installed: pip install 'ironlaw[track]' or leave it out"
             )

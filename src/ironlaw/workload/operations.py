@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -56,14 +56,14 @@ class Operation:
     gradient: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
 
-_FIELDS = {each.name for each in fields(Operation)}
+T = TypeVar("T")
 
 
-def changed(op: Operation, **changes: Any) -> Operation:
+def changed(one: T, **changes: Any) -> T:
     """`dataclasses.replace` in a quarter of its time, for no constructor runs: a plan changes tens of thousands."""
-    assert changes.keys() <= _FIELDS
-    made = object.__new__(Operation)
-    made.__dict__.update(op.__dict__ | changes)
+    assert changes.keys() <= one.__dict__.keys()
+    made: T = object.__new__(type(one))
+    made.__dict__.update(one.__dict__ | changes)
     return made
 
 

@@ -7,6 +7,7 @@ bitsandbytes' for 8-bit Adam, our own for GaLore.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -81,10 +82,11 @@ def assign(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[Ass
 
 
 def _assignment(parameter: Parameter, config: OptimizerConfig) -> Assignment:
-    matrix = parameter.is_block_matrix and config.name in MATRIX_OPTIMIZERS
+    matrix = config.name in MATRIX_OPTIMIZERS and parameter.is_block_matrix
     if config.name == "galore" and matrix:
         matrix = min(parameter.shape) > config.rank  # a projection that saves nothing is none
-    group = next((g for g in config.groups if fnmatchcase(parameter.name, g.pattern)), None)
+    groups = [g for g in config.groups if fnmatchcase(parameter.name, g.pattern)]
+    group = groups[0] if groups else None
     if group is not None and group.weight_decay is not None:
         return Assignment(group.lr_scale, group.weight_decay, matrix)
     if config.no_decay is None:
@@ -117,7 +119,7 @@ def state_bytes(parameters: Sequence[Parameter], config: OptimizerConfig) -> int
 
 def tensor_state_bytes(shape: tuple[int, ...], config: OptimizerConfig, *, matrix: bool = False) -> int:
     """State of one tensor. `matrix`: it belongs to the matrix optimizer (Muon, GaLore)."""
-    elements, step = Parameter("", shape).elements, FP32  # PyTorch counts steps in fp32
+    elements, step = math.prod(shape), FP32  # PyTorch counts steps in fp32
     match config.name:
         case "sgd":
             return 0
@@ -149,13 +151,15 @@ def update_temporary_bytes(parameters: Sequence[Parameter], config: OptimizerCon
     Fused updates hold nothing. A loop over tensors holds for one tensor at a time; on CUDA PyTorch's `foreach`
     variants work on all tensors at once, and hold for all.
     """
+    if config.name == "adam8bit":  # on a CPU both moments are unpacked, and packed again
+        return 0 if cuda else 5 * FP32 * max((p.elements for p in parameters), default=0)
+    if config.name not in (*MATRIX_OPTIMIZERS, *_CALLS):
+        return 0
     assigned = list(zip(parameters, assign(parameters, config), strict=True))
     if config.name == "galore":
         return max((_galore_temporaries(p.shape, config.rank) for p, to in assigned if to.matrix), default=0)
     if config.name == "muon":
         return max((_muon_temporaries(p.shape) for p, to in assigned if to.matrix), default=0)
-    if config.name == "adam8bit":  # on a CPU both moments are unpacked, and packed again
-        return 0 if cuda else 5 * FP32 * max((p.elements for p in parameters), default=0)
     held = [_loop_temporaries(p, to, config.name) for p, to in assigned]
     return sum(held) if cuda else max(held)
 
@@ -164,9 +168,7 @@ def _loop_temporaries(parameter: Parameter, to: Assignment, name: OptimizerName)
     size = parameter.elements * FP32
     if name == "rmsprop":  # the root of the mean square; with decay also the decayed gradient
         return size * (2 if to.weight_decay else 1)
-    if name == "adafactor":  # the update; of a vector also the squared gradient
-        return size * (1 if len(parameter.shape) > 1 else 2)
-    return 0
+    return size * (1 if len(parameter.shape) > 1 else 2)  # adafactor: the update; of a vector also the squared gradient
 
 
 def _galore_temporaries(shape: tuple[int, ...], rank: int) -> int:

@@ -6,6 +6,8 @@ stages_of("1f1b", pp=16, virtual=2, rank=3)     # numbers of a rank's stages: [3
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 V_SHAPED = ("zbv", "dualpipe")
 
 
@@ -20,7 +22,8 @@ def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
     return None
 
 
-def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
+@lru_cache(maxsize=1024)
+def layers_of(layers: int, stages: int, virtual: int) -> tuple[range, ...]:
     """Layers of each stage: as equal as can be. The last and the first are the first to hold one less."""
     less = ends_lighter(layers, stages)
     if virtual > 1 and less is not None:
@@ -32,7 +35,7 @@ def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
         turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
         counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
     starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:

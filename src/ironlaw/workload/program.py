@@ -72,19 +72,27 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """`stages` by number, `layout.pp x layout.virtual_stages` of them; `collectives` and `tensors` by pipeline
-    position."""
+    """`stages` by number, `layout.pp x layout.virtual_stages` of them; `tensors` by pipeline position."""
 
     layout: Layout
     stages: tuple[Stage, ...]
     micro_batches: int = 1  # per replica and step
     remainder: tuple[Layer, ...] = ()  # the last micro-batch, where it is smaller; one process only
-    collectives: tuple[tuple[Collective, ...], ...] = ((),)
     tensors: tuple[tuple[Tensor, ...], ...] = ((),)
     model: ModelConfig | None = None
     batch: StepBatch | None = None
     recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
+    sent: tuple[Collective, ...] | None = None  # by each rank, where the layout does not say it
+
+    @cached_property
+    def collectives(self) -> tuple[tuple[Collective, ...], ...]:
+        """Of a rank of each pipeline position, in a step."""
+        positions = range(self.layout.pp)
+        if self.sent is not None or self.layout.accelerators == 1:
+            return (self.sent or (),) * len(positions)
+        assert self.model is not None and self.batch is not None
+        return tuple(tuple(collectives(self.model, self.layout, self.batch, self.recipe, at)) for at in positions)
 
     @property
     def message_bytes(self) -> int:
@@ -144,10 +152,6 @@ def step(model: ModelConfig, batch: StepBatch, layout: Layout | None = None, rec
     return Program(
         layout, tuple(stages), micro_batches + bool(rest),
         tuple(layers_of_shape(replace(shape, micro_batch=rest))) if rest else (),
-        tuple(
-            tuple(collectives(model, layout, batch, recipe, position)) if layout.accelerators > 1 else ()
-            for position in range(layout.pp)
-        ),
         tuple(
             tuple(
                 lasting_tensors(
@@ -219,7 +223,7 @@ def replicated(program: Program, trace: ModuleTrace, replicas: int, zero: int) -
     if zero == 0:
         buckets = Tensor("communication", trace.trained_bytes, "buckets of gradients")
         added = Collective("replicate", "all_reduce", units, trace.trained_bytes)
-        return replace(program, tensors=((*tensors, buckets),), collectives=((added,),))
+        return replace(program, tensors=((*tensors, buckets),), sent=(added,))
     assert zero == 3
     (layer,), elsewhere, largest = stage.layers, 1 - 1 / replicas, max(trace.unit_bytes, default=0)
     divided = {"weights": trace.parameter_bytes, "optimizer": 2 * trace.trained_bytes}
@@ -235,7 +239,7 @@ def replicated(program: Program, trace: ModuleTrace, replicas: int, zero: int) -
         Collective("shard", "reduce_scatter", passes * units, passes * trace.trained_bytes),
     )
     stage = replace(stage, layers=(replace(layer, backward=backward),), update=update)
-    return replace(program, stages=(stage,), tensors=(tuple(held),), collectives=(sent,))
+    return replace(program, stages=(stage,), tensors=(tuple(held),), sent=sent)
 
 
 def runs_on_device(update: Operation) -> bool:

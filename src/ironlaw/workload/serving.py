@@ -87,7 +87,7 @@ def forward_pass(
     )
     exchanges = _collectives(shape, rows) if layout.tp > 1 else ()
     return Program(
-        layout, (Stage(tuple(layers), tuple(parameters)),), collectives=(tuple(exchanges),), tensors=(tensors,),
+        layout, (Stage(tuple(layers), tuple(parameters)),), sent=tuple(exchanges), tensors=(tensors,),
         model=model, recipe=Recipe(precision, cuda), shape=shape,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import ROWS
+from ironlaw.workload.operations import ROWS, changed
 from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.pipeline import layers_of
 
@@ -51,7 +51,7 @@ def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: in
         shape = (rows, *(size // ranks if size == model.hidden else size for size in rest))
     else:
         shape = (-(-rows // ranks), *rest)
-    return replace(parameter, shape=shape)
+    return changed(parameter, shape=shape)
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool = False) -> list[Parameter]:
@@ -79,10 +79,10 @@ def _divided(parameter: Parameter, model: ModelConfig, layout: Layout, fused: bo
     if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0) and not fused:
         sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
         parts = [
-            replace(parameter, name=parameter.name.replace("qkv.", f"qkv.{which}."), shape=(rows, *parameter.shape[1:]))
+            changed(parameter, name=parameter.name.replace("qkv.", f"qkv.{which}."), shape=(rows, *parameter.shape[1:]))
             for which, rows in sizes.items()
         ]
-    return [replace(part, shape=local_shape_of(part, layout)) for part in parts]
+    return [changed(part, shape=local_shape_of(part, layout)) if part.divided else part for part in parts]
 
 
 def local_shape_of(parameter: Parameter, layout: Layout) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency.collectives import bus_bytes_per_second, collective_seconds, ideal_fabric, traffic_bytes
-from ironlaw.machine.efficiency.hardware import Fabric
+from ironlaw.machine.efficiency.collectives import collective_seconds, traffic_bytes
+from ironlaw.machine.efficiency.hardware import CollectiveConstants, Fabric
 from ironlaw.machine.efficiency.store import load_efficiency, load_network
 
 
@@ -20,17 +22,19 @@ def node(generation: str, link: float, **options) -> Fabric:
 A100, H100, B200 = node("ampere", 300e9), node("hopper", 450e9), node("blackwell", 900e9)
 H100_CLUSTER = node("hopper", 450e9, network_bytes_per_second=50e9, network=load_network("infiniband"))
 
+IDEAL = CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)  # no latency, nominal bandwidth
+
 
 def test_worked_example_seven_billion_gradients() -> None:
     # 7e9 fp16 gradients = 14 GB, ring over 8 nodes: 2 x 7/8 x 14 = 24.5 GB each, at 100 Gb/s 1.96 s
     assert traffic_bytes("all_reduce", 14e9, 8) == pytest.approx(24.5e9)
-    fabric = ideal_fabric(100e9 / 8, ranks=8)
+    fabric = Fabric(8, 100e9 / 8, IDEAL)
     assert collective_seconds("all_reduce", 14e9, 8, fabric=fabric) == pytest.approx(1.96)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 4096])
 def test_large_messages_move_what_the_ring_moves(ranks: int) -> None:
-    fabric = ideal_fabric(1e9, ranks)
+    fabric = Fabric(ranks, 1e9, IDEAL)
     share = (ranks - 1) / ranks
     assert collective_seconds("all_reduce", 1e9, ranks, fabric=fabric) == pytest.approx(2 * share)
     for kind in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -41,11 +45,11 @@ def test_large_messages_move_what_the_ring_moves(ranks: int) -> None:
 def test_latency_grows_with_n_for_rings_and_log_n_for_trees() -> None:
     fabric = Fabric(4096, 450e9, H100.island)
     n = np.array([16.0, 256.0, 4096.0])
-    ring = collective_seconds("all_reduce", 8.0, n, fabric=fabric, algorithm="ring")
-    tree = collective_seconds("all_reduce", 8.0, n, fabric=fabric, algorithm="tree")
+    ring = collective_seconds("all_reduce", 8.0, n, fabric=fabric)
+    tree = collective_seconds("all_reduce", 8.0, 8 * n, 8, fabric=H100_CLUSTER)  # over islands, the quicker one
     assert (ring[2] - ring[1]) / (ring[1] - ring[0]) == pytest.approx(16, rel=0.05)
     assert (tree[2] - tree[1]) / (tree[1] - tree[0]) == pytest.approx(1, rel=0.05)
-    assert tree[2] < ring[2] / 50
+    assert tree[2] < ring[2] / 20
 
 
 def test_nothing_to_do_costs_nothing() -> None:
@@ -63,13 +67,15 @@ def test_nothing_to_do_costs_nothing() -> None:
 )  # fmt: skip
 def test_published_bus_bandwidth(fabric: Fabric, bus: float) -> None:
     seconds = collective_seconds("all_reduce", 2.0**34, 8, fabric=fabric)
-    assert bus_bytes_per_second("all_reduce", 2.0**34, 8, seconds) == pytest.approx(bus, rel=0.12)
+    assert traffic_bytes("all_reduce", 2.0**34, 8) / seconds == pytest.approx(bus, rel=0.12)
 
 
 def test_switch_reduction_beats_the_ring() -> None:
     size = 2.0**32
     auto = collective_seconds("all_reduce", size, 8, fabric=H100)
-    ring = collective_seconds("all_reduce", size, 8, fabric=H100, algorithm="ring")
+    ring = collective_seconds(
+        "all_reduce", size, 8, fabric=replace(H100, island=replace(H100.island, switch_fraction=0))
+    )
     assert 1.15 < ring / auto < 1.5  # NVLS 480 against ring 365 GB/s
 
 
@@ -98,7 +104,7 @@ def test_one_rank_per_node_has_one_network_share() -> None:
 def test_hundreds_of_gpus_as_coreweave_measured() -> None:
     # 96 H100, 8 x 400 Gb/s per node, 8 GiB: 387 GB/s (github.com/coreweave/nccl-tests README)
     seconds = collective_seconds("all_reduce", 2.0**33, 96, 8, fabric=H100_CLUSTER)
-    assert bus_bytes_per_second("all_reduce", 2.0**33, 96, seconds) == pytest.approx(387e9, rel=0.1)
+    assert traffic_bytes("all_reduce", 2.0**33, 96) / seconds == pytest.approx(387e9, rel=0.1)
 
 
 def test_mesh_uses_as_many_links_as_peers() -> None:
@@ -107,7 +113,7 @@ def test_mesh_uses_as_many_links_as_peers() -> None:
     mesh = Fabric(8, 448e9, constants, topology="mesh")
     n = np.array([2.0, 8.0])
     seconds = collective_seconds("all_reduce", 2.0**32, n, fabric=mesh)
-    bus = bus_bytes_per_second("all_reduce", 2.0**32, n, seconds)
+    bus = traffic_bytes("all_reduce", 2.0**32, n) / seconds
     assert bus[1] / bus[0] == pytest.approx(7, rel=0.1)  # measured on MI300X: 48 and 313 GB/s
     assert bus[1] == pytest.approx(313e9, rel=0.1)
 

@@ -89,6 +89,13 @@ def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
     assert 14 < played.decode_batch <= 16
 
 
+def test_a_pipeline_with_room_for_fewer_requests_than_parts_serves_them() -> None:
+    request = parse_request("input=100000 output=1000 rate=0.01")
+    small = replace(served("rtx-3060"), model=ModelConfig.named("llama-3.1-8b"), layout=ServingLayout(devices=4, pp=4))
+    assert 1 <= small.most_requests(request) < 4
+    assert plan_serving(small, request).totals["ttft_seconds"].value > 0
+
+
 def test_speculation_gives_what_stands_for_a_wider_pass_and_the_drafts() -> None:
     assert tokens_of_a_pass(4, 0.7) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
     draft = ModelConfig.named("llama-3.2-1b")

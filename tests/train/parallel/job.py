@@ -53,7 +53,7 @@ from ironlaw.train.parallel.communication import counted
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused, named_tensors
 from ironlaw.train.parallel.step import LayoutStep
-from ironlaw.train.parallel.store import Gatherer, ShardedFiles
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.parallel.strategy import RankStrategy
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
@@ -124,7 +124,7 @@ def planned_recipe(config: RunConfig) -> Recipe:
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
     windows = TokenWindows(TOKENS, config.sequence, seed, size)
-    return Batches(windows, config.sequence, size, seed, rank, world)
+    return Batches(windows, size, rank, world)
 
 
 def in_documents(config: RunConfig, batch: Batch[Tensor]) -> Batch[Tensor]:
@@ -258,7 +258,7 @@ def task_adapters(case: dict[str, Any], folder: Path) -> dict[str, float]:
     store, config, random = run.step.store, run.config, {"random": RandomState()}
     assert isinstance(store, SharedAdapterFiles)
     found = run.train(0, 5)
-    ours = store.gather(run.applied.model)
+    ours = run.step.trained()
     alone = config.model_copy(update={"layout": None})
     torch.manual_seed(config.train.seed)
     one = Step(alone, Decisions(config.train.precision), Mesh(torch.device("cpu")))
@@ -335,7 +335,7 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             store.read(folders[-1], run.applied.model, states)
         # As in a run: copied between two steps, written behind the next ones.
         checkpointer = Checkpointer(
-            folder / f"hop{hop}", CheckpointConfig(), config.model, store=store, ranks=Gatherer(group)
+            folder / f"hop{hop}", CheckpointConfig(), config.model, store=store, ranks=replace(run.ranks, writing=group)
         )
         checkpointer.take(4, 0, run.applied.model, states)
         checkpointer.write()
@@ -556,12 +556,13 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def task_preflight(case: dict[str, Any], folder: Path) -> str:
     """`case["differs"]` on rank 1: how each rank ends."""
-    mine = preflight.facts(config_of(case))
+    config = config_of(case)
+    ranks, mine = world.start(world.check(config, dist.get_world_size())), preflight.facts(config)
     if dist.get_rank() == 1:
         name, value = case["differs"]
         mine[name] = mine[name] + value if name == "clock_seconds" else value
     try:
-        preflight.check(mine)
+        preflight.check(ranks, mine)
     except (UserError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "trains"

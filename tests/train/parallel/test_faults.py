@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
-from ironlaw.train.parallel.hang import Note, absent, report
+from ironlaw.train.parallel.hang import NOTE_JSON, Note, absent, report
 from ironlaw.train.parallel.straggler import Straggling, slow_ranks
 
 ALL = (0, 1, 2, 3)
@@ -35,7 +35,7 @@ def test_the_rank_that_never_comes_is_named_with_where_it_is() -> None:
     waiting = operation(213, "reduce_scatter", done=False)
     notes = [note(rank, operation(212, "all_gather"), waiting) for rank in (0, 1, 2)]
     notes.append(note(3, operation(212, "all_gather")))
-    line = report([Note.from_json(each.to_json()) for each in notes], 2001.0)
+    line = report([NOTE_JSON.validate_json(NOTE_JSON.dump_json(each)) for each in notes], 2001.0)
     assert line == (
         "nothing has moved for 300 s: rank 3 on node1 is at step 17 in data/loader.py:88 (batch), its last operation "
         "all_gather #212 over shard; ranks 0-2 wait in reduce_scatter #213 over shard, step 17"

@@ -20,6 +20,7 @@ import numpy as np
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.machine.efficiency.hardware import (
+    Array,
     AttentionConstants,
     Hardware,
     Number,
@@ -116,16 +117,9 @@ def attention_seconds(
 
 
 def _memory_seconds(
-    b: np.ndarray,
-    s: np.ndarray,
-    h: np.ndarray,
-    kv: np.ndarray,
-    d: np.ndarray,
-    dtype: str,
-    hardware: Hardware,
-    constants: AttentionConstants,
+    b: Array, s: Array, h: Array, kv: Array, d: Array, dtype: str, hardware: Hardware, constants: AttentionConstants,
     direction: str,
-) -> np.ndarray:
+) -> Array:  # fmt: skip
     """Seconds to move q, k, v and o once between memory and the compute units."""
     traffic = 2.0 * b * s * (h + kv) * d * number_format(dtype).bytes_per_element()
     if direction == "backward":

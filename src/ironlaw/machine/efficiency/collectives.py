@@ -4,13 +4,13 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
 
     time = launch + hops step + fill sqrt(hops) ln(1 + S / fill_bytes) + (traffic + own share) / link
 
-    kind            traffic per rank      hops (ring)       hops (tree)
-    all_reduce      2 (n-1)/n S           2 (n-1)           2 log2 n
+    kind            traffic per rank      hops
+    all_reduce      2 (n-1)/n S           2 (n-1)
     all_gather,
-    reduce_scatter  (n-1)/n S             n-1               -
-    all_to_all      (n-1)/n S             1 + log2 n        -
-    send_recv       S                     2                 -
-    broadcast       S                     n-1               log2 n
+    reduce_scatter  (n-1)/n S             n-1
+    all_to_all      (n-1)/n S             1 + log2 n
+    send_recv       S                     2
+    broadcast       S                     n-1
 
 The link counts at ring_fraction (direct_fraction for all_to_all and send_recv) of nominal, and one's own
 share S / n is copied local_copy_ratio times faster. The logarithm is what measurements show from 1 MiB to
@@ -28,11 +28,10 @@ Traeff, Parallel Computing 35, 2009 (double binary trees). Bus bandwidth: nccl-t
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.efficiency.hardware import (
-    CollectiveConstants,
+    Array,
     Fabric,
     NetworkConstants,
     Number,
@@ -40,17 +39,7 @@ from ironlaw.machine.efficiency.hardware import (
     unwrap,
 )
 
-Array = npt.NDArray[np.float64]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
-ALGORITHMS = ("auto", "ring", "tree")
-
-IDEAL_ISLAND = CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)
-"""No latency, nominal bandwidth: for worked examples and lower bounds."""
-
-
-def ideal_fabric(bytes_per_second: float, ranks: int) -> Fabric:
-    """One island of `ranks` at exactly `bytes_per_second` per rank and direction, without latency."""
-    return Fabric(ranks, bytes_per_second, IDEAL_ISLAND)
 
 
 def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
@@ -62,19 +51,8 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     return unwrap(moved, scalar)
 
 
-def bus_bytes_per_second(kind: str, size: Number, ranks: Number, seconds: Number) -> Number:
-    """Bus bandwidth in nccl-tests' convention: traffic of the ring algorithm over time."""
-    return traffic_bytes(kind, size, ranks) / seconds
-
-
 def collective_seconds(
-    kind: str,
-    size: Number,
-    ranks: Number,
-    ranks_per_island: Number | None = None,
-    *,
-    fabric: Fabric,
-    algorithm: str = "auto",
+    kind: str, size: Number, ranks: Number, ranks_per_island: Number | None = None, *, fabric: Fabric
 ) -> Number:
     """Seconds of one collective on a buffer of `size` bytes (per rank for all_to_all and send_recv).
 
@@ -83,19 +61,17 @@ def collective_seconds(
     share of the network). By default as many as fit.
     """
     known(kind)
-    if algorithm not in ALGORITHMS:
-        raise UserError(f"unknown algorithm {algorithm}; {did_you_mean(algorithm, ALGORITHMS)}")
     inside = np.minimum(ranks, fabric.island_ranks) if ranks_per_island is None else ranks_per_island
     (s, n, g), scalar = broadcast(size, ranks, np.asarray(inside, dtype=np.float64))
     scalar = np.ndim(size) == 0 and np.ndim(ranks) == 0 and np.ndim(inside) == 0
     g = np.minimum(g, n)
-    one = _island_seconds(kind, s, n, fabric, algorithm)
+    one = _island_seconds(kind, s, n, fabric)
     crosses = n > g
     if not np.any(crosses):
         return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
     if fabric.network is None or fabric.network_bytes_per_second <= 0:
         raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
-    many = _network_seconds(kind, s, n, g, fabric, fabric.network, algorithm)
+    many = _network_seconds(kind, s, n, g, fabric, fabric.network)
     return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
 
 
@@ -115,10 +91,9 @@ def _link(fabric: Fabric, n: Array) -> Array:
     return np.full(n.shape, link)
 
 
-def _hops(kind: str, n: Array, algorithm: str) -> Array:
+def _hops(kind: str, n: Array) -> Array:
+    """Of a ring, or of point to point."""
     tree = np.ceil(np.log2(np.maximum(n, 1.0)))
-    if algorithm == "tree":
-        return {"all_reduce": 2.0 * tree, "broadcast": tree}.get(kind, n - 1.0)
     return {
         "all_reduce": 2.0 * (n - 1.0), "all_to_all": 1.0 + tree, "send_recv": np.full(n.shape, 2.0),
     }.get(kind, n - 1.0)  # fmt: skip
@@ -135,31 +110,28 @@ def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_
     return (np.asarray(traffic_bytes(kind, s, n)) + own) / attained
 
 
-def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: str) -> Array:
-    constants = fabric.island
-    growth = np.sqrt(_hops(kind, n, algorithm)) * np.log1p(s / constants.fill_bytes)
+def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric) -> Array:
+    constants, hops = fabric.island, _hops(kind, n)
+    growth = np.sqrt(hops) * np.log1p(s / constants.fill_bytes)
     fixed = constants.launch_seconds + constants.fill_seconds * growth
-    seconds = _hops(kind, n, algorithm) * constants.step_seconds
-    seconds = seconds + _island_bandwidth_seconds(kind, s, n, fabric, False)
-    if kind == "all_reduce" and algorithm == "auto" and constants.switch_fraction > 0:
+    steps = hops * constants.step_seconds
+    seconds = steps + _island_bandwidth_seconds(kind, s, n, fabric, False)
+    if kind == "all_reduce" and constants.switch_fraction > 0:
         # small all-reduces take as long with NVLS as by the ring (measured), large ones much less
-        switch = _hops(kind, n, "ring") * constants.step_seconds
-        seconds = np.minimum(seconds, switch + _island_bandwidth_seconds(kind, s, n, fabric, True))
+        seconds = np.minimum(seconds, steps + _island_bandwidth_seconds(kind, s, n, fabric, True))
     return fixed + seconds
 
 
-def _network_seconds(
-    kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, algorithm: str
-) -> Array:
+def _network_seconds(kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants) -> Array:
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
     launch = fabric.island.launch_seconds + network.launch_seconds
     fixed = launch + network.fill_seconds * np.log1p(s / network.fill_bytes)
     if kind in ("all_to_all", "send_recv"):
         return fixed + _direct_seconds(kind, s, n, g, fabric, network, share)
     candidates = []
-    names = ("ring", "tree") if algorithm == "auto" else (algorithm,)
-    for name in names if kind in ("all_reduce", "broadcast") else ("ring",):
-        for in_switch in (False, True) if _may_use_switch(kind, name, algorithm, fabric) else (False,):
+    for name in ("ring", "tree") if kind in ("all_reduce", "broadcast") else ("ring",):
+        switches = kind == "all_reduce" and name == "tree" and fabric.island.switch_fraction > 0
+        for in_switch in (False, True) if switches else (False,):
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
             crossings, hops, leaving = _crossing(kind, name, s, n, g)
             slowest = np.maximum(np.where(g > 1, inside, 0.0), leaving / (g * share))
@@ -178,10 +150,6 @@ def _direct_seconds(
     return np.log2(n) * network.step_seconds + np.maximum(s * (n - g) / n / share, inside)
 
 
-def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:
-    return kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
-
-
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
     """Network hops, island hops, and bytes leaving each island, of a ring or tree over n / g islands."""
     islands, both_ways = n / g, 2.0 if kind == "all_reduce" else 1.0
@@ -189,8 +157,8 @@ def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array
         crossings = both_ways * islands
         return (
             crossings,
-            np.maximum(_hops(kind, n, "ring") - crossings, 0.0),
+            np.maximum(_hops(kind, n) - crossings, 0.0),
             np.asarray(traffic_bytes(kind, s, n)),
         )
     crossings = both_ways * np.ceil(np.log2(islands))
-    return crossings, _hops(kind, g, "ring"), s * np.where(islands > 2.0, 2.0, 1.0)
+    return crossings, _hops(kind, g), s * np.where(islands > 2.0, 2.0, 1.0)

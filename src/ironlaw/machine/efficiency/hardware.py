@@ -16,7 +16,8 @@ import numpy.typing as npt
 from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError, did_you_mean
 
-Number = float | npt.NDArray[np.float64]
+Array = npt.NDArray[np.float64]
+Number = float | Array
 """A plain float or an array; the functions of this package broadcast and return what they were given."""
 
 
@@ -205,12 +206,12 @@ class Fabric:
     oversubscription: float = 1.0  # of the network's upper level, >= 1
 
 
-def broadcast(*values: Number) -> tuple[list[npt.NDArray[np.float64]], bool]:
+def broadcast(*values: Number) -> tuple[list[Array], bool]:
     """Arguments as float arrays of one shape, and whether all of them were scalars."""
     scalar = all(np.ndim(v) == 0 for v in values)
     return [np.asarray(a, dtype=np.float64) for a in np.broadcast_arrays(*values)], scalar
 
 
-def unwrap(result: npt.NDArray[np.float64], scalar: bool) -> Number:
+def unwrap(result: Array, scalar: bool) -> Number:
     """A plain float when every argument was one."""
     return float(result) if scalar else result

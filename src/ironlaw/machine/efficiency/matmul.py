@@ -18,10 +18,10 @@ the attained rate of a generation scales with its boards' power limits, not with
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.machine.efficiency.hardware import (
+    Array,
     Hardware,
     MatmulConstants,
     Number,
@@ -39,11 +39,6 @@ BLOCK = 4096  # shapes evaluated at once: bounds memory at about 20 MiB
 
 _GRID = np.array([(tm, tn, s) for tm, tn in TILES for s in SPLITS], dtype=np.float64)
 _TM, _TN, _SPLIT = (_GRID[:, i : i + 1] for i in range(3))
-
-
-def matmul_flops(m: Number, n: Number, k: Number, batch: Number = 1.0) -> Number:
-    """Floating-point operations: 2 batch m n k."""
-    return 2.0 * batch * m * n * k
 
 
 def matmul_seconds(
@@ -84,18 +79,11 @@ def matmul_seconds(
 
 
 def _seconds(
-    m: npt.NDArray[np.float64],
-    n: npt.NDArray[np.float64],
-    k: npt.NDArray[np.float64],
-    batch: npt.NDArray[np.float64],
-    dtype: str,
-    hardware: Hardware,
-    constants: MatmulConstants,
-    include_cast: bool,
-    sustained: bool,
-) -> npt.NDArray[np.float64]:
+    m: Array, n: Array, k: Array, batch: Array, dtype: str, hardware: Hardware, constants: MatmulConstants,
+    include_cast: bool, sustained: bool,
+) -> Array:  # fmt: skip
     bandwidth = hardware.memory_bytes_per_second
-    compute = compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
+    compute = _compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware, constants)
     powered = 2.0 * batch * m * n * k * constants.joules_per_flop / hardware.power_watts
     share = 1.0 if sustained else compute / (compute + constants.throttle_seconds)
     compute = compute + np.maximum(0.0, powered - compute) * share
@@ -112,22 +100,15 @@ def _seconds(
     return seconds
 
 
-def compute_seconds(
-    m: npt.NDArray[np.float64],
-    n: npt.NDArray[np.float64],
-    k: npt.NDArray[np.float64],
-    batch: npt.NDArray[np.float64],
-    peak_flops_per_second: float,
-    compute_units: int,
-    memory_bytes_per_second: float,
-    constants: MatmulConstants,
-) -> npt.NDArray[np.float64]:
+def _compute_seconds(
+    m: Array, n: Array, k: Array, batch: Array, peak: float, hardware: Hardware, constants: MatmulConstants
+) -> Array:
     """Seconds of the arithmetic at full clock: the best tile and split of `TILES` and `SPLITS`."""
-    unit_rate = peak_flops_per_second * constants.attainable_fraction / compute_units
-    waves = batch * np.ceil(m / _TM) * np.ceil(n / _TN) * _SPLIT / compute_units
+    unit_rate = peak * constants.attainable_fraction / hardware.compute_units
+    waves = batch * np.ceil(m / _TM) * np.ceil(n / _TN) * _SPLIT / hardware.compute_units
     rigid = constants.wave_rigidity
     waves = np.where(waves > 1.0, rigid * np.ceil(waves) + (1.0 - rigid) * waves, 1.0)
     per_k = 2.0 * (_TM * _TN + constants.operand_elements * (_TM + _TN)) / unit_rate
     seconds = waves * (k / _SPLIT + constants.fill_elements) * per_k
     partials = np.where(_SPLIT > 1, _SPLIT * 4.0 * batch * m * n, 0.0)
-    return np.min(seconds + constants.split_traffic * partials / memory_bytes_per_second, axis=0)
+    return np.min(seconds + constants.split_traffic * partials / hardware.memory_bytes_per_second, axis=0)

@@ -52,13 +52,15 @@ def grids(
     model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int
 ) -> Iterator[tuple[int, ...]]:
     """Every (dp, tp, pp, cp) whose product is `count` and that can run; the others are counted by reason."""
+    # Inner widths that tensor parallelism splits whatever is done with the experts.
+    widths = [*([model.ffn_size] if model.dense_layers else []), model.shared_ffn_size]
     for tp, pp, cp in product(divisors(count), repeat=3):
         if count % (tp * pp * cp):
             continue
         dp = count // (tp * pp * cp)
         if tp > widest_tp:
             reason = GRID_CONSTRAINTS[0]
-        elif model.heads % tp or any(width % tp for width in _ffn_widths(model)):
+        elif model.heads % tp or any(width % tp for width in widths):
             reason = GRID_CONSTRAINTS[1]
         elif model.key_value_heads % tp and tp % model.key_value_heads:
             reason = GRID_CONSTRAINTS[2]
@@ -133,12 +135,6 @@ def _rows(fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Seq
 def _count(ruled_out: dict[str, int], constraint: str, number: int) -> None:
     if number:
         ruled_out[constraint] = ruled_out.get(constraint, 0) + number
-
-
-def _ffn_widths(model: ModelConfig) -> list[int]:
-    """Inner widths that tensor parallelism splits whatever is done with the experts."""
-    dense = [model.ffn_size] if model.dense_layers else []
-    return [*dense, model.shared_ffn_size]
 
 
 def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict[str, int]) -> list[tuple[int, int]]:

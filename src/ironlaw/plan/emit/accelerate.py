@@ -16,6 +16,7 @@ def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
     fsdp = plain and zero in (0, 2, 3) and not (zero == 0 and word == "full")
     megatron = not fsdp
     return first_reason(
+        (model.moe is not None, "its options say nothing of experts"),
         (layout.cp > 1, "its context parallelism is not written by this planner"),
         (layout.offload != "none",
          "its CPU offload moves the weights too, which this planner does not plan: use offload=none"),

@@ -14,6 +14,8 @@ from ironlaw.workload.layout import Layout
 def deepspeed_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its JSON cannot say this, or None."""
     return first_reason(
+        (model.moe is not None,
+         "DeepSpeed builds experts in the model's code (deepspeed.moe.layer.MoE), not in its JSON"),
         (layout.pp > 1, "pipeline stages are built in code there (PipelineModule), not in its JSON"),
         (layout.cp > 1, "its JSON has no context parallelism"),
         (layout.sp, "its tensor parallelism (autotp_size) does not shard the sequence: use sp=0"),

@@ -12,8 +12,6 @@ from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 
-MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
-
 PRECISION_FLAGS = {
     "fp32": [],
     "bf16": ["--bf16"],
@@ -119,9 +117,11 @@ def _chunk(model: ModelConfig, layout: Layout) -> int:
     return (model.layers + sum(ends_lighter(model.layers, chunks) or (0, 0))) // chunks
 
 
-def megatron_flags(request: ClusterRequest, layout: Layout, accumulation: int) -> list[str]:
-    """One `--flag value` per entry."""
-    return [
+def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    """One `--flag value` per line."""
+    # What selective recomputation repeats, where the plan has taken it as other than attention.
+    widens = layout.recompute.mode == "selective" and engine(request.engine).widens_again(request.model)
+    flags = [
         *_model_flags(request.model, request.sequence),
         f"--micro-batch-size {layout.micro_batch}",
         f"--global-batch-size {request.global_batch}",
@@ -130,19 +130,11 @@ def megatron_flags(request: ClusterRequest, layout: Layout, accumulation: int) -
         *_narrow_flags(request, layout),
         *OPTIMIZER_FLAGS[request.optimizer],
         *_layout_flags(request.model, layout),
-        *_widening_flags(request, layout),
+        *given((widens, "--recompute-modules mla_up_proj")),
         *_expert_flags(request.model, layout),
     ]
-
-
-def _widening_flags(request: ClusterRequest, layout: Layout) -> list[str]:
-    """What selective recomputation repeats, where the plan has taken it as other than attention."""
-    widens = (
-        layout.recompute.mode == "selective"
-        and request.model.latent is not None
-        and engine(request.engine).selective_widens
-    )
-    return ["--recompute-modules mla_up_proj"] if widens else []
+    head = f"# {request.model.name}, {request.cluster}: {layout}\n"
+    return head + " \\\n".join(flags) + "\n", ["for pretrain_gpt.py; add tokenizer, data and learning rate"]
 
 
 def _narrow_flags(request: ClusterRequest, layout: Layout) -> list[str]:

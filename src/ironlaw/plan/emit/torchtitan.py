@@ -16,35 +16,24 @@ from ironlaw.workload.pipeline import ends_lighter
 SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
 
 
-EXPERTS_NARROW: dict[str, dict[str, Any]] = {
-    "fp8": {"float8": {"fqns": ["experts"]}},
-    "mxfp8": {"mx": {"recipe_name": "mxfp8", "fqns": ["experts"]}},
-}
-
-NARROW: dict[str, dict[str, Any]] = {
+NARROW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Scales per row, which are the library's default and what published runs used; the output layer stays in bf16.
-    "fp8": {
-        "model": {"converters": ["quantize.linear.float8"]},
-        "quantize": {"linear": {"float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]}}},
-    },
-    "mxfp8": {
-        "model": {"converters": ["quantize.linear.mx"]},
-        "quantize": {"linear": {"mx": {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]}}},
-    },
-}
+    "fp8": ("float8", {"recipe_name": "rowwise", "filter_fqns": ["output"]}, {"fqns": ["experts"]}),
+    "mxfp8": (
+        "mx", {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
+        {"recipe_name": "mxfp8", "fqns": ["experts"]},
+    ),
+}  # fmt: skip
+"""The kind of converter; its options for linear layers, and for grouped products."""
 
 
 def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
     """The converters of linear layers, and of grouped products where there are experts."""
     if precision not in NARROW:
         return {}
-    document = {key: dict(value) for key, value in NARROW[precision].items()}
-    if model.moe is not None:
-        of_experts = EXPERTS_NARROW[precision]
-        document["quantize"]["grouped_mm"] = of_experts
-        kinds = [f"quantize.grouped_mm.{kind}" for kind in of_experts]
-        document["model"]["converters"] = [*document["model"]["converters"], *kinds]
-    return document
+    kind, linear, of_experts = NARROW[precision]
+    products = {"linear": {kind: linear}} | ({"grouped_mm": {kind: of_experts}} if model.moe is not None else {})
+    return {"model": {"converters": [f"quantize.{name}.{kind}" for name in products]}, "quantize": products}
 
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
@@ -104,7 +93,8 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
     document: dict[str, Any] = {
         "optimizer": {"name": {"adam": "Adam"}.get(request.optimizer, "AdamW")},
         "training": {
-            "local_batch_size": _local_batch(request, layout),
+            # Per rank and accumulation step; a pipeline takes all its micro-batches at once.
+            "local_batch_size": request.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch,
             "global_batch_size": request.global_batch,
             "seq_len": request.sequence,
             "steps": request.steps,
@@ -136,11 +126,6 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         text += "".join(f"#   {option}\n" for option in options)
     newer = "options of 0.3 in its last comment" if options else "0.3 has no option for all of it"
     return text, [f"a TOML job config of torchtitan 0.2; {newer}"]
-
-
-def _local_batch(request: ClusterRequest, layout: Layout) -> int:
-    """Sequences per rank and gradient accumulation step; a pipeline takes all its micro-batches at once."""
-    return request.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
 
 
 def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:

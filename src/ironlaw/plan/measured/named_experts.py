@@ -1,12 +1,11 @@
 """Experts of models that a table of runs calls by name: most tables have no columns for them.
 
-named_experts("Mixtral 8x7B", hidden=4096, layers=32).moe     # MoEConfig(experts=8, experts_per_token=2, ...)
+named_experts("Mixtral 8x7B", hidden=4096, layers=32)[1]["moe"]     # MoEConfig(experts=8, experts_per_token=2, ...)
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,10 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
 
 
-@dataclass(frozen=True)
-class NamedExperts:
-    """What the name says."""
-
-    name: str
-    moe: MoEConfig
-    dense_ffn: int | None  # width of the layers without experts; None: there are none
-    head_size: int | None  # where it is not hidden / heads
-    latent: LatentConfig | None  # None: usual attention
-
-
-def named_experts(model: str, hidden: int, layers: int) -> NamedExperts | None:
-    """The experts of the model with the longest name that stands in `model`, if its hidden size is this."""
+def named_experts(model: str, hidden: int, layers: int) -> tuple[str, dict[str, Any]] | None:
+    """The model with the longest name that stands in `model`, if its hidden size is this, and fields of a ModelConfig
+    that follow: `moe`, and where they are not as usual `latent`, `head_size` and the `ffn` of layers without experts.
+    """
     said = _plain(model)
     fitting = [
         (len(_plain(word)), name)
@@ -47,11 +37,11 @@ def named_experts(model: str, hidden: int, layers: int) -> NamedExperts | None:
         dense_layers=first, every=min(entry.get("every", 1), layers - first),
         groups=groups, groups_per_token=entry.get("groups_per_token", groups),
     )  # fmt: skip
-    latent = None
+    found = {"moe": moe, "ffn": entry.get("dense_ffn"), "head_size": entry.get("head_size")}
     if "latent" in entry:  # all models here have DeepSeek-V2's sizes of a head, which are the defaults
         rank, query_rank = entry["latent"]
-        latent = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
-    return NamedExperts(name, moe, entry.get("dense_ffn"), entry.get("head_size"), latent)
+        found["latent"] = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
+    return name, {field: value for field, value in found.items() if value is not None}
 
 
 @lru_cache(maxsize=1)

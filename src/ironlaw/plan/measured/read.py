@@ -349,14 +349,14 @@ def _named_experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     known = named_experts(cells.text("model"), sizes["hidden"], sizes["layers"])
     if known is None:
         return {}
-    moe = known.moe
+    name, found = known
+    moe = found["moe"]
     cells.assumed.append(
         f"experts = {moe.experts}, {moe.experts_per_token} per token, of width {moe.expert_ffn} "
-        f"in {moe.layers(sizes['layers'])} layers (its name says {known.name}"
-        + (", whose attention is latent)" if known.latent else ")")
+        f"in {moe.layers(sizes['layers'])} layers (its name says {name}"
+        + (", whose attention is latent)" if "latent" in found else ")")
     )
-    found = {"moe": moe, "latent": known.latent, "ffn": known.dense_ffn, "head_size": known.head_size}
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def _precision(cells: Cells, acc: Accelerator, shares: Mapping[str, float]) -> str:

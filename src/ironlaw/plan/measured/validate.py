@@ -79,13 +79,9 @@ class ValidationRecord:
 
 def validate(path: Path, engine: Engine | None = None) -> ValidationRecord:
     """Plan every run of a CSV file and compare with what was measured; `engine` in place of each row's own."""
-    runs, rejected = read_runs(path, engine)
-    return validate_runs(runs, rejected)
-
-
-def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> ValidationRecord:
-    known, unknown = plannable(runs)
-    runs, rejected = settled(known), [*rejected, *unknown]
+    read, unread = read_runs(path, engine)
+    known, unknown = plannable(read)
+    runs, rejected = settled(known), [*unread, *unknown]
     prediction = evaluate(runs)
     stated = widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds))
     seconds, *bounds = mixed(runs, prediction.step_seconds, stated)
@@ -93,7 +89,7 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
     # Of one accelerator. The trivial planner does them at one constant fraction of its dense peak.
     flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
     record = ValidationRecord(
-        runs=list(runs),
+        runs=runs,
         prediction=prediction,
         baseline_seconds=flops / (prediction.peak_flops_per_second * BASELINE_FRACTION),
         baseline_bytes=of_runs(runs, baseline_bytes),

@@ -12,7 +12,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.request import ClusterRequest
-from ironlaw.plan.cluster.search import SearchResult, search
+from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import AGAIN
 
@@ -148,14 +148,19 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
 
 
-def _best(request: ClusterRequest, count: int) -> float | None:
-    """Step seconds of the best layout on that many accelerators; None where none fits or can be formed."""
+def fastest(request: ClusterRequest) -> RankedLayout | None:
+    """The layout of what was asked; None where none fits or can be formed."""
     try:
-        other = replace(request, cluster=replace(request.cluster, count=count))
-        found = search_layouts(other, keep=1, hybrid=False, fastest_alone=True)
+        found = search_layouts(request, keep=1, hybrid=False, fastest_alone=True)
     except UserError:
         return None
-    return found.best[0].step_seconds if found.best else None
+    return found.best[0] if found.best else None
+
+
+def _best(request: ClusterRequest, count: int) -> float | None:
+    """Step seconds of the best layout on that many accelerators."""
+    found = fastest(replace(request, cluster=replace(request.cluster, count=count)))
+    return found.step_seconds if found else None
 
 
 def would_fit(request: ClusterRequest) -> list[str]:
@@ -163,8 +168,7 @@ def would_fit(request: ClusterRequest) -> list[str]:
     words = []
     count = request.cluster.count * 2
     while count <= MOST_ACCELERATORS:
-        seconds = _best(request, count)
-        if seconds is not None:
+        if _best(request, count) is not None:
             words.append(f"--on {count}x{request.cluster.accelerator.name}")
             break
         count *= 2

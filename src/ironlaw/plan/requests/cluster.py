@@ -9,12 +9,11 @@ from ironlaw.catalog.accelerators import Accelerator, taken_for
 from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
-from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.adapters import plan_adapters
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.update_cost import update_cost
-from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
+from ironlaw.plan.emit.trainers import emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.requests.engine_choice import result_under, software_for
@@ -29,25 +28,23 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     if config is not None and config.finetune.adapts:
         return plan_adapters(requested, on, options)
     cluster, layout, assumed = _where(on, options)
-    if layout is None and cluster.count == 1 and requested.config and requested.config.train.offload != "none":
-        layout = _of_config(requested.config)  # a config that says where its memory goes says all of a single device
-    work = settle(requested.model, options.work, cluster.count, requested.config)
+    if layout is None and cluster.count == 1 and config and config.train.offload != "none":
+        # A config that says where its memory goes says all of a single device.
+        layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
+    work = settle(requested.model, options.work, cluster.count, config)
     precision = _precision(requested, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
     if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
-        assumed.append(
-            Assumption(
-                "expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "a capacity factor"
-            )
-        )
+        why = "no measurement; balancing aims at 1 (arXiv 2408.15664)"
+        assumed.append(Assumption("expert load", load, why, "a capacity factor"))
     if not cluster.accelerator.has_flash:
         why = f"FlashAttention has no kernels for {cluster.accelerator.name}"
         assumed.append(Assumption("attention", "scores in memory", why, ""))
     if (other := taken_model(requested.model.name)) and other[1]:
         assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]
-    if requested.config and requested.config.train.micro_batch and layout is None:
+    if config and config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
     optimizer = _optimizer(requested, options)
     request = ClusterRequest(
@@ -55,20 +52,16 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         steps=work.steps, assumed=work.assumed + assumed, prices=options.prices, layout=layout,
     )  # fmt: skip
     if trainer:
-        check_words(trainer, precision, optimizer)
+        trainer.check(request, layout)
 
         def excluded(candidate: Layout) -> str | None:
             reason = trainer.cannot(candidate, requested.model, optimizer)
             return f"{trainer.name}: {reason}" if reason else None
 
         request = replace(request, excluded=excluded)
-        if layout is not None and (reason := trainer.cannot(layout, requested.model, optimizer)):
-            raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
     request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
     if trainer and answer.fits:
-        values = answer.more["layout"]
-        chosen = Layout(**{key: value for key, value in values.items() if key != "text"})
-        answer.more["emit"] = emit(trainer.name, request, chosen)
+        answer.more["emit"] = emit(trainer.name, request, parse_layout(answer.more["layout"]["text"]))
     return answer
 
 
@@ -108,11 +101,6 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
     if note:
         assumed.append(Assumption("network", f"{found.fabric} at the node's usual rate", "none is said", "--network"))
     return replace(cluster, node=found)
-
-
-def _of_config(config: RunConfig) -> Layout:
-    """What a config says of one device, in the words of a layout."""
-    return Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
 
 
 def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:

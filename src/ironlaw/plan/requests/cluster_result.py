@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,10 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "engine": evidence(request.engine, request.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in request.assumed],
         "candidates": [_candidate(request, candidate) for candidate in _different(found.best, layout)] if found else [],
-        "ruled_out": _constraints(found) if found else {},
+        "ruled_out": {
+            constraint: {"count": count, "unit": counted_in(constraint)}
+            for constraint, count in (Counter(found.ruled_out).most_common() if found else ())
+        },
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
@@ -163,12 +167,6 @@ def _different(best: list[RankedLayout], layout: Layout) -> list[RankedLayout]:
             different.append(candidate)
         seen.add(kind)
     return different[:SHOWN]
-
-
-def _constraints(found: SearchResult) -> dict[str, dict[str, Any]]:
-    """Each constraint with how much it ruled out and in which unit, the largest count first."""
-    counted = sorted(found.ruled_out.items(), key=lambda item: -item[1])
-    return {constraint: {"count": count, "unit": counted_in(constraint)} for constraint, count in counted}
 
 
 def _layout(layout: Layout, request: ClusterRequest) -> dict[str, Any]:

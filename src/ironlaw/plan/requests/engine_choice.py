@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,14 @@ from ironlaw.plan.cluster.capabilities import engines_for, lacking
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.cluster.request import DEFAULT_ENGINE, ClusterRequest
-from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, TrainerOptions
+from ironlaw.plan.emit.trainers import TrainerOptions
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import PlanOutcome
-from ironlaw.plan.requests.advice import search_layouts
+from ironlaw.plan.requests.advice import fastest
 from ironlaw.plan.requests.cluster_result import result_on_cluster
 from ironlaw.plan.work import Assumption
-from ironlaw.workload.layout import Layout
+from ironlaw.workload.layout import parse_layout
 
 OTHERS = 2
 """Other engines that an answer is compared with: those with the most runs checked on this generation."""
@@ -34,7 +35,7 @@ def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelera
     usual = (DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning")
     found = []
     if trainer:
-        found.append((ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"))
+        found.append((trainer.engine, f"whose constants describe {trainer.name}"))
     elif known := DEFAULT_ON.get(acc.generation):
         found.append((known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"))
     elif acc.vendor == "google":
@@ -80,24 +81,17 @@ def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[C
 
 def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str, Any]]:
     """The same work under other engines: the chosen layout, or their own best where they cannot run it."""
-    layout = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
+    layout = parse_layout(answer.more["layout"]["text"])
     found = []
     for name in list(evidence(request.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
         other = replace(request, engine=name)
-        same = not lacking(engine_named(name), layout)
-        try:
-            if same:
+        with suppress(UserError):
+            if not lacking(engine_named(name), layout):
                 plan = plan_cluster(other, layout)
-                found.append(
-                    {"engine": name, "layout": str(layout), "step_seconds": plan.step_seconds, "fits": plan.fits}
-                )
-            elif request.layout is None and (
-                best := search_layouts(other, keep=1, hybrid=False, fastest_alone=True).best
-            ):
-                own = best[0]
-                found.append(
-                    {"engine": name, "layout": str(own.layout), "step_seconds": own.step_seconds, "fits": True}
-                )
-        except UserError:
-            continue
+                own, seconds, fits = layout, plan.step_seconds, plan.fits
+            elif request.layout is None and (best := fastest(other)):
+                own, seconds, fits = best.layout, best.step_seconds, True
+            else:
+                continue
+            found.append({"engine": name, "layout": str(own), "step_seconds": seconds, "fits": fits})
     return found

@@ -74,10 +74,11 @@ class Served:
     def devices(self) -> int:
         return self.layout.devices * (self.layout.replicas + self.layout.prefill)
 
-    @property
-    def lanes(self) -> int:
-        """Batches under way at once: of each copy, and of each part of a pipeline. llama.cpp has one through all."""
-        return self.layout.replicas * (self.layout.pp if self.engine.family == "gpu" else 1)
+    def lanes(self, request: ServeRequest) -> int:
+        """Batches under way at once: of each copy, and of each part of a pipeline that there is room for a request in.
+        llama.cpp has one through all."""
+        parts = self.layout.pp if self.engine.family == "gpu" else 1
+        return self.layout.replicas * max(1, min(parts, self.most_requests(request)))
 
     def most_requests(self, request: ServeRequest) -> int:
         """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
@@ -99,7 +100,7 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
     ledger.facts["fits"] = served.fits_request(request)
     if not ledger.facts["fits"]:
         return ledger
-    layout, most, lanes = served.layout, served.most_requests(request), served.lanes
+    layout, most, lanes = served.layout, served.most_requests(request), served.lanes(request)
     one = replace(
         request,
         rate=request.rate / lanes if request.rate else None,
@@ -134,7 +135,7 @@ def _estimate(value: float, kind: str, served: Served, basis: str, rate: bool = 
 
 
 def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
-    system, totals, lanes = served.system, ledger.totals, served.lanes
+    system, totals, lanes = served.system, ledger.totals, served.lanes(request)
     if served.layout.prefill:
         lanes = served.layout.replicas
     ttft, tpot = played.ttft_seconds, played.tpot_seconds

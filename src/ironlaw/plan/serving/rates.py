@@ -12,7 +12,7 @@ stays near the base, and an engine or a generation that nobody measured takes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -184,8 +184,11 @@ def rates_of(
 ) -> Rates:  # fmt: skip
     """The constants of one engine on one device, weights in one format."""
     names = effect_names(engine, device, weights, backend, year, experts)
-    table = read("constants.toml")
-    return Rates(**{name: float(link(name, _sum(table[name], names))) for name in NAMES})
+    table, found = read("constants.toml"), {}
+    for name in NAMES:
+        effects = (float(table[name].get(kind, {}).get(of, 0.0)) for kind, of in names.items())
+        found[name] = float(link(name, float(table[name]["base"]) + sum(effects)))
+    return Rates(**found)
 
 
 def is_measured(engine: ServingEngine, device: Accelerator) -> bool:
@@ -208,7 +211,3 @@ def interval_of(engine: ServingEngine, device: Accelerator, kind: str) -> tuple[
 def link(name: str, total: Number) -> Number:
     """From a sum of effects to the constant."""
     return 1.0 / (1.0 + np.exp(-total)) if name in FRACTIONS else np.exp(total)
-
-
-def _sum(entry: Mapping[str, Any], names: Mapping[str, str]) -> float:
-    return float(entry["base"]) + sum(float(entry.get(kind, {}).get(name, 0.0)) for kind, name in names.items())

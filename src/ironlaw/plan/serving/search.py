@@ -32,14 +32,19 @@ TRIED = 12  # candidates that are played before nothing is found to hold
 
 @dataclass(frozen=True)
 class Candidate:
-    """requests: at once, per copy. usd_per_hour: all devices; None where no price is known."""
+    """requests: at once, per copy. usd_each: of a device and hour; None where no price is known."""
 
     served: Served
     requests: int
     ttft_seconds: float
     tpot_seconds: float
     tokens_per_second: float  # of one copy
-    usd_per_hour: float | None
+    usd_each: float | None
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of all devices."""
+        return None if self.usd_each is None else self.usd_each * self.served.devices
 
     @property
     def usd_per_million(self) -> float | None:
@@ -163,22 +168,16 @@ def _within_limits(served: Served, request: ServeRequest, given_price: float | N
         copies = max(1, math.ceil(request.rate * request.output / (best.tokens_per_second * BUSY)))
     elif request.concurrency is not None:
         copies = max(1, math.ceil(request.concurrency / best.requests))
-    return _with_copies(best, copies, given_price)
+    return replace(best, served=replace(best.served, layout=replace(best.served.layout, replicas=copies)))
 
 
 def _candidate(served: Served, request: ServeRequest, requests: int, given_price: float | None) -> Candidate:
     inputs = 0 if served.layout.prefill else request.input - request.prefix  # others compute the prompts
     steady = at_concurrency(served.system, float(requests), inputs, request.output, False)
-    made = Candidate(
-        served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second), None
-    )
-    return _with_copies(made, served.layout.replicas, given_price)
-
-
-def _with_copies(candidate: Candidate, copies: int, given_price: float | None) -> Candidate:
-    served = replace(candidate.served, layout=replace(candidate.served.layout, replicas=copies))
-    each = usd_per_hour(served.device, given_price)
-    return replace(candidate, served=served, usd_per_hour=None if each is None else each * served.devices)
+    return Candidate(
+        served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second),
+        usd_per_hour(served.device, given_price),
+    )  # fmt: skip
 
 
 def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> list[Candidate]:

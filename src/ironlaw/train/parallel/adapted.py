@@ -106,10 +106,6 @@ def partial(part: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def frozen_parameters(part: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in part.parameters() if not parameter.requires_grad}
-
-
 def share_codes(part: nn.Module) -> None:
     """Codes become parameters, which FSDP divides."""
     for layer in part.modules():

@@ -23,13 +23,8 @@ class Applied:
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
     exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
 
-    @property
-    def model(self) -> Transformer:
-        """Everything here under the names of the whole model."""
-        return self._model
-
     def __post_init__(self) -> None:
-        self._model = pipeline.joined(self.plain)
+        self.model = pipeline.joined(self.plain)  # everything here under the names of the whole model
 
     @property
     def stages(self) -> int:

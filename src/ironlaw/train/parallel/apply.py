@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
-from ironlaw.workload.optimizers import OptimizerConfig, assign
+from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import stages_of
 from ironlaw.workload.sharding import shards_hidden
@@ -89,7 +89,7 @@ def apply(
                 compiling.forward = torch.compile(compiling.forward)
 
     # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
-    deferred = materialize.is_shapes(model)
+    deferred = any(parameter.is_meta for parameter in model.parameters())
     if deferred and not fsdp:
         materialize.materialize(plain.values(), ranks.device, drawn)
     for part in plain.values() if not deferred else ():
@@ -127,7 +127,7 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
     parallel or pipelined models) the shard dimension is 1, and only gradients are reduced.
     """
-    frozen = adapted.frozen_parameters(part) if adapted_layers(part) else set()
+    frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
     if frozen and ranks.config.zero == 3:  # what is frozen is divided too; else only what is trained
         adapted.share_codes(part)
         frozen = set()
@@ -162,36 +162,13 @@ ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")
 """Optimizers that update every element by itself: they do the same on a part of a tensor."""
 
 
-def build(applied: Applied, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of this rank's part. UserError for one that needs whole tensors where a rank has parts."""
+def build(applied: Applied, config: OptimizerConfig, whole: Sequence[Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of this rank's part of the `whole`. UserError for one that needs whole tensors where a rank has
+    parts."""
     parted = any(isinstance(parameter, DTensor) for parameter in applied.parameters())
     if config.name not in ELEMENTWISE and (parted or applied.stages > 1):
         raise UserError(
             f"optimizer.name = {config.name!r} works on whole tensors and this layout divides them: use one of "
             f"{', '.join(ELEMENTWISE)}, or dp alone with layout.zero = 0"
         )
-    optimizer = build_optimizer(applied.model, config)
-    if parted or applied.copied_head is not None:
-        _regroup(optimizer, applied, config)
-    return optimizer
-
-
-def _regroup(optimizer: torch.optim.Optimizer, applied: Applied, config: OptimizerConfig) -> None:
-    """Groups split so that each holds one kind: a fused update takes tensors of one mesh only.
-
-    The copy of a tied embedding is treated like the original.
-    """
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        kinds: dict[Any, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            kind = "copy" if parameter is applied.copied_head else getattr(parameter, "device_mesh", None)
-            kinds.setdefault(kind, []).append(parameter)
-        rest = {name: value for name, value in group.items() if name != "params"}
-        for kind, parameters in kinds.items():
-            more: dict[str, Any] = {}
-            if kind == "copy":
-                (of,) = assign([Parameter("embedding.weight", tuple(parameters[0].shape), True)], config)
-                more = {"weight_decay": of.weight_decay, "lr_scale": of.lr_scale, "lr": config.lr * of.lr_scale}
-            groups.append(rest | {"params": parameters} | more)
-    optimizer.param_groups[:] = groups
+    return build_optimizer(applied.model, config, whole=whole)

@@ -17,7 +17,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,12 +42,7 @@ CALLS: dict[str, tuple[str, int, str]] = {
     "all_to_all_single": ("all_to_all", 1, "input"),
 }
 # Functional collectives, which DTensor calls; the last argument names the group, and `wait_tensor` waits.
-FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
 BUCKET_LET_GO_SECONDS = 0.02  # there may be hundreds of buckets
 
@@ -227,12 +222,12 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
     global _current
     traffic = Traffic(ranks)
     functional = torch.ops._c10d_functional
-    replaced: list[tuple[Any, str, Any]] = []
+    replaced = ExitStack()
 
     def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
         plain = getattr(owner, name, None)
         if plain is not None:
-            replaced.append((owner, name, plain))
+            replaced.callback(setattr, owner, name, plain)
             setattr(owner, name, wrapped(plain))
 
     for name, (kind, place, keyword) in CALLS.items():
@@ -243,16 +238,15 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
             replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
     pending: dict[int, tuple[Key, float]] = {}
     wait = functional.wait_tensor
-    for name, kind in FUNCTIONAL.items():
-        replace(functional, name, partial(_functional, traffic, kind=kind, pending=pending, wait=wait))
+    for name in FUNCTIONAL:
+        replace(functional, name, partial(_functional, traffic, kind=CALLS[name][0], pending=pending, wait=wait))
     replace(functional, "wait_tensor", partial(_wait_tensor, traffic, pending=pending))
     _current = traffic
     try:
         yield traffic
     finally:
         _current = None
-        for owner, name, plain in replaced:
-            setattr(owner, name, plain)
+        replaced.close()
 
 
 @contextmanager

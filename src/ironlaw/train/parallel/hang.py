@@ -6,11 +6,11 @@ collective has waited too long reads all of them and says it in one line. The de
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median_low
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
 
@@ -32,16 +32,6 @@ class Note:
     message: bool = False  # waits for a message of another pipeline stage, which no recorder lists
     waited_seconds: float = 0.0
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Note:
-        fields = json.loads(text)
-        fields["last"] = tuple(_operation(each) for each in fields["last"])
-        fields["waits"] = None if fields["waits"] is None else _operation(fields["waits"])
-        return Note(**fields)
-
     @property
     def blocked(self) -> bool:
         return self.waits is not None or self.message
@@ -52,8 +42,7 @@ class Note:
         return bool(there) and max(there) >= operation.number
 
 
-def _operation(fields: dict[str, Any]) -> RecordedCollective:
-    return RecordedCollective(**fields | {"members": tuple(fields["members"])})
+NOTE_JSON = TypeAdapter(Note)
 
 
 def quiet(notes: Sequence[Note]) -> list[Note]:

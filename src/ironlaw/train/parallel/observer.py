@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -42,6 +42,7 @@ class RankObserver(Observer):
         self.straggling = Straggling(stages, config.recovery.straggler_threshold)
         self._everybodys: list[dict[str, Any]] = []
         self._first_ended_ns = 0  # of the recorded steps
+        self.peak_bytes: int | None = None  # of tensors held in one
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> RankObserver:
@@ -146,13 +147,7 @@ def seen(
 ) -> dict[str, Any]:
     """One rank's part, as plain data: seconds per step of the chosen ones, counts and bytes per step."""
     steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
-    phases: dict[str, float] = {}
-    exposed: dict[str, float] = {}
-    if steps:
-        for phase in {p for s in steps for p in s.phase_seconds}:
-            phases[str(phase)] = float(np.mean([s.phase_seconds.get(phase, 0.0) for s in steps]))
-        for what in {w for s in steps for w in s.waited_seconds}:
-            exposed[what] = float(np.mean([s.waited_seconds.get(what, 0.0) for s in steps]))
+    phases, exposed = means([s.phase_seconds for s in steps]), means([s.waited_seconds for s in steps])
     communication = [
         {
             "dimension": dimension, "kind": kind, "count": found.count / max(1, traffic.steps),
@@ -167,6 +162,12 @@ def seen(
         "rank": rank, "position": position, "step_seconds": step, "phase_seconds": phases,
         "communication": communication, "peak_bytes": peak_bytes,
     }  # fmt: skip
+
+
+def means(rows: Sequence[Mapping[Any, float]]) -> dict[str, float]:
+    """Of every name, over all rows; where a row lacks it, it has 0."""
+    names = {name for row in rows for name in row}
+    return {str(name): float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
 
 
 def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:

@@ -39,9 +39,11 @@ class StepPlugin:
         """What is small; tensors have been read by name."""
 
     def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is written for `tensors` (weights and optimizer state), own ones included; copies."""
         return tensors
 
     def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """What is read for `tensors` from a checkpoint that has the names `known`, into which tensors."""
         return tensors
 
     def after_read(self) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.package import __version__
+from ironlaw.train.parallel.ranks import Ranks
 
 CLOCK_SECONDS = 5.0
 """Clocks further apart than this make checkpoints and logs of one job contradict each other."""
@@ -58,12 +59,12 @@ def problem(everybodys: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def check(mine: dict[str, Any]) -> None:
+def check(ranks: Ranks, mine: dict[str, Any]) -> None:
     """UserError on rank 0, a quiet end on the others, when ranks differ."""
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, mine)
-    found = problem(everybodys)
-    if found is not None:
-        if dist.get_rank() == 0:
+    everybodys = ranks.gather(mine)
+
+    def refuse() -> None:
+        if (found := problem(everybodys)) is not None:
             raise UserError(found)
-        raise SystemExit(2)
+
+    ranks.first_does(refuse)

@@ -22,12 +22,11 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.parallel import flight_recorder
-from ironlaw.train.parallel.rendezvous import Rendezvous, join
+from ironlaw.train.parallel.rendezvous import TIMEOUT_SECONDS, Rendezvous, join
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import expert_dp
 
 Result = TypeVar("Result")
-TIMEOUT_SECONDS = 360.0
-"""Of PyTorch's own, should the watcher not have ended the job before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +35,13 @@ class Ranks(Mesh):
     (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
     groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others. `experts` has pp,
     expert_replicate, expert_shard, ep, tp: dp and cp ranks by what they hold of the experts. `groups` are those that
-    the model adds, by name."""
+    the model adds, by name. `writing`: all ranks again, for what they `gather` beside the training step."""
 
     mesh: DeviceMesh
     context: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    writing: dist.ProcessGroup | None = None
 
     def index(self, dimension: str) -> int:
         """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
@@ -91,7 +91,7 @@ class Ranks(Mesh):
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.writing)
         return values
 
     def sum(self, values: list[float]) -> list[float]:
@@ -196,6 +196,11 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     if model.moe is not None:
         _check_experts(config, layout)
     return layout
+
+
+def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
+    """A settled `layout` of a run as the planner has it."""
+    return layout_of(layout, micro_batch_of(config, config.train.global_batch // (layout.dp or 1)))
 
 
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:

@@ -27,7 +27,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
-from ironlaw.workload.collectives import Sent, Table, table_of
+from ironlaw.workload.collectives import Table, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.pipeline import V_SHAPED
@@ -199,6 +199,3 @@ def as_json(table: Table) -> dict[str, dict[str, int]]:
 
 def total_bytes(table: Table) -> int:
     return sum(sent.bytes for sent in table.values())
-
-
-__all__ = ["RehearsedStage", "Sent", "as_json", "rehearse", "tiny", "total_bytes"]

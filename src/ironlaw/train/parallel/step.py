@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +24,11 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.clock import StepClock
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
-from ironlaw.train.finetune import about_base, add_adapters
-from ironlaw.train.mesh import Agreed
 from ironlaw.train.noise_scale import first_part
+from ironlaw.train.optimizer import described
 from ironlaw.train.parallel import communication, experts, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.applied import local_part
@@ -40,8 +39,7 @@ from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.persistent import beside_weights
 from ironlaw.train.parallel.plugins import plugins_of
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.store import Gatherer, ShardedFiles
-from ironlaw.train.restore import load_first_weights
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.state import Stateful
 from ironlaw.train.step import Step
 from ironlaw.workload.pipeline import V_SHAPED, layers_of, rank_of_last
@@ -56,7 +54,7 @@ class LayoutStep(Step):
         self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
-        model = self._adapted(config) if adapts else shapes(config.model)
+        model = self._adapted() if adapts else shapes(config.model)
         mark_fused(model)
         if precision.prepare(model, model.blocks, self.device, self.precision, config.train) is not None:
             raise UserError(
@@ -66,19 +64,22 @@ class LayoutStep(Step):
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
         self._compiled = wanted == "on" and self._can_compile()
-        drawn = fresh and not config.train.start_from
+        drawn, whole = fresh and not config.train.start_from, described(model)
         self.applied = apply(model, config, ranks, plan.recompute, self._compiled, drawn)
         self.model = self.applied.model
         # Of the layers that dividing has made, too: projections apart, a pipeline's copy of a tied head.
         use_onednn(self.model, onednn)
         group = dist.new_group(backend="gloo")
-        self.writers = Gatherer(group)
-        speaks = ranks.index("tp") == ranks.index("cp") == ranks.index("dp") == 0
-        self.store = SharedAdapterFiles(config, group, speaks) if adapts else ShardedFiles(group, config.optimizer)
-        if fresh and config.train.start_from and isinstance(self.store, ShardedFiles):
+        self.writers = replace(ranks, writing=group)
+        if adapts:
+            self.store = SharedAdapterFiles(whole, config.optimizer, self.writers)
+        else:
+            self.store = ShardedFiles(group, config.optimizer)
+        if fresh and config.train.start_from and not adapts:
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
-        self.optimizer = build(self.applied, config.optimizer)
-        self.schedule = self._schedule_of(self.micro_batches) if ranks.config.pp > 1 else None
+        self.optimizer = build(self.applied, config.optimizer, whole)
+        if ranks.config.pp > 1:
+            self.schedule = self._schedule_of(self.micro_batches)
         self._schedule_of_part: Any = None  # of a step that estimates the noise scale
         # Ranks over which gradients are averaged.
         self.averaging = ranks.dp // ranks.sites * ranks.config.cp
@@ -90,17 +91,11 @@ class LayoutStep(Step):
         for plugin in self.plugins:
             plugin.begin(next(iter(self.applied.parts.values())), self.local(tokens))
 
-    def _adapted(self, config: RunConfig) -> Transformer:
+    def _adapted(self) -> Transformer:
         """The base with adapters, whole; the layout then leaves each rank its part."""
-        source = config.train.start_from
-        assert source is not None
-        model = Transformer(config.model)
-        load_first_weights(source, model, config.model)
-        add_adapters(model, config.model, config.finetune, source, self.precision)
-        self.about = about_base(config.finetune, source)
-        layout = self.mesh.config
+        model, layout = self._first_model(read=True), self.mesh.config
         adapted = {int(name.split(".")[1]) for name, layer in adapted_layers(model).items() if layer.adapters}
-        stages = layers_of(config.model.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)
+        stages = layers_of(model.config.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)
         if not all(adapted & set(layers) for layers in stages):
             raise UserError("finetune.targets leaves a pipeline stage without an adapter: name modules of every layer")
         return model
@@ -121,12 +116,9 @@ class LayoutStep(Step):
     def compile(self) -> bool:
         return self._compiled  # before FSDP was put around the blocks
 
-    def states(self) -> dict[str, Stateful]:
-        return super().states() | {plugin.name: plugin for plugin in self.plugins}
-
     def trained(self) -> dict[str, Tensor]:
         assert isinstance(self.store, SharedAdapterFiles)
-        return self.store.gather(self.model)
+        return {name.removeprefix("weights/"): tensor for name, tensor in self.store.gather(self.model).items()}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         check_model(checkpoint, self.config.model)
@@ -306,20 +298,6 @@ class LayoutStep(Step):
 
     # -- what all ranks agree on -----------------------------------------------------------------------------
 
-    def update(
-        self, loss: Tensor, number: int, clock: StepClock | None = None, recording: bool = False, stop: bool = False,
-        numbers: Sequence[float] = (),
-    ) -> Agreed:  # fmt: skip
-        agreed = super().update(loss, number, clock, recording, stop, numbers)
-        for plugin in self.plugins:
-            with self.clock.phase(Phase.COMMUNICATION):
-                plugin.after(number + 1)
-        return agreed
-
-    @property
-    def _agreeing_phase(self) -> Phase:  # type: ignore[override]
-        return Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION
-
     def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[float, float, bool, list[float]]:
         """One all-reduce: every element of the gradient is counted on one of the ranks that hold it.
 
@@ -372,17 +350,6 @@ class LayoutStep(Step):
         return experts.balance(self.model, self.mesh)
 
     # -- evaluation ------------------------------------------------------------------------------------------
-
-    @property
-    def evaluation_rows(self) -> int:
-        return self.micro_batch if self.schedule is None else self.share
-
-    @property
-    def evaluation_batches(self) -> int:
-        return self.mesh.dp * (self.micro_batches if self.schedule is None else 1)
-
-    def takes(self, batch: Batch[Any]) -> bool:
-        return self.schedule is None or len(batch.inputs) == self.share  # a pipeline: of the step's own size only
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -8,9 +8,10 @@ rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,41 +22,22 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
-from ironlaw.train.parallel.materialize import read_checkpoint
+from ironlaw.train.parallel.materialize import pieces, read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
+from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.parameters import Parameter, model_parameters
 
 NAME = "sharded"
 FOLDER = "shards"
+Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 
 
-@runtime_checkable
-class Spread(Protocol):
-    """A state of which every rank has tensors of its own. They go the way of weights and moments, by name."""
-
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is written for `tensors` (weights and optimizer state), own ones included; copies."""
-        ...
-
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """What is read for `tensors` from a checkpoint that has the names `known`, into which tensors."""
-        ...
-
-    def after_read(self) -> None: ...
-
-
-class Gatherer:
-    """What `Checkpointer` needs of the ranks, over a group of its own: it works beside the training step."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+Spread = StepPlugin | WeightAverage
+"""States of which every rank has tensors of its own. They go the way of weights and moments, by name."""
 
 
 class ShardedFiles:
@@ -101,7 +83,7 @@ class ShardedFiles:
         for part in spread:
             wanted = part.wanted(wanted, known)
         if alone:
-            saved = read_checkpoint(folder, wanted, optimizer, model.config, self.settings)  # type: ignore[arg-type]
+            saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._alone(model))
         else:
             self._read_shards(folder, wanted)
             saved = torch.load(folder / STATE, weights_only=True) if states else {}
@@ -112,6 +94,11 @@ class ShardedFiles:
         for name in states.keys() & saved.keys() - {"optimizer"}:
             states[name].load_state_dict(saved[name])
         return sorted(states.keys() - saved.keys() - {"optimizer"})
+
+    def _alone(self, model: nn.Module) -> tuple[Sequence[Parameter], Parts]:
+        """The tensors of one process, and which tensors here are parts of one, by the names that both have on disk."""
+        config: Any = model.config
+        return model_parameters(config), partial(pieces, config=config)
 
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
         for group in (

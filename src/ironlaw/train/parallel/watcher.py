@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ironlaw.observe.user_code import stacks
 from ironlaw.train.parallel import communication, flight_recorder
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
-from ironlaw.train.parallel.hang import Note, report
+from ironlaw.train.parallel.hang import NOTE_JSON, Note, report
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.straggler import OwnTime
 
@@ -34,10 +34,8 @@ SAMPLE_SECONDS = 0.05
 NOTE_SECONDS = 1.0
 NOTES_PER_SECOND = 500  # of all ranks together: one store serves them
 GRACE_SECONDS = 3.0  # for the notes of the others, and for the report to be written before they end
-TORCH = (
-    str(Path(torch.__file__).parent),
-    str(Path(communication.__file__)),
-)  # what times PyTorch's calls belongs to them
+# What times PyTorch's calls belongs to them.
+TORCH = str(Path(torch.__file__).parent), str(Path(communication.__file__))
 SOURCE = str(Path(__file__).parents[2])
 HUNG = "hung"
 
@@ -74,7 +72,7 @@ class Watcher:
     def host(self, rank: int) -> str:
         """Of another rank, by its latest note."""
         key = f"note/{rank}"
-        return Note.from_json(self.store.get(key)).host if self.store.check([key]) else "its node"
+        return NOTE_JSON.validate_json(self.store.get(key)).host if self.store.check([key]) else "its node"
 
     # -- in the thread ---------------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class Watcher:
 
     def _look(self) -> None:
         note = self.note()
-        self.store.set(f"note/{self.ranks.rank}", note.to_json())
+        self.store.set(f"note/{self.ranks.rank}", NOTE_JSON.dump_json(note).decode())
         if self.step and note.blocked and note.waited_seconds > self.timeout_seconds:
             self._report()
         if self.store.check([HUNG]):
@@ -130,17 +128,9 @@ class Watcher:
         if waits is not None and self.ranks.device.type == "cpu" and self.own.known:
             # What overlaps with computing is not waited for; on CUDA the host may poll, which looks like work.
             since = max(since, self._still_since)
-        return Note(
-            self.ranks.rank,
-            socket.gethostname(),
-            self.step,
-            where,
-            now,
-            tuple(latest.values()),
-            waits,
-            message,
-            now - since if waits is not None or message else 0.0,
-        )
+        waited = now - since if waits is not None or message else 0.0
+        last = tuple(latest.values())
+        return Note(self.ranks.rank, socket.gethostname(), self.step, where, now, last, waits, message, waited)
 
     def _place(self) -> tuple[str, bool]:
         """The innermost line outside PyTorch, and whether it waits for a message between pipeline stages."""
@@ -162,7 +152,7 @@ class Watcher:
         notes = []
         for rank in range(self.ranks.size):
             if self.store.check([f"note/{rank}"]):
-                notes.append(Note.from_json(self.store.get(f"note/{rank}")))
+                notes.append(NOTE_JSON.validate_json(self.store.get(f"note/{rank}")))
         try:
             self._told(report(notes, time.time()), notes)
         finally:

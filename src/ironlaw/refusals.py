@@ -1,0 +1,118 @@
+"""Settings of a run that do not go with one another, and what to write instead, in the order in which they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.schema import Refusals
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS
+
+Run = Any
+"""A `RunConfig`, whose module imports this one."""
+
+
+def refusals(run: Run) -> Refusals:
+    yield from _of_steps(run)
+    if run.finetune.adapts:
+        yield from _of_adapters(run, f'finetune.method = "{run.finetune.method}"')
+    if run.train.qat is not None:
+        yield from _of_rounded_weights(run, f'train.qat = "{run.train.qat}"')
+    yield from _of_objective(run, f'objective.kind = "{run.objective.kind}"')
+    yield from _of_lengths(run)
+
+
+def _of_steps(run: Run) -> Refusals:
+    train, checkpoint, communication, model = run.train, run.checkpoint, run.communication, run.model
+    validated = run.evaluation.every and checkpoint.every % run.evaluation.every == 0
+    written = checkpoint.every and checkpoint.keep_every % checkpoint.every == 0
+    yield from (
+        (run.micro_batch > train.global_batch,
+         f"train.micro_batch = {run.micro_batch} is larger than train.global_batch = {train.global_batch}: use "
+         f"train.micro_batch = {train.global_batch}"),
+        (train.noise_scale_every and run.accumulation == 1,
+         "train.noise_scale_every compares the gradients of a micro-batch and of the whole batch: use "
+         f"train.micro_batch = {max(1, train.global_batch // 2)} or less, of a larger train.global_batch"),
+        (train.loss == "chunked" and not model.logits_are_a_product,
+         'train.loss = "chunked" takes logits that are a product, and these have '
+         f'{"a bias" if model.head_bias else "a cap"}: use "full"'),
+        (run.schedule.kind == "exponential" and not run.schedule.min_lr_fraction,
+         'schedule.kind = "exponential" never reaches 0: use schedule.min_lr_fraction = 0.01'),
+        (checkpoint.keep_best and checkpoint.every and not validated,
+         "checkpoint.keep_best needs a validation at every checkpoint: use evaluation.every = "
+         f"{checkpoint.every} or a divisor of it"),
+        (checkpoint.keep_every and not written,
+         f"checkpoint.keep_every = {checkpoint.keep_every} is not a multiple of checkpoint.every = "
+         f"{checkpoint.every}: no checkpoint would be kept for it"),
+        (communication.sites and not communication.local_steps,
+         "communication.sites average their weights: say how often with communication.local_steps"),
+        (communication.local_steps and communication.gradients == "powersgd",
+         'communication.gradients = "powersgd" does not go with communication.local_steps: use "fp32" or "bf16"'),
+    )  # fmt: skip
+
+
+def _of_adapters(run: Run, asked: str) -> Refusals:
+    communication, saved, optimizer = run.communication, run.finetune.modules_to_save, run.optimizer.name
+    tp, pp, ranks = (run.layout.tp, run.layout.pp, run.layout.ranks) if run.layout is not None else (1, 1, 1)
+    yield from (
+        (run.model.moe, f"{asked} does not reach the experts' matrices, which are one stack: use a dense model"),
+        (tp > 1 and run.model.latent, f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]"),
+        (communication.local_steps or communication.gradients == "powersgd",
+         f"{asked} has little to send: leave out communication.local_steps and powersgd"),
+        (saved and tp * pp > 1,
+         "finetune.modules_to_save trains whole tables on each rank: use dp, cp or zero of [layout]"),
+        (saved and run.objective.kind == "dpo",
+         'the reference of objective.kind = "dpo" is the base: leave finetune.modules_to_save out'),
+        (ranks > 1 and run.finetune.dropout,
+         f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]"),
+        (_rounds(run), f'{asked} multiplies in 16 bits or more: use train.precision = "bf16"'),
+        (optimizer in MATRIX_OPTIMIZERS,
+         f'{asked} trains narrow matrices, for which {optimizer} is not meant: use optimizer.name = "adamw"'),
+        (run.recompute.mode in ("selective", "budget"),
+         f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"'),
+        (run.train.offload != "none", f'{asked} leaves little to offload: use train.offload = "none"'),
+    )  # fmt: skip
+
+
+def _of_rounded_weights(run: Run, asked: str) -> Refusals:
+    optimizer = run.optimizer.name
+    yield from (
+        (run.layout is not None, f"{asked} trains in one process: leave out [layout]"),
+        (run.finetune.adapts, f'{asked} trains the matrices that adapters leave alone: use finetune.method = "none"'),
+        (run.model.moe, f"{asked} does not reach experts: use a dense model"),
+        (_rounds(run), f'{asked} rounds weights itself: use train.precision = "bf16"'),
+        (optimizer in MATRIX_OPTIMIZERS,
+         f'{asked} keeps pruned weights at 0, and {optimizer} moves them: use optimizer.name = "adamw"'),
+    )  # fmt: skip
+
+
+def _of_objective(run: Run, asked: str) -> Refusals:
+    kind, whole = run.objective.kind, run.objective.needs_logits
+    yield from (
+        ((run.objective.teacher is not None) != (kind == "distillation"),
+         'objective.kind = "distillation" and objective.teacher = "DIR" go together: give both'),
+        (run.data.pairs != (kind == "dpo"), 'objective.kind = "dpo" and data.format = "pairs" go together: give both'),
+        (kind == "dpo" and run.train.start_from is None,
+         f"{asked} improves a model that is there: say which with model.from"),
+        (whole and run.layout is not None and run.layout.ranks > 1,
+         f"{asked} is computed by one process: leave out [layout]"),
+        (whole and run.model.moe, f"{asked} balances no experts: use a dense model"),
+        (whole and run.train.loss == "chunked", f'{asked} compares whole logits: use train.loss = "full"'),
+    )  # fmt: skip
+
+
+def _of_lengths(run: Run) -> Refusals:
+    context, steps = run.model.context, run.train.steps
+    yield from (
+        (run.sequence > context,
+         f"train.sequence = {run.sequence} is longer than model.context = {context}: use train.sequence = {context} or "
+         "a larger model.context"),
+        (run.warmup_steps > steps,
+         f"schedule.warmup_steps = {run.warmup_steps} is longer than the run, train.steps = {steps}: the learning rate "
+         f"would never reach optimizer.lr; use schedule.warmup_steps = {steps // 10}"),
+    )  # fmt: skip
+
+
+def _rounds(run: Run) -> bool:
+    """Whether the precision rounds what is multiplied to few bits."""
+    return run.train.precision != "auto" and precision_recipe(run.train.precision) is not None
