@@ -333,9 +333,9 @@ def observe(
     Several models and optimizers, as of a GAN, are given as lists. `profile_steps`: so many steps are recorded in
     detail after the first few. `plan`: trace the module at the end, so that a plan can be put beside what was measured.
     """
-    from ironlaw.observe import watch
+    from ironlaw.observe.watch import Watch
 
-    return watch.observe(model, optimizer, out, profile_steps=profile_steps, plan=plan, name=name)
+    return Watch(model, optimizer, out, profile_steps=profile_steps, plan=plan, name=name)
 
 
 def _config(config: str | Path | Settings | RunConfig, settings: Settings | None) -> RunConfig:

@@ -90,11 +90,11 @@ class Estimate:
         high = None if self.high is None else self.high * factor
         return Estimate(self.value * factor, self.origin, basis or self.basis, low, high)
 
-    def rate(self, work: float, basis: str) -> Estimate:
-        """So much work over these seconds, calculated: the bounds change places."""
+    def rate(self, work: float, basis: str, origin: Origin = Origin.CALCULATED) -> Estimate:
+        """So much work over these seconds: the bounds change places."""
         low = None if self.high is None else work / self.high
         high = None if self.low is None else work / self.low
-        return Estimate(work / self.value, Origin.CALCULATED, basis, low, high)
+        return Estimate(work / self.value, origin, basis, low, high)
 
     def to_json(self) -> dict[str, Any]:
         interval = None if self.low is None else [self.low, self.high]

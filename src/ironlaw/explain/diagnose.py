@@ -69,11 +69,7 @@ class Diagnosis:
     not_tested: list[str] = field(default_factory=list)  # rules whose evidence the run lacks
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "sentence": self.sentence, "axis": str(self.axis), "confidence": self.confidence,
-            "evidence": self.evidence, "advice": self.advice, "healthy": self.healthy, "abstained": self.abstained,
-            "findings": [finding.to_json() for finding in self.findings], "not_tested": self.not_tested,
-        }  # fmt: skip
+        return {**vars(self), "axis": str(self.axis), "findings": [finding.to_json() for finding in self.findings]}
 
 
 def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:

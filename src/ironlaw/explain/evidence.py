@@ -56,6 +56,10 @@ class RunEvidence:
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)
 
+    def lines(self, phase: Phase) -> list[tuple[str, float]]:
+        """Of the user's code, with the share of the phase that passes there; the most first."""
+        return [(place, share) for place, share in (self.fact("lines") or {}).get(str(phase), [])]
+
     def phase_share(self, phase: Phase) -> float | None:
         return self._share(row.measured for row in self.gap.phases if row.name == str(phase))
 

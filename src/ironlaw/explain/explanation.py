@@ -179,13 +179,8 @@ class Explanation:
         }
 
 
-DRAWN = (
-    "timeline",
-    "memory_groups",
-    "memory_curve",
-    "by_rank",
-    "spread",
-)  # facts that have keys of their own in the document
+# Facts that have keys of their own in the document.
+DRAWN = ("timeline", "memory_groups", "memory_curve", "by_rank", "spread")
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 
@@ -290,7 +285,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _row(totals: dict[str, GapRow], name: str) -> dict[str, Any]:
-    row = totals.get(name, GapRow(name, None, None))
-    return {"planned": row.planned, "measured": row.measured, "error": row.error} | {
-        key: value for key, value in row.to_json().items() if key.endswith("_interval")
-    }
+    row = totals.get(name, GapRow(name, None, None)).to_json()
+    return {key: value for key, value in row.items() if key != "name"}

@@ -16,9 +16,9 @@ from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
 from ironlaw.files import read_json
-from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Origin, Phase, named_as
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.observe.measured import machine_speed
+from ironlaw.observe.measured import machine_speed, measured_mfu
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
@@ -208,8 +208,5 @@ def _add_rates(plan: Ledger, run: Ledger) -> None:
     if flops is None or step is None or not peak:
         return
     run.totals["flops_per_step"] = flops
-    low, high = step.low or step.value, step.high or step.value
-    run.totals["mfu"] = Estimate(
-        flops.value / step.value / peak, Origin.MEASURED, f"FLOPs / step time / {units.rate(peak, 'FLOP')}",
-        flops.value / high / peak, flops.value / low / peak,
-    )  # fmt: skip
+    basis = f"FLOPs / step time / {units.rate(peak, 'FLOP')}"
+    run.totals["mfu"] = measured_mfu(flops.value, step, peak, basis)

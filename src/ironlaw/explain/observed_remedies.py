@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from ironlaw.explain.gap import Gap, recomputed_seconds, reconcile
 from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
-from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.ledger import Kind, Ledger, Line, Phase
 from ironlaw.machine.profile import Profile
 
 AS_IT_IS = "as it is"  # the variant that the others are compared with
@@ -36,23 +38,24 @@ class ObservedPlans:
 
     @property
     def steps(self) -> int:
-        return int(self.run.facts.get("steps_done") or 1)
+        return int(self.fact("steps_done") or 1)
 
-    def ratio(self, variant: str) -> float | None:
-        """Planned step of a variant over that of the run as it was."""
-        one, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
-        if other is None or "step_seconds" not in one.totals:
-            return None
-        return other.totals["step_seconds"].value / one.totals["step_seconds"].value
+    @cached_property
+    def lines(self) -> list[Line]:
+        """The run's, so that each phase sums to its measured seconds."""
+        return reconcile(self.run)[0].lines
+
+    def fact(self, name: str) -> Any:
+        return self.run.facts.get(name)
 
     def saved(self, variant: str) -> float | None:
         """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
-        ratio = self.ratio(variant)
-        if ratio is None:
+        now, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
+        if other is None or "step_seconds" not in now.totals:
             return None
+        planned, otherwise = (plan.totals["step_seconds"].value for plan in (now, other))
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
-        planned = self.variants.get(AS_IT_IS, self.plan).totals["step_seconds"].value
-        return (1 - ratio) * min(busy, planned / (self.run.facts.get("machine_speed") or 1.0))
+        return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or 1.0))
 
     def phase(self, *phases: Phase) -> float:
         """Measured seconds of these phases."""
@@ -78,32 +81,32 @@ DATA = {
 
 
 def _data(now: ObservedPlans) -> list[Proposal]:
-    title, how = DATA.get(str(now.run.facts.get("data_stage")), ("", "DataLoader(..., num_workers=2)"))
+    title, how = DATA.get(str(now.fact("data_stage")), ("", "DataLoader(..., num_workers=2)"))
     return [replace(p, title=title) for p in _saved(now, how, now.phase(Phase.DATA), "measured wait for data")]
 
 
 def _straggler(now: ObservedPlans) -> list[Proposal]:
-    ranks = sorted(now.run.facts.get("rank_removable_seconds") or [])
+    ranks = sorted(now.fact("rank_removable_seconds") or [])
     if len(ranks) < 2:
         return []
-    how = f"look at rank {now.run.facts.get('slowest_rank')}: its machine, its storage, its share of the batch"
+    how = f"look at rank {now.fact('slowest_rank')}: its machine, its storage, its share of the batch"
     return _saved(now, how, ranks[-1] - ranks[(len(ranks) - 1) // 2], "measured on every rank")
 
 
 def _threads(now: ObservedPlans) -> list[Proposal]:
-    gains = now.run.facts.get("thread_gain")
+    gains = now.fact("thread_gain")
     if gains is None:
         return []
     saved = sum(
         (x.seconds or 0.0) * gains["matmul" if x.kind in (Kind.MATMUL, Kind.ATTENTION) else "elementwise"]
-        for x in reconcile(now.run)[0].lines
+        for x in now.lines
         if x.kind is not Kind.HOST
     )
-    return _saved(now, f"torch.set_num_threads({now.run.facts.get('cores')})", saved, f"kernels {BOTH_WAYS}")
+    return _saved(now, f"torch.set_num_threads({now.fact('cores')})", saved, f"kernels {BOTH_WAYS}")
 
 
 def _left_on(now: ObservedPlans) -> list[Proposal]:
-    found = now.run.facts.get("left_on") or []
+    found = now.fact("left_on") or []
     if not found:
         return []
     worst = max(found, key=lambda mode: mode["saved"])
@@ -113,7 +116,7 @@ def _left_on(now: ObservedPlans) -> list[Proposal]:
 
 
 def _float64(now: ObservedPlans) -> list[Proposal]:
-    found = now.run.facts.get("float64")
+    found = now.fact("float64")
     if not found:
         return []
     how = f"model.float(), and inputs in torch.float32 ({found['place'] or 'where it is built'})"
@@ -124,7 +127,7 @@ def _precision(now: ObservedPlans) -> list[Proposal]:
     saved = now.saved("bf16")
     if saved is None:
         return []
-    how = f'with torch.autocast("{now.run.facts.get("device")}", dtype=torch.bfloat16): around the forward pass'
+    how = f'with torch.autocast("{now.fact("device")}", dtype=torch.bfloat16): around the forward pass'
     return _saved(now, how, saved, "planned: both precisions on this machine's curves")
 
 
@@ -133,10 +136,10 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
     samples."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
-        saved, accumulation = now.saved("larger_batch"), int(now.run.facts.get("accumulation") or 1)
+        saved, accumulation = now.saved("larger_batch"), int(now.fact("accumulation") or 1)
         if saved is None or (accumulation > 1) is not merged:
             return []
-        how = f"a micro-batch of {(accumulation if merged else 8) * int(now.run.facts.get('batch') or 1)}"
+        how = f"a micro-batch of {(accumulation if merged else 8) * int(now.fact('batch') or 1)}"
         basis = "planned: the larger micro-batch on this machine's curves, for the same samples"
         return _saved(now, how, saved, basis)
 
@@ -145,7 +148,7 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
 
 def _attention(now: ObservedPlans) -> list[Proposal]:
     """Scores that are written out: their products, softmax and masks against the fused kernel of the same shape."""
-    found = unfused_attention(now)
+    found = _unfused_attention(now)
     if found is None:
         return []
     spent, fused, pairs_bytes = found
@@ -155,22 +158,22 @@ def _attention(now: ObservedPlans) -> list[Proposal]:
     )
 
 
-def unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
+def _unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
     """(seconds spent, seconds the fused kernel takes, bytes of scores) per step; None without a softmax of scores."""
-    run, _ = reconcile(now.run)
-    roots = {line.operation.rpartition(".")[0] for line in run.lines if line.operation.endswith(".softmax")}
-    roots = {root for root in roots if any(_under(line.operation, root, "bmm") for line in run.lines)}
-    timed = now.run.facts.get("attention_seconds")  # at the end of the run: the machine as it was then
+    names = {line.operation for line in now.lines}
+    roots = {name.removesuffix(".softmax") for name in names if name.endswith(".softmax")}
+    roots = {root for root in roots if f"{root}.bmm" in names}
+    timed = now.fact("attention_seconds")  # at the end of the run: the machine as it was then
     if not roots or (now.profile is None and timed is None):
         return None
     spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
         line.seconds or 0.0
-        for line in run.lines
-        if line.phase in (Phase.FORWARD, Phase.BACKWARD)
+        for line in now.lines
+        if line.phase in PASSES
         and line.operation.rpartition(".")[0] in roots
         and line.operation.rpartition(".")[2] not in STAYS
     )
-    products = [op for op in now.run.facts.get("score_products", []) if op]
+    products = [op for op in now.fact("score_products") or [] if op]
     if not products:
         return None
     fused = scores = 0.0
@@ -180,9 +183,9 @@ def unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
         if timed is not None or now.profile is None:
             continue
         for direction in ("forward", "backward"):
-            precision = "bf16" if now.run.facts.get("precision") == "bf16" else "fp32"
+            precision = "bf16" if now.fact("precision") == "bf16" else "fp32"
             fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
-    again = int(now.run.facts.get("accumulation") or 1)
+    again = int(now.fact("accumulation") or 1)
     return spent, (fused if timed is None else timed["fused"]) * again, scores
 
 
@@ -190,17 +193,12 @@ def unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
 STAYS = ("cat", "clone", "contiguous", "split", "chunk", "stack")
 
 
-def _under(operation: str, root: str, *names: str) -> bool:
-    path, _, last = operation.rpartition(".")
-    return path == root and last in names
-
-
 def _native(now: ObservedPlans) -> list[Proposal]:
     """PyTorch's fused attention against our own, both timed at the shapes of the run."""
-    found = now.run.facts.get("fused_calls_seconds")
-    if not found or now.run.facts.get("device") != "cpu":
+    found = now.fact("fused_calls_seconds")
+    if not found or now.fact("device") != "cpu":
         return []
-    spent = sum(x.seconds or 0.0 for x in reconcile(now.run)[0].lines if x.kind is Kind.ATTENTION)
+    spent = sum(x.seconds or 0.0 for x in now.lines if x.kind is Kind.ATTENTION)
     how = (
         "from ironlaw.kernels.attention import causal_attention; causal_attention(q, k, v) in place of "
         "scaled_dot_product_attention(q, k, v, is_causal=True)"
@@ -209,7 +207,7 @@ def _native(now: ObservedPlans) -> list[Proposal]:
 
 
 def _fused_update(now: ObservedPlans) -> list[Proposal]:
-    found = now.run.facts.get("fused_update")
+    found = now.fact("fused_update")
     if not found:
         return []
     saved = now.phase(Phase.OPTIMIZER) * (1 - found["fused_seconds"] / found["seconds"])
@@ -217,11 +215,10 @@ def _fused_update(now: ObservedPlans) -> list[Proposal]:
 
 
 def _alignment(now: ObservedPlans) -> list[Proposal]:
-    saved, found = 0.0, now.run.facts.get("misaligned") or []
-    run, _ = reconcile(now.run)
+    saved, found = 0.0, now.fact("misaligned") or []
     for entry in found:
-        line = entry["module"]
-        spent = sum(x.seconds or 0.0 for x in run.lines if x.operation == line and x.kind is Kind.MATMUL)
+        own = (x for x in now.lines if x.operation == entry["module"] and x.kind is Kind.MATMUL)
+        spent = sum(x.seconds or 0.0 for x in own)
         saved += spent * (1 - entry["aligned_seconds"] / entry["seconds"])
     shapes = ", ".join(f"{e['shape'][0]} to {e['aligned'][0]}" for e in found)
     return _saved(now, f"sizes: {shapes}", saved, "both products timed at the end of the run")
@@ -229,7 +226,7 @@ def _alignment(now: ObservedPlans) -> list[Proposal]:
 
 def _recompute(now: ObservedPlans) -> list[Proposal]:
     needed = now.run.totals.get("resident_bytes")
-    have, kept = now.run.facts.get("memory_bytes"), now.plan.memory_bytes().get("activations") or 0.0
+    have, kept = now.fact("memory_bytes"), now.plan.memory_bytes().get("activations") or 0.0
     if needed is None or not have or needed.value + kept > FULL_MEMORY * have:
         return []
     how = "drop torch.utils.checkpoint, or gradient_checkpointing_disable()"
@@ -237,7 +234,7 @@ def _recompute(now: ObservedPlans) -> list[Proposal]:
 
 
 def _syncs(now: ObservedPlans) -> list[Proposal]:
-    extra = (now.run.facts.get("gradient_syncs_per_step") or 0.0) - 1
+    extra = (now.fact("gradient_syncs_per_step") or 0.0) - 1
     if extra <= 0.5:
         return []
     saved = now.phase(Phase.COMMUNICATION) * extra / (extra + 1)
@@ -249,7 +246,7 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
     """What happens between steps, less often."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
-        wall = ((now.run.facts.get("wall_seconds") or {}).get(name) or 0.0) / now.steps
+        wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / now.steps
         return _saved(now, how, wall * (1 - 1 / FEWER), MEASURED) if wall >= share * now.step else []
 
     return RemedyKind(

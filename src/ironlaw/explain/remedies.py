@@ -63,13 +63,7 @@ def _micro_batches(now: Situation) -> Iterable[Settings]:
 
 
 def _smaller_micro_batches(now: Situation) -> Iterable[Settings]:
-    if not _tight(now):
-        return []
     return [s for s in _micro_batches(now) if s["train.micro_batch"] < now.config.micro_batch]
-
-
-def _layouts(now: Situation) -> Iterable[Settings]:
-    return other_layouts(now.config, now.profile, now.run)
 
 
 def _keep_activations(now: Situation) -> Iterable[Settings]:
@@ -78,13 +72,9 @@ def _keep_activations(now: Situation) -> Iterable[Settings]:
     return [{"recompute.mode": other} for other in lighter]
 
 
-def _tight(now: Situation) -> bool:
-    return now.plan.totals["resident_bytes"].value >= TIGHT_MEMORY * now.profile.memory_bytes
-
-
 def _recompute_more(now: Situation) -> Iterable[Settings]:
     heavier = {"none": ("selective", "full"), "selective": ("full",), "every": ("full",)}
-    return [{"recompute.mode": mode} for mode in heavier.get(now.config.recompute.mode, ())] if _tight(now) else []
+    return [{"recompute.mode": mode} for mode in heavier.get(now.config.recompute.mode, ())]
 
 
 def _other_losses(now: Situation) -> Iterable[Settings]:
@@ -96,7 +86,7 @@ def _other_losses(now: Situation) -> Iterable[Settings]:
 
 def _smaller_loss(now: Situation) -> Iterable[Settings]:
     possible = now.config.model.logits_are_a_product and not now.plan.decided.loss_chunk
-    return [{"train.loss": "chunked"}] if _tight(now) and possible else []
+    return [{"train.loss": "chunked"}] if possible else []
 
 
 def _larger_batches(now: Situation) -> Iterable[Settings]:
@@ -174,7 +164,8 @@ REMEDIES: tuple[RemedyKind, ...] = (
     ),
     RemedyKind(
         "layout", "Spread the job over its ranks in another way", "the job has several ranks, on CPUs", Effect.NONE,
-        "none: every layout computes the same, up to the order of summation", _layouts,
+        "none: every layout computes the same, up to the order of summation",
+        lambda now: other_layouts(now.config, now.profile, now.run),
     ),
     RemedyKind(
         "memory", "Smaller micro-batches, accumulated", "memory is more than 85% full", Effect.NONE,
@@ -221,8 +212,10 @@ REMEDIES: tuple[RemedyKind, ...] = (
 
 
 def find_remedies(now: Situation) -> list[Remedy]:
-    """What pays by the planner's figures, ranked."""
-    return find(now, REMEDIES, lambda kind, settings: _compare(kind, now, settings))
+    """What pays by the planner's figures, ranked. Memory is saved where it is tight."""
+    tight = now.plan.totals["resident_bytes"].value >= TIGHT_MEMORY * now.profile.memory_bytes
+    kinds = [kind for kind in REMEDIES if tight or not kind.saves_memory]
+    return find(now, kinds, lambda kind, settings: _compare(kind, now, settings))
 
 
 def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Proposal | None:

@@ -32,23 +32,17 @@ def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Led
     """Plans a config on the ranks of `run`; UserError for what cannot run on them, or does not fit."""
     from ironlaw.train.parallel.planning import plan_config, plan_on_accelerators
 
-    ranks = ranks_of(run)
-    if profile.device != "cpu":
-
-        def on_accelerators(config: RunConfig) -> Ledger:
-            plan = plan_on_accelerators(config, profile, ranks)
-            if not plan.fits:
-                raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
-            return plan.ledger
-
-        return on_accelerators
-    fabric = fabric_of(run)
+    ranks, fabric = ranks_of(run), fabric_of(run) if profile.device == "cpu" else None
 
     def replan(config: RunConfig) -> Ledger:
-        plan = plan_config(config, profile, ranks, fabric)
+        plan: Any
+        if fabric is None:
+            plan = plan_on_accelerators(config, profile, ranks)
+        else:
+            plan = plan_config(config, profile, ranks, fabric)
         if not plan.fits:
             raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
-        return plan.ledger()
+        return plan.ledger if fabric is None else plan.ledger()
 
     return replan
 

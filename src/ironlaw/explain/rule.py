@@ -32,7 +32,7 @@ class Rule:
     axis: Axis
     threshold: float
     measure: Callable[[RunEvidence], float | None]
-    sentence: str | Callable[[RunEvidence], str]
+    sentence: str | Callable[[RunEvidence], tuple[str, list[str]]]  # a text, or what tells it with the figures
     advice: str
     source: str  # why the threshold is where it is
     figures: Callable[[RunEvidence], list[str]] | None = None
@@ -54,12 +54,13 @@ class Rule:
         found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
         place = found.get("place") or (evidence.fact("places") or {}).get(self.name)
         figures = [place] if place else []
+        if callable(self.sentence):
+            sentence, told = self.sentence(evidence)
+            return sentence, figures + told
         if self.figures is not None:
             figures += self.figures(evidence)
         else:
             known = [(name, evidence.fact(name)) for name in self.facts]
             figures += [f"{name.replace('_', ' ')}: {fact}" for name, fact in known if fact is not None]
             figures.append(f"{percent(value)}, of a step of {seconds(evidence.step)}")
-        if callable(self.sentence):
-            return self.sentence(evidence), figures
         return self.sentence.format(**found, share=percent(value), percent=percent(value, 0)), figures

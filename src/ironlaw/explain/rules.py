@@ -25,18 +25,13 @@ def _off_plan(e: RunEvidence) -> float | None:
     return max(0.0, worst[1] - worst[2] - e.tolerance * worst[1]) / e.step
 
 
-def _off_plan_sentence(e: RunEvidence) -> str:
-    kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
-    if not planned:
-        return f"Operations of kind {kind} take time that was not planned."
-    times = f"{measured / planned:.2f} times"
-    return f"Operations of kind {kind} take {times} what this machine was measured to need for them."
-
-
-def _off_plan_figures(e: RunEvidence) -> list[str]:
+def _tell_off_plan(e: RunEvidence) -> tuple[str, list[str]]:
     kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
     here = f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"
-    return [*line_figures(e, kind), here]
+    took = "time that was not planned"
+    if planned:
+        took = f"{measured / planned:.2f} times what this machine was measured to need for them"
+    return f"Operations of kind {kind} take {took}.", [*line_figures(e, kind), here]
 
 
 def _throughout(e: RunEvidence) -> float | None:
@@ -44,18 +39,13 @@ def _throughout(e: RunEvidence) -> float | None:
     return None if both is None else max(0.0, (both[0] - both[1]) / both[0] - e.tolerance)
 
 
-def _throughout_sentence(e: RunEvidence) -> str:
+def _tell_throughout(e: RunEvidence) -> tuple[str, list[str]]:
     measured, planned = e.slower_throughout() or (0.0, 1.0)
+    here = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
     return (
         f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
         "kind of operation."
-    )
-
-
-def _throughout_figures(e: RunEvidence) -> list[str]:
-    measured, planned = e.slower_throughout() or (0.0, 1.0)
-    here = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
-    return [here, *_others(e)]
+    ), [here, *_others(e)]
 
 
 def _beyond(e: RunEvidence, share: float | None) -> float | None:
@@ -75,15 +65,12 @@ def _slow(e: RunEvidence, neighbours: bool) -> float | None:
     return max(0.0, 1.0 - e.machine_speed) if theirs is neighbours else 0.0
 
 
-def _slow_sentence(e: RunEvidence) -> str:
+def _tell_slow(e: RunEvidence) -> tuple[str, list[str]]:
+    speed = percent(e.machine_speed, 0)
     return (
         "The machine was slower than it typically is: the same kernels ran at "
-        f"{percent(e.machine_speed, 0)} of the speed that was planned with."
-    )
-
-
-def _slow_figures(e: RunEvidence) -> list[str]:
-    return [f"kernels repeated during the run: {percent(e.machine_speed, 0)} of their planned speed", *_others(e)]
+        f"{speed} of the speed that was planned with."
+    ), [f"kernels repeated during the run: {speed} of their planned speed", *_others(e)]
 
 
 def _others(e: RunEvidence) -> list[str]:
@@ -115,8 +102,8 @@ def _at_loader(e: RunEvidence) -> float:
     """Part of the loop's own time that passes on lines that make a loader, or ask for its batches."""
     if not e.phase_share(Phase.DATA):
         return 0.0
-    lines = {phase: dict((e.fact("lines") or {}).get(str(phase), [])) for phase in (Phase.DATA, Phase.HOST)}
-    return float(sum(share for at, share in lines[Phase.HOST].items() if at.partition(" (in ")[0] in lines[Phase.DATA]))
+    loaders = {at for at, _ in e.lines(Phase.DATA)}
+    return float(sum(share for at, share in e.lines(Phase.HOST) if at.partition(" (in ")[0] in loaders))
 
 
 def _own_share(e: RunEvidence) -> float:
@@ -127,25 +114,18 @@ def _own_share(e: RunEvidence) -> float:
     return host + (max(0.0, idle - delayed) if e.fact("device") != "cuda" else 0.0)
 
 
-def _stage(e: RunEvidence) -> str:
+def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
     copies = (e.phase_share(Phase.TRANSFER) or 0.0) > (e.phase_share(Phase.DATA) or 0.0)
-    return "copy" if copies else str(e.fact("data_stage"))
-
-
-def _input_sentence(e: RunEvidence) -> str:
-    where = STAGES.get(_stage(e), "")
-    return f"The step waits for data: {percent(_input_share(e))} of it passes before the next batch is there{where}."
-
-
-def _input_figures(e: RunEvidence) -> list[str]:
+    stage = "copy" if copies else str(e.fact("data_stage"))
     figures = [f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
-    if _stage(e) == "copy":
+    if stage == "copy":
         figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
-    elif _stage(e) in STAGES:
+    elif stage in STAGES:
         busy = percent(e.fact("data_cpu_fraction"), 0)
         figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
         figures += _lines_of(e, Phase.DATA)
-    return figures
+    passes, where = percent(_input_share(e)), STAGES.get(stage, "")
+    return f"The step waits for data: {passes} of it passes before the next batch is there{where}.", figures
 
 
 def _host_share(e: RunEvidence) -> float | None:
@@ -161,8 +141,7 @@ def _host_figures(e: RunEvidence) -> list[str]:
 
 def _lines_of(e: RunEvidence, phase: Phase) -> list[str]:
     """Where the user's code spends a phase, as far as it was looked at: what takes a tenth of it and more."""
-    lines = (e.fact("lines") or {}).get(str(phase), [])
-    return [f"{place}: {percent(share, 0)} of it" for place, share in lines if share >= 0.1 and place != "?"]
+    return [f"{at}: {percent(share, 0)} of it" for at, share in e.lines(phase) if share >= 0.1 and at != "?"]
 
 
 def _overhead_figures(e: RunEvidence) -> list[str]:
@@ -170,25 +149,19 @@ def _overhead_figures(e: RunEvidence) -> list[str]:
     return [f"{calls} calls per step that take about as long as calling them", *_lines_of(e, Phase.FORWARD)]
 
 
-def _attention_sentence(e: RunEvidence) -> str:
+def _tell_attention(e: RunEvidence) -> tuple[str, list[str]]:
     flops = (e.planned_flops(Kind.ATTENTION) or 0.0) / (e.plan.flops() or 1)
     share = percent(e.kind_share(Kind.ATTENTION), 0)
-    return f"Attention binds: it takes {share} of the step for {percent(flops, 0)} of the FLOPs."
-
-
-def _attention_figures(e: RunEvidence) -> list[str]:
     attention, products = (rate(e.rate(kind), "FLOP") for kind in (Kind.ATTENTION, Kind.MATMUL))
-    return [f"attention attains {attention}, matrix products {products}"]
+    sentence = f"Attention binds: it takes {share} of the step for {percent(flops, 0)} of the FLOPs."
+    return sentence, [f"attention attains {attention}, matrix products {products}"]
 
 
-def _narrow_sentence(e: RunEvidence) -> str:
-    attained = percent((e.rate(Kind.MATMUL) or 0.0) / (e.peak_rate() or 1.0), 0)
-    return f"The model is too narrow for this machine: its matrix products attain {attained} of what large ones do."
-
-
-def _narrow_figures(e: RunEvidence) -> list[str]:
-    attained, peak = rate(e.rate(Kind.MATMUL) or 0.0, "FLOP"), rate(e.peak_rate() or 1.0, "FLOP")
-    return [f"matrix products {attained} of {peak} measured on large ones"]
+def _tell_narrow(e: RunEvidence) -> tuple[str, list[str]]:
+    attained, peak = e.rate(Kind.MATMUL) or 0.0, e.peak_rate() or 1.0
+    part, figure = percent(attained / peak, 0), f"matrix products {rate(attained, 'FLOP')} of {rate(peak, 'FLOP')}"
+    sentence = f"The model is too narrow for this machine: its matrix products attain {part} of what large ones do."
+    return sentence, [f"{figure} measured on large ones"]
 
 
 def _compute_figures(e: RunEvidence) -> list[str]:
@@ -214,10 +187,9 @@ def _wall(e: RunEvidence, name: str) -> list[str]:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "input_bound", Axis.DATA, 0.10, _input_share, _input_sentence,
+        "input_bound", Axis.DATA, 0.10, _input_share, _tell_input,
         "put data.cache on faster storage; `--set data.mock=true` trains on random tokens and shows what data costs",
         "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here",
-        _input_figures,
     ),
     Rule(
         "host_bound", Axis.MACHINE, 0.10, _host_share,
@@ -233,22 +205,21 @@ RULES: tuple[Rule, ...] = (
         _overhead_figures,
     ),
     Rule(
-        "machine_slow", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=False), _slow_sentence,
+        "machine_slow", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=False), _tell_slow,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
         "the plan already allows for the interference that is typical here; what is left over stays under 7%",
-        _slow_figures,
     ),
     Rule(
-        "host_shared", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=True), _slow_sentence,
+        "host_shared", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=True), _tell_slow,
         "nothing in the training; if it stays so, the plan learns it from the next runs, or `ironlaw measure` again",
         "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing",
-        _slow_figures, fault=False,
+        fault=False,
     ),
     Rule(
-        "slower_throughout", Axis.MACHINE, 0.15, _throughout, _throughout_sentence,
+        "slower_throughout", Axis.MACHINE, 0.15, _throughout, _tell_throughout,
         "look for other programs on the same cores (`top`), and for more threads than free cores",
         "no single operation explains it, and it is more than what plan and machine vary by",
-        _throughout_figures, symptom=True,
+        symptom=True,
     ),
     Rule(
         "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"),
@@ -280,15 +251,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "attention_slow", Axis.ALGORITHM, SHAPE,
-        lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _attention_sentence,
+        lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _tell_attention,
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
-        "time above what the same FLOPs take as matrix products of this run", _attention_figures, promised=True,
+        "time above what the same FLOPs take as matrix products of this run", promised=True,
         noticed=SHAPE - NEXT_TO,
     ),
     Rule(
         "model_narrow", Axis.ALGORITHM, SHAPE, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
-        _narrow_sentence, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
-        "time above what the same FLOPs take at the rate of large products on this machine", _narrow_figures,
+        _tell_narrow, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
+        "time above what the same FLOPs take at the rate of large products on this machine",
         promised=True, noticed=SHAPE - NEXT_TO,
     ),
     Rule(
@@ -298,9 +269,9 @@ RULES: tuple[Rule, ...] = (
         lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"], promised=True,
     ),
     Rule(
-        "off_plan", Axis.MACHINE, 0.10, _off_plan, _off_plan_sentence,
+        "off_plan", Axis.MACHINE, 0.10, _off_plan, _tell_off_plan,
         "measure the machine again; if it stays, the profile does not cover these shapes",
-        "the plan is wanted within 10%", _off_plan_figures, symptom=True,
+        "the plan is wanted within 10%", symptom=True,
     ),
     Rule(
         "compute_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("compute"),

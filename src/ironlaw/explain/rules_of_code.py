@@ -58,14 +58,11 @@ def _syncs(e: RunEvidence) -> float | None:
     return None if calls is None else max(cost, NOTICED) if calls else 0.0
 
 
-def _syncs_sentence(e: RunEvidence) -> str:
-    total = sum(p["per_step"] for p in _sync_calls(e) or [])
-    return f"The host waits for values of tensors {total:.0f} times per step, inside the loop."
-
-
-def _syncs_figures(e: RunEvidence) -> list[str]:
-    calls = (_sync_calls(e) or [])[:4]
-    return [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls]
+def _tell_syncs(e: RunEvidence) -> tuple[str, list[str]]:
+    calls = _sync_calls(e) or []
+    total = sum(p["per_step"] for p in calls)
+    figures = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls[:4]]
+    return f"The host waits for values of tensors {total:.0f} times per step, inside the loop.", figures
 
 
 def _recomputes(e: RunEvidence) -> float | None:
@@ -92,18 +89,14 @@ def _misaligned(e: RunEvidence) -> float | None:
     return _at_least_noticed("odd_sizes" if e.fact("odd_sizes") else "misaligned", "alignment")(e)
 
 
-def _grows_sentence(e: RunEvidence) -> str:
-    holder = e.fact("memory_growth")["holder"]
-    return "Memory grows from step to step" + (f": `{holder}` keeps something of every step." if holder else ".")
-
-
-def _grows_figures(e: RunEvidence) -> list[str]:
-    grown = e.fact("memory_growth")["bytes_per_step"]
+def _tell_growth(e: RunEvidence) -> tuple[str, list[str]]:
+    holder, grown = e.fact("memory_growth")["holder"], e.fact("memory_growth")["bytes_per_step"]
     have, resident = e.fact("memory_bytes"), e.run.totals.get("resident_bytes")
     figures = [f"{bytes_(grown)} more after every step, evenly to the end of the loop"]
     if have and resident is not None and grown:
         figures.append(f"full after {max(0.0, have - resident.value) / grown:,.0f} more steps")
-    return figures
+    keeps = f": `{holder}` keeps something of every step." if holder else "."
+    return f"Memory grows from step to step{keeps}", figures
 
 
 def _unread_forwards(e: RunEvidence) -> float | None:
@@ -129,7 +122,7 @@ def _recompiles(e: RunEvidence) -> float | None:
 def _copies(e: RunEvidence) -> float | None:
     """Of the recorded operations' time: copies and conversions within the module's passes, and what calling them costs.
     Autocast's own belong to it."""
-    passes = [line for line in e.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    passes = [line for line in e.run.lines if line.phase in PASSES]
     whole, calls = sum(line.seconds or 0.0 for line in e.run.lines), sum(line.count or 0 for line in passes)
     if not whole or not calls or e.fact("autocast"):
         return None
@@ -140,16 +133,16 @@ def _copies(e: RunEvidence) -> float | None:
 
 def _by_hand(e: RunEvidence) -> float | None:
     """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
-    lines, place = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER)), (e.fact("places") or {}).get("update_by_hand")
-    if lines is None or place is None:
+    lines, place = e.lines(Phase.OPTIMIZER), (e.fact("places") or {}).get("update_by_hand")
+    if not lines or place is None:
         return None
     return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
 def _by_hand_figures(e: RunEvidence) -> list[str]:
-    lines, update = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), []), e.fact("places")["update_by_hand"]
-    shown = [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
-    return sorted(shown, key=lambda one: one.startswith(f"{update}:"))
+    update = e.fact("places")["update_by_hand"]
+    shown = sorted(e.lines(Phase.OPTIMIZER), key=lambda one: one[0] == update)
+    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in shown]
 
 
 def _share_of(fact: str, *phases: Phase) -> Callable[[RunEvidence], float | None]:
@@ -168,8 +161,7 @@ def _more_lines(fact: str, first: int = 0) -> Callable[[RunEvidence], list[str]]
 
 
 def _copies_figures(e: RunEvidence) -> list[str]:
-    lines = (e.fact("lines") or {}).get(str(Phase.FORWARD), [])
-    return [f"{place}: {percent(share, 0)} of the forward pass" for place, share in lines if place != "?"]
+    return [f"{at}: {percent(share, 0)} of the forward pass" for at, share in e.lines(Phase.FORWARD) if at != "?"]
 
 
 _SMALL = (Kind.ELEMENTWISE, Kind.HOST)
@@ -202,10 +194,10 @@ def line_figures(e: RunEvidence, kind: str) -> list[str]:
 
 CODE_RULES: tuple[Rule, ...] = (
     Rule(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
-        "memory_grows", Axis.ALGORITHM, 0.5, _found("memory_growth", 1.0), _grows_sentence,
+        "memory_grows", Axis.ALGORITHM, 0.5, _found("memory_growth", 1.0), _tell_growth,
         "keep numbers instead of tensors (.item(), .detach()), or the last few of them only",
         "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
-        "or the loop holds a graph of every step", _grows_figures, placed="memory_growth",
+        "or the loop holds a graph of every step", placed="memory_growth",
     ),
     Rule(  # it spoils the training itself
         "gradients_uncleared", Axis.ALGORITHM, 0.5, _found("added_gradients", 0.9),
@@ -330,10 +322,10 @@ CODE_RULES: tuple[Rule, ...] = (
         "laying out heads and residuals costs a few percent of a step", _copies_figures,
     ),
     Rule(
-        "sync_points", Axis.ALGORITHM, 0.02, _syncs, _syncs_sentence,
+        "sync_points", Axis.ALGORITHM, 0.02, _syncs, _tell_syncs,
         "keep values on the device, and read them every so many steps",
         "a step loses its run-ahead at each of them, which costs on an accelerator before it does here",
-        _syncs_figures, noticed=NOTICED,
+        noticed=NOTICED,
     ),
     Rule(
         "logging_frequent", Axis.ALGORITHM, 0.05, logging_share, "Logging takes {share} of the step.",

@@ -43,8 +43,8 @@ def list_runs(folder: Path, sort: str = "date") -> list[dict[str, Any]]:
 
 
 def _run_folders(folder: Path) -> set[Path]:
-    found = {p.parent for name in ("ledger.json", "config.toml") for p in folder.glob(f"*/{name}")}
-    found |= {p.parent for name in ("ledger.json", "config.toml") for p in folder.glob(f"*/*/{name}")}
+    names = ("*/ledger.json", "*/config.toml", "*/*/ledger.json", "*/*/config.toml")
+    found = {path.parent for name in names for path in folder.glob(name)}
     if (folder / "ledger.json").is_file():
         found.add(folder)
     return found

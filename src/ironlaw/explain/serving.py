@@ -7,7 +7,7 @@ ours has on this machine (`plan/serving/here.py`); what it does not know is abse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,10 @@ class ServingExplanation:
     @property
     def unattributed(self) -> float | None:
         """Share of an engine step's wall time that no phase has."""
-        step = self.run.totals.get("step_seconds")
-        busy = _busy(self.run)
         mean = self.run.facts.get("steps", {}).get("mean_seconds")
-        if step is None or mean is None:
+        if "step_seconds" not in self.run.totals or mean is None:
             return None
-        return abs(float(mean) - busy) / float(mean)
+        return abs(float(mean) - _busy(self.run)) / float(mean)
 
 
 def is_serving_run(path: Path) -> bool:
@@ -208,12 +206,4 @@ def _draft(run: Ledger) -> ServingFinding | None:
     return ServingFinding("speculation", told, '--set serve.speculation="none"', _share(run, Phase.DECODE))
 
 
-RULES: tuple[Callable[[Ledger], ServingFinding | None], ...] = (
-    _queue,
-    _cache,
-    _prompts,
-    _host,
-    _bandwidth,
-    _draft,
-    _light,
-)
+RULES = (_queue, _cache, _prompts, _host, _bandwidth, _draft, _light)

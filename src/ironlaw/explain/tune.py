@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,6 @@ class Trial:
     reason: str
     run: str
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 @dataclass
 class Tuned:
@@ -98,7 +95,7 @@ class Tuned:
             "schema_version": 1, "gain": self.gain, "settings": self.settings(), "runs": self.runs,
             "seconds": self.seconds, "stopped": self.stopped, "start": self.start.to_json(),
             "best": self.best.to_json(),
-            "trials": [trial.to_json() for trial in self.trials],
+            "trials": [asdict(trial) for trial in self.trials],
         }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError
-from ironlaw.observe.watch import Watch, observe
+from ironlaw.observe.watch import Watch
 
 
 def trainer_callback(out: str | Path | None = None, **options: Any) -> Any:
@@ -28,7 +28,7 @@ def trainer_callback(out: str | Path | None = None, **options: Any) -> Any:
             self.watch: Watch | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.watch = observe(given["model"], given["optimizer"], out, **options).__enter__()
+            self.watch = Watch(given["model"], given["optimizer"], out, **options).__enter__()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
             if self.watch is not None and logs and "loss" in logs:
@@ -58,7 +58,7 @@ def lightning_callback(out: str | Path | None = None, **options: Any) -> Any:
             self.watch: Watch | None = None
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.watch = observe(module, trainer.optimizers, out, **options).__enter__()
+            self.watch = Watch(module, trainer.optimizers, out, **options).__enter__()
             # Lightning calls `training_step`, which calls what it likes: that is the forward pass.
             self._step = module.training_step
 

@@ -55,6 +55,19 @@ def recorded_allocations(recorded: Any) -> list[Allocation]:
     return sorted(_allocations(recorded), key=lambda a: a.moment)
 
 
+SyncPoints = dict[tuple[str, str], list[float]]
+"""(line of the user's code, call) -> seconds of each time the host waited there for the value of a tensor."""
+
+
+def describe_sync_points(found: SyncPoints, steps: int) -> list[dict[str, Any]]:
+    """Per step, those that took most first."""
+    points: list[dict[str, Any]] = [
+        {"place": place, "call": call, "per_step": len(times) / steps, "seconds": sum(times) / steps}
+        for (place, call), times in found.items()
+    ]
+    return sorted(points, key=lambda point: -float(point["seconds"]))[:20]
+
+
 COLLECTIVES = ("c10d::", "gloo:")
 
 

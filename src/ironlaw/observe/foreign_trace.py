@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
-from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
+from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event, SyncPoints, describe_sync_points
 from ironlaw.observe.partition import BRIDGES
 from ironlaw.observe.spans import COLLECTIVE, Span, device_key, innermost, kind_of, nest, span_key
 from ironlaw.observe.timeline import Segment, operation_segments, phase_segment, timeline
@@ -295,20 +295,15 @@ def _launches(traced: _Traced) -> int:
 
 def _sync_points(traced: _Traced) -> list[dict[str, Any]]:
     """Where the host waited for a value: with the line of the user's code when stacks were recorded."""
-    found: dict[str, list[float]] = defaultdict(list)
+    found: SyncPoints = defaultdict(list)
     for span in traced.spans:
         if span.event.name in ("aten::item", "aten::is_nonzero") and traced.inside(span.event):
-            found[_line_of(span)].append((span.event.end - span.event.start) / 1e9)
+            found[_line_of(span), "item"].append((span.event.end - span.event.start) / 1e9)
     if not found:
         for event in traced.events:
             if event.where == RUNTIME and _SYNC.search(event.name) and traced.inside(event):
-                found[event.name].append((event.end - event.start) / 1e9)
-    n = len(traced.steps)
-    points: list[dict[str, Any]] = [
-        {"place": place, "call": "item", "per_step": len(times) / n, "seconds": sum(times) / n}
-        for place, times in found.items()
-    ]
-    return sorted(points, key=lambda p: -float(p["seconds"]))[:20]
+                found[event.name, "item"].append((event.end - event.start) / 1e9)
+    return describe_sync_points(found, len(traced.steps))
 
 
 def _line_of(span: Span) -> str:

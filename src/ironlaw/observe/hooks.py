@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import dataloader
 
 from ironlaw.ledger import Phase
+from ironlaw.observe.events import SyncPoints
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import user_line
 
@@ -252,24 +254,14 @@ def _scaled_step(listener: Listener) -> Callable[[Any], Any]:
     return around
 
 
-@dataclass
-class SyncPoint:
-    """One place in the user's code where the host waits for the value of a tensor."""
-
-    place: str  # file:line
-    call: str
-    count: int = 0
-    seconds: float = 0.0
-
-
 # A dataset's tensors are the host's, and so are an optimizer's counters.
 _ON_THE_HOST = (Phase.DATA, Phase.OPTIMIZER)
 
 
 @contextmanager
-def sync_points(partition: Partition) -> Iterator[dict[str, SyncPoint]]:
+def sync_points(partition: Partition) -> Iterator[SyncPoints]:
     """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in."""
-    found: dict[str, SyncPoint] = {}
+    found: SyncPoints = defaultdict(list)
     inside = False
 
     def around(name: str, original: Any) -> Any:
@@ -283,10 +275,7 @@ def sync_points(partition: Partition) -> Iterator[dict[str, SyncPoint]]:
                 return original(self, *args, **kwargs)
             finally:
                 inside = False
-                place = user_line()
-                point = found.setdefault(f"{place} {name}", SyncPoint(place, name))
-                point.count += 1
-                point.seconds += time.perf_counter() - began
+                found[user_line(), name].append(time.perf_counter() - began)
 
         return call
 

@@ -78,19 +78,22 @@ def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Pha
     value = float(np.mean([step.wall_seconds for step in kept]))
     low, high = (float(q) for q in np.percentile(walls, [10, 90]))
     basis = f"mean of the middle 80% of {len(steps)} steps; the interval holds 80% of them"
-    ledger.totals["step_seconds"] = Estimate(value, measured, basis, low, high)
+    ledger.totals["step_seconds"] = step = Estimate(value, measured, basis, low, high)
     if tokens_per_step:
-        rates = (tokens_per_step / seconds for seconds in (value, high, low))
-        ledger.totals["tokens_per_second"] = Estimate(
-            next(rates), measured, "tokens per step / step time", next(rates), next(rates)
-        )
+        ledger.totals["tokens_per_second"] = step.rate(tokens_per_step, "tokens per step / step time", measured)
     ledger.phase_seconds = {
         phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in kept]))
         for phase in Phase
         if phase in phases and any(phase in step.phase_seconds for step in kept)
     }
     ledger.facts["slow_steps_fraction"] = max(0.0, sum(walls) - value * len(walls)) / sum(walls)
-    return ledger.totals["step_seconds"]
+    return step
+
+
+def measured_mfu(flops: float, step: Estimate, peak: float, basis: str) -> Estimate:
+    """FLOPs of a step over its measured seconds and the peak, FLOP/s."""
+    low, high = step.low or step.value, step.high or step.value
+    return Estimate(flops / step.value / peak, Origin.MEASURED, basis, flops / high / peak, flops / low / peak)
 
 
 def measured_ledger(
@@ -110,11 +113,7 @@ def measured_ledger(
     if observed.steps:
         step = add_steps(ledger, observed.steps, tuple(Phase), tokens_per_step)
         peak = float(planned.facts["matmul_peak_flops_per_second"])
-        flops = totals["flops_per_step"].value
-        totals["mfu"] = Estimate(
-            flops / step.value / peak, Origin.MEASURED, planned.totals["mfu"].basis,
-            flops / (step.high or step.value) / peak, flops / (step.low or step.value) / peak,
-        )  # fmt: skip
+        totals["mfu"] = measured_mfu(totals["flops_per_step"].value, step, peak, planned.totals["mfu"].basis)
     profile, always = observed.profile or StepProfile(), {"batch": batch_bytes, **held}
     above = profile.peak_bytes
     add_memory(

@@ -36,24 +36,14 @@ NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 
 _KINDS = {
-    Kind.MATMUL: (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_int_mm",
-        "_scaled_mm",
-        "_linear_pointwise",
-        "product",
-        "linear_dynamic",
-        "_weight_int4pack_mm_for_cpu",
-    ),
+    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise", "product",
+                  "linear_dynamic", "_weight_int4pack_mm_for_cpu"),
     Kind.ATTENTION: ("causal_attention", "causal_attention_backward"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
     Kind.OPTIMIZER: ("_fused_adamw_", "_foreach_norm"),
-}
+}  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 # What touches no data: views, allocations and the outer layers of composed operations. Their time is the host's.
@@ -177,9 +167,7 @@ def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> Step
         if event.end > event.start and not event.name.startswith("gloo:")  # which lie across what runs meanwhile
     ]
     spans = nest(events, _place, by_thread=False)
-    result = StepProfile(lines=_lines(spans, steps))
-    _find_peak(recorded_allocations(recorded), spans, gradient_pointers, result)
-    return result
+    return StepProfile(_lines(spans, steps), *_peak(recorded_allocations(recorded), spans, gradient_pointers))
 
 
 def _place(span: Span, forward_scope: dict[int, str]) -> None:
@@ -305,10 +293,10 @@ def _is_cast(span: Span, operation: str) -> bool:
     return operation == "copy_" and span.inside == "aten::_to_copy"
 
 
-def _find_peak(
-    recorded: Sequence[Allocation], spans: list[Span], gradient_pointers: set[int], result: StepProfile
-) -> None:
-    """What was alive at the highest moment of the recorded steps."""
+def _peak(
+    recorded: Sequence[Allocation], spans: list[Span], gradient_pointers: set[int]
+) -> tuple[int | None, dict[str, int]]:
+    """Bytes and parts of what was alive at the highest moment of the recorded steps."""
     copies = [(span.event.start, span.event.end) for span in spans if span.name == COPY_SCOPE]
     allocations = [a for a in recorded if not any(start <= a.moment <= end for start, end in copies)]
     named = {f"{PHASE_SCOPE}{phase}": phase for phase in (Phase.FORWARD, Phase.BACKWARD)}
@@ -319,6 +307,6 @@ def _find_peak(
         return marks[index][1] if index < len(marks) else None
 
     peak = find_peak(allocations, KnownStorages(gradient_addresses=gradient_pointers), phase_at, lambda moment: "")
-    if peak is not None and any(phase is Phase.BACKWARD for _, phase in marks):
-        result.peak_bytes = peak.bytes
-        result.peak_parts = {name: peak.parts[name] for name in ("gradients", "activations", "temporaries")}
+    if peak is None or all(phase is not Phase.BACKWARD for _, phase in marks):
+        return None, {}
+    return peak.bytes, {name: peak.parts[name] for name in ("gradients", "activations", "temporaries")}

@@ -36,11 +36,11 @@ from ironlaw.machine.load import OtherLoad, RunDelay
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
-from ironlaw.observe.events import recorded_allocations, recorded_events
+from ironlaw.observe.events import SyncPoints, describe_sync_points, recorded_allocations, recorded_events
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.gradients import parameters_of
 from ironlaw.observe.habits import LOOKED_AT, Habits
-from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
+from ironlaw.observe.hooks import Listener, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model
 from ironlaw.observe.measured import storage_bytes, tree_bytes
 from ironlaw.observe.memory_peak import KnownStorages
@@ -68,44 +68,31 @@ PROBE_EVERY_SECONDS = 2.0  # a probe takes some 10 ms: half a percent of the loo
 Item = TypeVar("Item")
 
 
-def observe(
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    out: str | Path | None = None,
-    *,
-    profile_steps: int = 3,
-    plan: bool = True,
-    name: str | None = None,
-) -> Watch:
-    """Observe a training loop; a context manager.
+class Watch:
+    """Observes a training loop; a context manager.
 
-    Several models and optimizers, as of a GAN, are given as lists; a step ends with the last optimizer's update.
+    Several models and optimizers, as of a GAN, are given as lists; a step ends where the last optimizer has updated.
     `out`: the run directory to write, `runs/observed-DATE` unless given. `profile_steps`: so many steps are recorded
     in detail after the first few (0: none, until `watch.profile()` asks); they are slower and count in no average.
     `plan`: trace the module at the end, so that a plan can be put beside what was measured.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # wrappers of Accelerate
-    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
-        raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    if not isinstance(model, nn.Module):
-        model = nn.ModuleList(model)
-    return Watch(model, optimizers, Path(out or f"runs/observed-{stamp}"), profile_steps, plan, name)
-
-
-class Watch:
-    """What `observe` returns. A step ends where the optimizer has updated, the last one where there are several."""
 
     def __init__(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], out: Path, profile_steps: int, plan: bool,
-        name: str | None,
+        self, model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], out: str | Path | None = None, *,
+        profile_steps: int = 3, plan: bool = True, name: str | None = None,
     ) -> None:  # fmt: skip
-        if (out / "ledger.json").exists():
-            raise UserError(f"{out} holds a run already: give another out=")
-        self.model, self.optimizers, self.out, self.plan = model, optimizers, out, plan
-        self.name = name or type(_inner(model)).__name__
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self.optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # wrappers of Accelerate
+        if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in self.optimizers):
+            raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.out, self.plan = Path(out or f"runs/observed-{stamp}"), plan
+        if (self.out / "ledger.json").exists():
+            raise UserError(f"{self.out} holds a run already: give another out=")
+        self.model: nn.Module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        self.name = name or type(_inner(self.model)).__name__
+        self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self.partition = Partition(cuda=self.device.type == "cuda")
         self.metrics: list[dict[str, Any]] = []
         self.recorded: set[int] = set()  # steps under the profiler
@@ -114,7 +101,7 @@ class Watch:
         self.skipped = 0
         self.peak_resident = 0
         self.profiling_seconds = 0.0
-        self.sync: dict[str, SyncPoint] = {}
+        self.sync: SyncPoints = {}
         self._wanted = profile_steps
         self._forwards = 0
         self._logged: dict[str, Any] = {}
@@ -402,11 +389,7 @@ class Watch:
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),
             )
             if self.device.type == "cpu" else None,
-            "sync_points": [
-                {"place": p.place, "call": p.call, "per_step": p.count / self.sync_steps,
-                 "seconds": p.seconds / self.sync_steps}
-                for p in sorted(self.sync.values(), key=lambda p: -p.seconds)
-            ][:20],
+            "sync_points": describe_sync_points(self.sync, self.sync_steps),
             "autocast": None, "precision": None,
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
