@@ -23,8 +23,10 @@ from ironlaw.plan.decisions import choices, first_within, mixtures
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy, Precision, Shape, attention_score_pairs
 from ironlaw.workload.kinds import layer_groups
+from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import training_operations
+from ironlaw.workload.program import step, training_operations
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import keepable, policies
 from ironlaw.workload.recompute_config import Recompute
 
@@ -232,3 +234,18 @@ def test_choices_give_up_ever_more_time_for_a_byte() -> None:
     assert hull[0].policy is None and hull[0].seconds == 0 and len(hull) > 2
     slopes = [(b.seconds - a.seconds) / (a.held_bytes - b.held_bytes) for a, b in pairwise(hull)]
     assert slopes == sorted(slopes)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2 sp=1", "cp=2", "dp=2 zero=3", "tp=2 sp=1 cp=2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_recomputed_block_lets_go_of_what_it_kept_on_every_layout(layout, precision):
+    """A micro-batch with it leaves as many bytes as one without: nothing, but what each block hands on."""
+    model, batch = ModelConfig.named("llama3-1b"), StepBatch(4, 512)
+
+    def left(config):
+        recipe = Recipe(precision, recompute=policies(config, model))
+        block = step(model, batch, parse_layout(layout), recipe).stages[0].layers[1]
+        operations = (*block.forward, *block.recomputed, *block.backward)
+        return sum(op.saved_bytes - op.frees_saved_bytes for op in operations) - block.cast_weight_bytes
+
+    assert left(Recompute(mode="selective")) == left(Recompute(mode="full")) == left(Recompute())

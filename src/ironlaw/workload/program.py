@@ -276,10 +276,9 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
     forward, backward = both_passes(shape, kind)
     if policy is None:
         return Layer("", kind, tuple(forward), tuple(backward))
-    return Layer(
-        "", kind, (*forward, dropped(shape, policy, kind)), (*backward, freed_after_backward(shape)),
-        tuple(again(shape, policy, kind)), weight_copies(shape, kind),
-    )  # fmt: skip
+    drop, recomputed, copies = dropped(shape, policy, kind), again(shape, policy, kind), weight_copies(shape, kind)
+    freed = freed_after_backward(drop, recomputed, copies)
+    return Layer("", kind, (*forward, drop), (*backward, freed), tuple(recomputed), copies)
 
 
 def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:

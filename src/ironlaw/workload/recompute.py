@@ -7,6 +7,7 @@ that the backward pass needs is there, so the last product of a block never runs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
@@ -131,11 +132,11 @@ def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operat
     return _memory("drop", Phase.FORWARD, saved - held)
 
 
-def freed_after_backward(shape: Shape) -> Operation:
-    """The end of a recomputed block's backward pass: what it kept for its second forward pass."""
-    # Of the input that a recomputed block keeps and nobody else would.
-    kept_input = 0 if shape.keeps_stream else shape.tokens * shape.model.hidden * FP32
-    return _memory("generator", Phase.BACKWARD, _generator_bytes(shape) + kept_input)
+def freed_after_backward(dropped: Operation, recomputed: Sequence[Operation], weight_copies: int) -> Operation:
+    """The end of a recomputed block's backward pass: what it kept for its second forward pass. No more is left then
+    than where nothing is recomputed."""
+    left = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
+    return _memory("kept results", Phase.BACKWARD, left - weight_copies)
 
 
 def _generator_bytes(shape: Shape) -> int:
