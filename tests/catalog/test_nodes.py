@@ -3,7 +3,7 @@
 import pytest
 
 from ironlaw.catalog.accelerators import accelerator_names
-from ironlaw.catalog.figures import source
+from ironlaw.catalog.figures import figures, source
 from ironlaw.catalog.nodes import node, node_names, parse_cluster
 from ironlaw.errors import UserError
 
@@ -17,7 +17,7 @@ def test_every_node_is_sourced_and_plausible(name: str) -> None:
     assert it.fabric in FABRICS
     assert 1 <= it.accelerators <= 16
     assert it.scale_up_accelerators == 1 or it.scale_up_accelerators >= it.accelerators
-    for key, figure in it.figures().items():
+    for key, figure in figures(it).items():
         assert figure.value > 0 and source(figure.source).title, key
     if it.nic_bytes_per_second is not None:
         assert 1e9 <= it.nic_bytes_per_second.value <= 100e9  # 800 Gbit/s is 100e9 bytes/s

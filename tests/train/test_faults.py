@@ -21,9 +21,9 @@ from ironlaw.errors import UserError
 from ironlaw.train import jsonl
 from ironlaw.train.faults import is_out_of_memory
 from ironlaw.train.jsonl import JsonLines, read_lines
-from ironlaw.train.lock import locked
 from ironlaw.train.loop import Trainer
 from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.run_directory import locked
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -184,7 +184,7 @@ def test_lines_are_whole_json_also_for_what_json_has_no_word(tmp_path: Path) -> 
 HOLD = """
 import sys, time
 from pathlib import Path
-from ironlaw.train.lock import locked
+from ironlaw.train.run_directory import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)

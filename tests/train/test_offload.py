@@ -22,7 +22,7 @@ from ironlaw.plan.recipe import check_supported
 from ironlaw.plan.step import plan_run
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.result import Outcome
-from ironlaw.train.transfer_stream import Arrival
+from ironlaw.train.transfer import Arrival
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.program import layers_of_shape

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator
-from ironlaw.catalog.figures import Figure, figures, read_entry, read_toml, stems, unknown
+from ironlaw.catalog.figures import Figure, read_entry, read_toml, stems, unknown
 from ironlaw.errors import UserError
 
 MAX_ACCELERATORS = 10_000_000
@@ -62,9 +62,6 @@ class Node:
         if self.nics is None or self.nic_bytes_per_second is None:
             return None
         return self.nics.value * self.nic_bytes_per_second.value
-
-    def figures(self) -> dict[str, Figure]:
-        return figures(self)
 
 
 @dataclass(frozen=True, slots=True)

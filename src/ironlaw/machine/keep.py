@@ -17,16 +17,12 @@ Say = Callable[[str], Any]
 ShowProgress = Callable[[str], AbstractContextManager[Any]]  # of a label: what is told fractions and words
 
 
-def _quiet(text: str) -> None:
-    """Nobody listens."""
-
-
 @contextmanager
 def _unseen(label: str) -> Iterator[Any]:
     yield lambda fraction, what="": None
 
 
-def this_machine(say: Say = _quiet, progress: ShowProgress = _unseen) -> Profile:
+def this_machine(say: Say = lambda text: None, progress: ShowProgress = _unseen) -> Profile:
     """Its profile; a machine that nobody measured is measured first."""
     if not profile_path().is_file():
         say("This machine has not been measured yet: measuring first (`ironlaw measure`).")
@@ -34,7 +30,9 @@ def this_machine(say: Say = _quiet, progress: ShowProgress = _unseen) -> Profile
     return load_profile()
 
 
-def measure_and_keep(say: Say = _quiet, progress: ShowProgress = _unseen, threads: int | None = None) -> Profile:
+def measure_and_keep(
+    say: Say = lambda text: None, progress: ShowProgress = _unseen, threads: int | None = None
+) -> Profile:
     """UserError where nothing can be kept."""
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links
@@ -56,7 +54,7 @@ def measure_and_keep(say: Say = _quiet, progress: ShowProgress = _unseen, thread
     return kept(profile, earlier, say)
 
 
-def kept(profile: Profile, earlier: Profile | None, say: Say = _quiet) -> Profile:
+def kept(profile: Profile, earlier: Profile | None, say: Say = lambda text: None) -> Profile:
     """Store it, unless other programs disturbed it and an undisturbed one of the same machine is there."""
     share = interference.disturbed(profile)
     calm = earlier if earlier is not None and interference.disturbed(earlier) is None else None

@@ -122,7 +122,6 @@ class Sampler:
 
 def measure(
     *,
-    device: str | None = None,
     threads: int | None = None,
     budget_seconds: float = 22.0,
     tokenizer_rate: Callable[[], float] | None = None,
@@ -135,7 +134,7 @@ def measure(
     """
     started = time.perf_counter()
     say = progress or (lambda what, fraction: None)
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host.keep_freed_memory()
     torch.set_num_threads(threads or usable_threads())
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ IGNORED = -100  # as in PyTorch: a target that counts for nothing
 
 
 class Vocabulary:
-    """Whose logits a process has: of all words. `train/parallel/loss.py` has a part of them."""
+    """Whose logits a process has: of all words. `train/parallel/partition.py` has a part of them."""
 
     def loss_and_gradient(self, logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
         """Sum of the losses of the targets that count, from logits (T, V) that are used up; the gradient (T, V) of

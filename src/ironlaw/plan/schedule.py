@@ -1,35 +1,22 @@
 """A pipeline played pass by pass: who computes when, who waits for whose message.
 
-played = simulate_pipeline(passes("1f1b", pp=2, virtual=1, micro_batches=4), seconds, message, cores)
+played = PlayedPipeline(passes("1f1b", pp=2, virtual=1, micro_batches=4), seconds, message, cores=cores)
+played.busy, played.ends, played.waited     # seconds by rank
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ironlaw.workload.schedule import Pass
 
 
-@dataclass(frozen=True)
-class PipelineTimes:
-    """Per rank: seconds it computes, when its last pass ends, and how long it waited for messages until then."""
+class PlayedPipeline:
+    """Per rank: seconds it computes (`busy`), when its last pass ends (`ends`), and how long it waited for messages
+    until then (`waited`).
 
-    busy: list[float]
-    ends: list[float]
-    waited: list[float]
-
-
-def simulate_pipeline(
-    orders: list[list[Pass]],
-    seconds: Callable[[Pass], float],
-    message_seconds: Callable[[int, int], float],
-    *,
-    latency_seconds: float = 0.0,
-    cores: Callable[[int], tuple[int, float]] = lambda rank: (0, float("inf")),
-) -> PipelineTimes:
-    """`message_seconds(from_rank, to_rank)`: how long a message holds their link; `latency_seconds` on top of it.
+    `message_seconds(from_rank, to_rank)`: how long a message holds their link; `latency_seconds` on top of it.
 
     As on gloo, measured (benchmarks/results/shaped_links.md): a message is on its way from when its receiver waits for
     it, not before; and the messages of two neighbours take turns, whatever their direction, because what says "ready"
@@ -37,18 +24,14 @@ def simulate_pipeline(
 
     `cores(rank)`: the rank's host and how many ranks can compute there at full speed; more share what there is.
     """
-    return _Play(orders, seconds, message_seconds, latency_seconds, cores).played()
-
-
-class _Play:
-    """What every rank is at, and what is on its way."""
 
     def __init__(
         self, orders: list[list[Pass]], seconds: Callable[[Pass], float],
-        message_seconds: Callable[[int, int], float], latency: float, cores: Callable[[int], tuple[int, float]],
+        message_seconds: Callable[[int, int], float], *, latency_seconds: float = 0.0,
+        cores: Callable[[int], tuple[int, float]] = lambda rank: (0, float("inf")),
     ) -> None:  # fmt: skip
         self.orders, self.seconds, self.cores = orders, seconds, cores
-        self.message_seconds, self.latency = message_seconds, latency
+        self.message_seconds, self.latency = message_seconds, latency_seconds
         self.holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
         self.last = max(self.holder)
         self.arrived: dict[Pass, float] = {}  # when what a pass needs from another stage is there
@@ -57,8 +40,10 @@ class _Play:
         self.position, self.now = [0] * len(orders), 0.0
         self.remaining: dict[int, float] = {}  # seconds of the passes that run, by rank
         self.ends, self.busy = [0.0] * len(orders), [0.0] * len(orders)
+        self._play()
+        self.waited = [end - work for end, work in zip(self.ends, self.busy, strict=True)]
 
-    def played(self) -> PipelineTimes:
+    def _play(self) -> None:
         while True:
             waiting = self._start()
             if not self.remaining and not waiting:
@@ -75,8 +60,6 @@ class _Play:
                 self._finish(rank)
         done = all(self.position[rank] == len(order) for rank, order in enumerate(self.orders))
         assert done, "a pipeline that never ends"
-        waited = [end - work for end, work in zip(self.ends, self.busy, strict=True)]
-        return PipelineTimes(self.busy, self.ends, waited)
 
     def _start(self) -> list[float]:
         """Let ranks begin that are free and have what they need; when the others will, as far as is known."""

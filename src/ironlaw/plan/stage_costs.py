@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.timing import MeasuredMachine
 from ironlaw.plan.lines import CollectiveCost, collective_costs, fold, seconds_over, tied_seconds
-from ironlaw.plan.schedule import simulate_pipeline
+from ironlaw.plan.schedule import PlayedPipeline
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import rank_of_last
 from ironlaw.workload.program import EMBEDDING, HEAD, Program
@@ -148,7 +148,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
     if fabric.between and local < machine.ranks:
         latency = fabric.between.latency_seconds
     room = fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
-    played = simulate_pipeline(
+    played = PlayedPipeline(
         orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip

@@ -49,13 +49,9 @@ def _splits(stats: dict[str, Any]) -> Pairs:
         yield split, line
         sizes = here["document_tokens"]
         if sizes:
-            yield (
-                "",
-                (
-                    f"tokens per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} median, "
-                    f"{sizes['p90']:,.0f} at 90%, {sizes['p99']:,.0f} at 99%, {sizes['longest']:,} the longest"
-                ),
-            )
+            line = f"tokens per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} median, "
+            line += f"{sizes['p90']:,.0f} at 90%, {sizes['p99']:,.0f} at 99%, {sizes['longest']:,} the longest"
+            yield "", line
 
 
 def _tokens(stats: dict[str, Any]) -> Pairs:

@@ -23,8 +23,8 @@ SMOOTHING = 0.9  # of the step time shown: single steps jitter
 class DataProgress:
     """Called with (bytes done, bytes in all): a bar with rate and time left, or a line now and then."""
 
-    def __init__(self, console: Console, label: str = "Tokenising") -> None:
-        self._console, self._label = console, label
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._began: float | None = None
         self._begun_bytes = 0
         self._last_line = 0.0
@@ -39,7 +39,7 @@ class DataProgress:
             self._draw(done, total, what)
         elif done > self._begun_bytes and (now - self._last_line >= PLAIN_EVERY_SECONDS or done >= total):
             self._last_line = now
-            self._console.print(f"{self._label} {what}")
+            self._console.print(f"Tokenising {what}")
 
     def _words(self, done: int, total: int, seconds: float) -> str:
         words = f"{units.bytes_(done)} of {units.bytes_(total)}"
@@ -55,9 +55,7 @@ class DataProgress:
         from rich.progress import BarColumn, Progress, TextColumn
 
         if self._bar is None:
-            columns = (
-                TextColumn(self._label, markup=False), BarColumn(), TextColumn("{task.description}", markup=False),
-            )  # fmt: skip
+            columns = (TextColumn("Tokenising"), BarColumn(), TextColumn("{task.description}", markup=False))
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
             self._bar.add_task("", total=1.0)

@@ -68,8 +68,7 @@ class WeightAverage:
         """As checkpoints of many ranks have them (`Spread` of train/parallel/store.py)."""
         from ironlaw.train.parallel.names import named_like
 
-        mine = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.tensors, strict=True)}
-        return dict(named_like(self.model, NAME, lambda parameter: mine[id(parameter)]))
+        return dict(named_like(self.model, NAME, dict(zip(map(id, self.parameters), self.tensors, strict=True))))
 
     def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from ironlaw.train.parallel.names import COPY

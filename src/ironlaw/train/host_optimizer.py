@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.train.combined import Combined
-from ironlaw.train.transfer_stream import Arrival, TransferStream
+from ironlaw.train.transfer import Arrival, TransferStream
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]

@@ -83,8 +83,6 @@ class Agreed(NamedTuple):
 class Observer:
     """What looks at the steps of a rank beside the clock. One process has nobody to look at."""
 
-    peak_bytes: int | None = None  # of tensors held in a recorded step, where the observer counts them
-
     def __enter__(self) -> Observer:
         return self
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.transfer_stream import Arrival, TransferStream
+from ironlaw.train.transfer import Arrival, TransferStream
 
 SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
 

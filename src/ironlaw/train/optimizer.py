@@ -14,7 +14,7 @@ from ironlaw.errors import UserError
 from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore
 from ironlaw.train.host_optimizer import HostOptimizer
-from ironlaw.train.transfer_stream import TransferStream
+from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 

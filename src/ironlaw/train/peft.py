@@ -191,9 +191,8 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
 def _ours(target: Target, tensor: Tensor, rank: int, rows: bool) -> Tensor:
     """Of a tensor of theirs what is our target's: a part where theirs is several of ours, rows in our order."""
     first, size = target.which, target.stop - target.start
-    own = slice(
-        first * rank, (first + 1) * rank
-    )  # of an adapter that `write_adapter` put together; PEFT's own is shared
+    # Of an adapter that `write_adapter` put together; PEFT's own is shared.
+    own = slice(first * rank, (first + 1) * rank)
     if target.count > 1 and rows:
         tensor = tensor[first * size : (first + 1) * size]
         tensor = tensor[:, own] if tensor.dim() == 2 and tensor.shape[1] == target.count * rank else tensor

@@ -30,9 +30,7 @@ from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
-STORES: dict[str, Store] = {
-    store.name: store for store in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))
-}  # by name in the index
+STORES: dict[str, Store] = {one.name: one for one in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))}
 
 
 def check_resumable(checkpoint: Checkpoint) -> None:
@@ -131,9 +129,7 @@ class Trained:
     tokenizer: Tokenizer | None  # None for a run on mock data
     step: int | None = None
     passed_over: tuple[str, ...] = ()
-    held: Mapping[str, CompressedWeight] = field(
-        default_factory=dict
-    )  # of a compressed run, its weights in few bits by name
+    held: Mapping[str, CompressedWeight] = field(default_factory=dict)  # in few bits, by name: of a compressed run
 
     def about(self) -> dict[str, Any]:
         """For JSON: which checkpoint of a run this is."""

@@ -9,6 +9,8 @@ import itertools
 import json
 import os
 import shutil
+import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,11 @@ import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
-from ironlaw.files import as_name, write_text
+from ironlaw.files import as_name, lock_file, write_text
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.lock import LOCK
+
+LOCK = ".lock"
+_held: set[Path] = set()  # by this process: the system's locks do not stand between its own threads
 
 
 class _Inside:
@@ -187,3 +191,36 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold `folder`, which exists, for this process, whose workers do not inherit the lock. UserError when another
+    holds it. The file's content only names the holder."""
+    path = folder.absolute() / LOCK
+    if path in _held:
+        raise UserError(f"{folder} is in use by this process: give another --out")
+
+    def lock(descriptor: int) -> None:
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+            raise UserError(f"{folder} is in use by {holder}: wait for it to end, or give another --out") from None
+
+    with contextlib.ExitStack() as held:
+        try:
+            descriptor = held.enter_context(lock_file(path, lock))
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}; give --out a directory of yours") from None
+        _held.add(path)
+        held.callback(_held.discard, path)
+        started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        with contextlib.suppress(OSError):  # a full disk: locked all the same, without a name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
+        yield

@@ -23,13 +23,12 @@ from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.journal import write_event
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.lock import locked
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable
 from ironlaw.train.result import Outcome, StepReport
-from ironlaw.train.run_directory import RunDirectory, create_run, find_run
+from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
 from ironlaw.train.strategy import Strategy, one_process
 from ironlaw.train.tracking import check_installed
 

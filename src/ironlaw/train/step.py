@@ -42,7 +42,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
-from ironlaw.train.transfer_stream import TransferStream
+from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.objective import FROZEN
 
 

@@ -258,7 +258,7 @@ def task_adapters(case: dict[str, Any], folder: Path) -> dict[str, float]:
     store, config, random = run.step.store, run.config, {"random": RandomState()}
     assert isinstance(store, SharedAdapterFiles)
     found = run.train(0, 5)
-    ours = store.gather(run.applied.model)
+    ours = run.step.trained()
     alone = config.model_copy(update={"layout": None})
     torch.manual_seed(config.train.seed)
     one = Step(alone, Decisions(config.train.precision), Mesh(torch.device("cpu")))

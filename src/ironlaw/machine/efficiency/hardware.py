@@ -6,7 +6,6 @@ a test can build one by hand. Units are in the names; fractions are of the nomin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -37,10 +36,6 @@ class Evidence:
     held_out_median_absolute_error: float | None = None
     assumed: bool = False
     note: str = ""
-
-    def interval(self, seconds: Number) -> tuple[Number, Number]:
-        """The 80% interval around predicted `seconds`."""
-        return seconds * math.exp(self.log_error_p10), seconds * math.exp(self.log_error_p90)
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,11 @@ def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
     Experts are sharded over the ranks that hold the same ones, fewer than share the rest by as much as a rank holds
     fewer of them.
     """
-    local = layers.largest_parameters
+    local = sharded = layers.largest_parameters
     if candidates.has_experts:
-        sharded = local + layers.fullest * (
-            candidates.expert_parameters / candidates.tp - candidates.local_expert_parameters
-        )
-        return np.where(candidates.zero > 0, sharded / candidates.shard_ranks, local)
-    return np.where(candidates.zero > 0, local / candidates.shard_ranks, local)
+        of_others = candidates.expert_parameters / candidates.tp - candidates.local_expert_parameters
+        sharded = local + layers.fullest * of_others
+    return np.where(candidates.zero > 0, sharded / candidates.shard_ranks, local)
 
 
 @lru_cache(maxsize=4096)

@@ -38,10 +38,9 @@ def accelerator_of(cell: str) -> tuple[Accelerator, str]:
             return found, ""
         return found, f"accelerator = {found.name} (for '{cell.strip()}'{': ' + other[1] if other[1] else ''})"
     except UserError as error:
-        name, note = _nearest(cell)
-        if name is None:
+        if (nearest := _nearest(cell)) is None:
             raise error
-        return accelerator(name), note
+        return accelerator(nearest[0]), nearest[1]
 
 
 def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
@@ -53,12 +52,12 @@ def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
     return accelerator(name), f"accelerator = {name} ({acc.name} in a rack of 72 is that: '{rack[0]}')"
 
 
-def _nearest(cell: str) -> tuple[str | None, str]:
-    words = [word for word in re.split(r"[^a-z0-9]+", cell.lower()) if word and word not in _MAKERS]
-    words = _joined(words)
+def _nearest(cell: str) -> tuple[str, str] | None:
+    """The name of the accelerator that comes nearest, and what was assumed."""
+    words = _joined([word for word in re.split(r"[^a-z0-9]+", cell.lower()) if word and word not in _MAKERS])
     chip = next((word for word in words if word in SAME_CHIP or _names_of(word)), None)
     if chip is None:
-        return None, ""
+        return None
     same, difference = SAME_CHIP.get(chip, (chip, ""))
     form = next((match[1] for word in words if (match := _FORM.fullmatch(word))), "")
     memory = next((match[1] for word in words if (match := _MEMORY.fullmatch(word))), "")
@@ -66,9 +65,8 @@ def _nearest(cell: str) -> tuple[str | None, str]:
     good = [name for name in good if not re.search(r"-\d+w$", name)] or good  # a special power limit is never implied
     best = next((name for name in USUAL if name in good), good[0] if good else None)
     if best is None:
-        return None, ""
-    note = f"accelerator = {best} (for '{cell.strip()}'{': ' + difference if difference else ''})"
-    return best, note
+        return None
+    return best, f"accelerator = {best} (for '{cell.strip()}'{': ' + difference if difference else ''})"
 
 
 def _joined(words: list[str]) -> list[str]:

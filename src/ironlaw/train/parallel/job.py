@@ -17,10 +17,9 @@ import torch.distributed as dist
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel.planning import agreed
-from ironlaw.train.parallel.ranks import TIMEOUT_SECONDS, Ranks, check, sites_of, start, usable, world_size
+from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable, world_size
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.strategy import RankStrategy
 from ironlaw.train.result import Outcome
@@ -40,8 +39,7 @@ class RankJob:
 
     @property
     def layout(self) -> Layout:
-        share = self.config.train.global_batch // self.ranks.dp
-        return layout_of(self.ranks.config, micro_batch_of(self.config, share))
+        return planned_layout(self.config, self.ranks.config)
 
     @property
     def title(self) -> str:
@@ -82,7 +80,7 @@ def job(
     elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if not elastic and not planned:  # before anybody waits for anybody
         _quietly(lambda: check(config, size))
-    rendezvous = join(TIMEOUT_SECONDS)
+    rendezvous = join()
     fewer = elastic and (resume or rendezvous.restarted)
     used = _quietly(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank < used and planned and choose is not None:

@@ -8,7 +8,7 @@ one process has them, one block. Drawing takes as long as on one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.names import COPY, by_parts, mark_fused, named_tensors
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.parameters import Parameter, model_parameters
 
 
 def shapes(config: ModelConfig) -> Transformer:
@@ -141,32 +141,33 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def read_checkpoint(
-    folder: Path, wanted: dict[str, Tensor], optimizer: Any, config: ModelConfig, settings: OptimizerConfig
-) -> dict[str, Any]:
-    """A checkpoint of one process into the parts in `wanted` (names as in `store.py`); returns its small states."""
+    folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, alone: Sequence[Parameter],
+    parts: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]],
+) -> dict[str, Any]:  # fmt: skip
+    """A checkpoint of one process, which had the tensors `alone`, into those in `wanted` (names as in `store.py`), by
+    the `parts` of each; returns its small states."""
+
+    def into(name: str, whole: Tensor) -> None:
+        for part, tensor in parts(name, whole):
+            for target in (wanted.get(part), wanted.get(part + COPY)):
+                if target is not None:
+                    copy_part(target, tensor)
+
     saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in tuple(file.keys()):
-            for piece, tensor in pieces(name, file.get_tensor(name), config):
-                _into(wanted, f"weights/{piece}", tensor)
+            into(f"weights/{name}", file.get_tensor(name))
     average = saved.get("average", {}).get("tensors", ())
-    for parameter, whole in zip(model_parameters(config), average, strict=False):
-        for piece, tensor in pieces(parameter.name, whole, config):
-            _into(wanted, f"average/{piece}", tensor)
+    for parameter, whole in zip(alone, average, strict=False):
+        into(f"average/{parameter.name}", whole)
     if optimizer is None:
         return saved
     if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here
         optimizer.load_state_dict(saved["optimizer"])
         return saved
-    order = list(chain.from_iterable(grouped(model_parameters(config), settings).values()))
+    order = list(chain.from_iterable(grouped(alone, settings).values()))
     for index, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
-            for piece, tensor in pieces(order[index], value, config) if isinstance(value, Tensor) else ():
-                _into(wanted, f"optimizer/{piece}/{key}", tensor)
+            if isinstance(value, Tensor):
+                into(f"optimizer/{order[index]}/{key}", value)
     return saved
-
-
-def _into(wanted: dict[str, Tensor], name: str, whole: Tensor) -> None:
-    for target in (wanted.get(name), wanted.get(name + COPY)):
-        if target is not None:
-            copy_part(target, whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
 
 
-def named_like(model: nn.Module, prefix: str, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The same of tensors that stand beside the parameters, one each of its shape."""
+def named_like(model: nn.Module, prefix: str, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The same of `tensors` that stand beside parameters, each of the shape of the one whose id it is under."""
     for name, parameter in model.named_parameters():
-        common, copy = _common(name, model)
-        yield from _pieces(f"{prefix}/{common}", tensor_of(parameter), parameter, copy)
+        if id(parameter) in tensors:
+            common, copy = _common(name, model)
+            yield from _pieces(f"{prefix}/{common}", tensors[id(parameter)], parameter, copy)
 
 
 def _common(name: str, model: nn.Module) -> tuple[str, str]:

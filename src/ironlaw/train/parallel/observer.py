@@ -42,6 +42,7 @@ class RankObserver(Observer):
         self.straggling = Straggling(stages, config.recovery.straggler_threshold)
         self._everybodys: list[dict[str, Any]] = []
         self._first_ended_ns = 0  # of the recorded steps
+        self.peak_bytes: int | None = None  # of tensors held in one
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> RankObserver:

@@ -106,11 +106,10 @@ class Outer(StepPlugin):
 
     def _shared(self) -> dict[str, Tensor]:
         """Common weights under the run's own names, and the outer momentum."""
-        common = dict(zip(map(id, self.own), self.common, strict=True))
-        momentum = {key: self.optimizer.state[p]["momentum_buffer"] for key, p in common.items()}
-        return dict(named_like(self.model, "weights", lambda p: common[id(p)].detach())) | dict(
-            named_like(self.model, "outer", lambda p: momentum[id(p)])
-        )
+        common = {id(own): common.detach() for own, common in zip(self.own, self.common, strict=True)}
+        kept = (self.optimizer.state[parameter]["momentum_buffer"] for parameter in self.common)
+        momentum = dict(zip(common, kept, strict=True))
+        return dict(named_like(self.model, "weights", common)) | dict(named_like(self.model, "outer", momentum))
 
     def _of_site(self, name: str) -> str:
         return f"site{self.site}/{name}"

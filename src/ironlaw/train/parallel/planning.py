@@ -27,9 +27,9 @@ from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout, chosen
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
-from ironlaw.plan.recipe import batch_of, layout_of, micro_batch_of, not_trained_here, recipe_of
+from ironlaw.plan.recipe import batch_of, not_trained_here, recipe_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
-from ironlaw.train.parallel.ranks import Ranks, check
+from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute_config import Recompute
 
@@ -73,8 +73,7 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     layout is decided as for one process. UserError where the catalogue lacks the accelerator, or the layout cannot run.
     """
     of_one = plan_run(config.model_copy(update={"recompute": Recompute()}), profile)
-    settled = check(config, size)
-    layout = layout_of(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
+    layout = planned_layout(config, check(config, size))
     layout = replace(layout, recompute=config.recompute, offload=config.train.offload)
     cluster, assumed = _accelerators(profile, size, per_host)
     decided = of_one.decided
@@ -103,9 +102,7 @@ def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterStep:
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
-    layout = check(config, size)
-    share = config.train.global_batch // (layout.dp or 1)
-    return plan_step(config, profile, layout_of(layout, micro_batch_of(config, share)), fabric, size)
+    return plan_step(config, profile, planned_layout(config, check(config, size)), fabric, size)
 
 
 def _between(local: int) -> Link:

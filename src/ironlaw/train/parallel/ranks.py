@@ -22,12 +22,11 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.parallel import flight_recorder
-from ironlaw.train.parallel.rendezvous import Rendezvous, join
+from ironlaw.train.parallel.rendezvous import TIMEOUT_SECONDS, Rendezvous, join
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import expert_dp
 
 Result = TypeVar("Result")
-TIMEOUT_SECONDS = 360.0
-"""Of PyTorch's own, should the watcher not have ended the job before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +196,11 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     if model.moe is not None:
         _check_experts(config, layout)
     return layout
+
+
+def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
+    """A settled `layout` of a run as the planner has it."""
+    return layout_of(layout, micro_batch_of(config, config.train.global_batch // (layout.dp or 1)))
 
 
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:

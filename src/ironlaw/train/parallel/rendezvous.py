@@ -20,6 +20,7 @@ from ironlaw.errors import UserError
 
 ROUND, STARTS, FINISHED = "ironlaw/round", "ironlaw/starts", "finished"
 POLL_SECONDS = 0.02
+TIMEOUT_SECONDS = 360.0  # PyTorch's own, should the watcher not have ended the job before
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Rendezvous:
     restarted: bool
 
 
-def join(timeout_seconds: float) -> Rendezvous:
+def join(timeout_seconds: float = TIMEOUT_SECONDS) -> Rendezvous:
     """Meet the other ranks that torchrun started."""
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     return meet(store, rank, size, timeout_seconds)

@@ -75,7 +75,7 @@ class LayoutStep(Step):
             self.store = SharedAdapterFiles(whole, config.optimizer, self.writers)
         else:
             self.store = ShardedFiles(group, config.optimizer)
-        if fresh and config.train.start_from and isinstance(self.store, ShardedFiles):
+        if fresh and config.train.start_from and not adapts:
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
         self.optimizer = build(self.applied, config.optimizer, whole)
         if ranks.config.pp > 1:
@@ -118,7 +118,7 @@ class LayoutStep(Step):
 
     def trained(self) -> dict[str, Tensor]:
         assert isinstance(self.store, SharedAdapterFiles)
-        return self.store.gather(self.model)
+        return {name.removeprefix("weights/"): tensor for name, tensor in self.store.gather(self.model).items()}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         check_model(checkpoint, self.config.model)

@@ -8,7 +8,8 @@ rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
-from ironlaw.train.parallel.materialize import read_checkpoint
+from ironlaw.train.parallel.materialize import pieces, read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.parameters import Parameter, model_parameters
 
 NAME = "sharded"
 FOLDER = "shards"
+Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 
 
 Spread = StepPlugin | WeightAverage
@@ -80,7 +83,7 @@ class ShardedFiles:
         for part in spread:
             wanted = part.wanted(wanted, known)
         if alone:
-            saved = read_checkpoint(folder, wanted, optimizer, model.config, self.settings)  # type: ignore[arg-type]
+            saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._alone(model))
         else:
             self._read_shards(folder, wanted)
             saved = torch.load(folder / STATE, weights_only=True) if states else {}
@@ -91,6 +94,11 @@ class ShardedFiles:
         for name in states.keys() & saved.keys() - {"optimizer"}:
             states[name].load_state_dict(saved[name])
         return sorted(states.keys() - saved.keys() - {"optimizer"})
+
+    def _alone(self, model: nn.Module) -> tuple[Sequence[Parameter], Parts]:
+        """The tensors of one process, and which tensors here are parts of one, by the names that both have on disk."""
+        config: Any = model.config
+        return model_parameters(config), partial(pieces, config=config)
 
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
         for group in (

@@ -34,10 +34,8 @@ SAMPLE_SECONDS = 0.05
 NOTE_SECONDS = 1.0
 NOTES_PER_SECOND = 500  # of all ranks together: one store serves them
 GRACE_SECONDS = 3.0  # for the notes of the others, and for the report to be written before they end
-TORCH = (
-    str(Path(torch.__file__).parent),
-    str(Path(communication.__file__)),
-)  # what times PyTorch's calls belongs to them
+# What times PyTorch's calls belongs to them.
+TORCH = str(Path(torch.__file__).parent), str(Path(communication.__file__))
 SOURCE = str(Path(__file__).parents[2])
 HUNG = "hung"
 
