@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ironlaw.kernels.product import ACTIVATIONS, GROUP, INT4, Weight, multiplies
+from ironlaw.kernels.product import ACTIVATIONS, GROUP, INT4, Result, Weight, multiplies, products
 from ironlaw.model.feed_forward import activate
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.int8: 0.015, INT4: 0.015}  # of inputs in 8 bits
@@ -57,6 +59,15 @@ def test_rows_that_are_none_not_finite_or_too_long(dtype: torch.dtype) -> None:
     for size, times in ((2 * GROUP, None), (GROUP, torch.ones(2, 4)), (GROUP, torch.ones(2, 5).half())):
         with pytest.raises(ValueError, match="was called with"):
             held(torch.ones(2, size), torch.float32, times=times)
+
+
+def test_no_memory_for_rows_is_an_error() -> None:
+    found = products()
+    if found is None or torch.float32 not in found.formats:
+        pytest.skip("this processor does not multiply it, or there is no C compiler")
+    held, x = Weight(torch.ones(5, GROUP), None), torch.ones(1, GROUP)
+    with pytest.raises(MemoryError, match="copy of the rows"):  # more than any address space; nothing is read before
+        found.product(ctypes.byref(held.struct), x.data_ptr(), None, ctypes.byref(Result()), 2**50, 1)
 
 
 def test_what_does_not_fill_four_bytes_is_left_to_others() -> None:

@@ -152,7 +152,6 @@ def test_parameters_are_counted_and_listed(name: str, gated: bool) -> None:
     there = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     assert [(p.name, p.shape) for p in model_parameters(model.config)] == there
     assert sum(p.numel() for p in model.parameters()) == model.config.parameters
-    assert len(there) == model.config.parameter_tensors
     moe = model.config.moe
     assert moe is not None
     idle = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

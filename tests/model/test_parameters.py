@@ -12,6 +12,7 @@ from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
+from ironlaw.workload.parameters import model_parameters
 
 # Written out again from the released checkpoints (their safetensors indexes), not read from the catalog.
 PUBLISHED = {
@@ -51,6 +52,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gated without bias": {"gated_ffn": True, "bias": False},
     "rmsnorm": {"norm": "rmsnorm"},
     "rope": {"positions": "rope"},
+    "norms after": {"norm_place": "post"},
+    "norms before and after": {"norm_place": "sandwich"},
     "head size": {"head_size": 10},
     "qk norm": {"qk_norm": True, "norm": "rmsnorm", "positions": "rope"},
     "latent": {
@@ -102,15 +105,15 @@ def test_catalogued_models_build_to_that_size(name: str) -> None:
     config = ModelConfig.named(name)
     parameters = list(on_meta(config).parameters())
     assert sum(p.numel() for p in parameters) == config.parameters
-    assert len(parameters) == config.parameter_tensors
+    assert len(parameters) == len(model_parameters(config))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_choice_counts_like_its_module(name: str) -> None:
     config = ModelConfig(**(SMALL | VARIANTS[name]))
-    parameters = list(Transformer(config).parameters())
-    assert sum(p.numel() for p in parameters) == config.parameters
-    assert len(parameters) == config.parameter_tensors
+    parameters = dict(Transformer(config).named_parameters())
+    assert sum(p.numel() for p in parameters.values()) == config.parameters
+    assert [parameter.name for parameter in model_parameters(config)] == list(parameters)
     block = list(Transformer(config).blocks[0].parameters())
     assert sum(p.numel() for p in block) == config.block_parameters
 

@@ -9,7 +9,7 @@ from ironlaw.kernels.product import INT4, multiplies
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import quantize
-from ironlaw.numerics.quantized_linear import ROWS_WIDENED, Int4Linear, quantize_layers, quantized_linear
+from ironlaw.numerics.quantized_linear import ROWS_WIDENED, Int4Linear, kernel_of, quantize_layers
 
 from ..conftest import TINY_LLAMA
 
@@ -24,8 +24,10 @@ def test_products_on_codes_are_those_on_the_dequantised_matrix(
 ) -> None:
     torch.manual_seed(0)
     held = quantize(torch.randn(outputs, inputs), format)
-    layer = quantized_linear(held, torch.ones(outputs), CPU)
-    assert layer is not None and layer.bytes <= 1.2 * held.bytes + 16 * (inputs + outputs)  # of whole tiles
+    kernel = kernel_of(held, CPU)
+    assert kernel is not None
+    layer = kernel.layer(held, torch.ones(outputs))
+    assert layer.bytes <= 1.2 * held.bytes + 16 * (inputs + outputs)  # of whole tiles
     x = torch.randn(2, ROWS_WIDENED, inputs) * torch.logspace(-3, 3, ROWS_WIDENED)[:, None]  # tokens of every size
     wanted = x @ held.dequantize().t()
     difference = (layer(x) - 1 - wanted).norm(dim=-1) / wanted.norm(dim=-1)

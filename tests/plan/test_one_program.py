@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.capabilities import lacking
@@ -16,6 +17,7 @@ from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.request import ClusterStep
+from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
@@ -42,8 +44,9 @@ def possible(name):
     model = ModelConfig.named(name)
     for text in LAYOUTS:
         layout = parse_layout(text)
-        if layout.reason_invalid(model, sequence=SEQUENCE, global_batch=BATCH) is None:
-            yield model, layout
+        if layout.reason_invalid(model, sequence=SEQUENCE, global_batch=BATCH) or not_trained_here(layout, model):
+            continue
+        yield model, layout
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,6 +158,16 @@ def test_one_plan_is_what_thousands_at_once_say_of_it(engine_name, seed):
         for alone in (planned(rows[i : i + 1]), planned(rows[i : i + 1], known)):
             assert together.step_seconds[i] == pytest.approx(alone.step_seconds[0], rel=1e-9)
             assert together.peak.total[i] == pytest.approx(alone.peak.total[0], rel=1e-9)
+
+
+def test_what_our_trainer_cannot_run_is_not_planned_for_it():
+    """Neither searched, recomputing or not, nor where it is asked for."""
+    asked = ClusterStep(ModelConfig.named("gpt2"), parse_cluster("4xh100-sxm-80gb"), 1024, 16, engine="ironlaw")
+    found = search(asked, keep=10_000)
+    assert found.best and not [one for one in found.best if not_trained_here(one.layout, asked.model)]
+    assert any("ZeRO 3 nor recomputation" in reason for reason in found.ruled_out)
+    with pytest.raises(UserError, match="use schedule=1f1b"):
+        plan_cluster(asked, parse_layout("dp=2 pp=2 zero=3 schedule=zb"))
 
 
 @pytest.mark.parametrize(

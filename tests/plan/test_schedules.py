@@ -157,8 +157,12 @@ def test_virtual_stages_that_do_not_divide_the_layers_are_as_equal_as_can_be():
     assert too_many == "61 layers are fewer than pp 16 x virtual_stages 4"
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 2), ("1f1b", 3), ("zb", 1), ("zb", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 2), ("1f1b", 3), ("zb", 1), ("zb", 3), ("zbv", 2), ("dualpipe", 2)]
+)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 2), (4, 12), (3, 6)])
 def test_orders_written_here_are_those_that_pytorch_runs(schedule, chunks, ranks, micro_batches):
+    if schedule == "dualpipe":
+        micro_batches += 2 * ranks  # it wants as many as stages
     order = pytorch_passes(schedule, ranks, chunks, micro_batches)
     assert passes(schedule, ranks, chunks, micro_batches) == [list(one) for one in order]

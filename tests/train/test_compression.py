@@ -19,7 +19,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import _watching, compress, mixed_formats, read_target, weight_formats
+from ironlaw.numerics.compression import _Seen, compress, mixed_formats, read_target, weight_formats
 from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import quantize
@@ -157,8 +157,11 @@ def test_awq_scales_channels_and_leaves_the_function(fields: dict[str, Any]) -> 
         errors.append(float((other(tokens) - before).detach().square().mean()))
     assert errors[1] < 0.85 * errors[0]
     moments: dict[torch.nn.Module, Inputs] = {}
-    with torch.no_grad(), _watching(linears_of(model), moments):
-        model(tokens)
+    with torch.no_grad():
+        seen = _Seen(model, [tokens])
+        for number, block in enumerate(model.blocks):
+            moments |= seen.inputs_of(number, block, linears_of(model))
+            seen.inputs = seen.run(number, block)
     weights = [block.ffn.up.weight.clone() for block in model.blocks]
     for block, weight, method in zip(model.blocks, weights, ("awq", "smoothquant"), strict=True):
         balance(block, moments, number_format("int4"), method)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, library
+from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library
 
 TENSORS = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
 
@@ -58,10 +58,8 @@ def available(dtype: torch.dtype) -> bool:
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
     found = library("attention.c", {"ACTIVATION": FORMATS[dtype]})
-    if found is None:
-        return None
-    found.causal.argtypes, found.causal.restype = (POINTER, INT), INT
-    return found.causal
+    lacking = "causal attention: no memory for the scores of a block of queries"
+    return None if found is None else function(found.causal, POINTER, INT, memory_for=lacking)
 
 
 def _run(tensors: tuple[Tensor, ...], log_sums: Tensor, scale: float, *, backward: bool) -> None:
@@ -80,8 +78,7 @@ def _run(tensors: tuple[Tensor, ...], log_sums: Tensor, scale: float, *, backwar
     at = address(log_sums, torch.float32, batch, heads, sequence)
     threads = torch.get_num_threads()
     call = _Call(*described, at, scale, batch, heads, shared, sequence, size, wide, threads)
-    if _compiled(query.dtype)(ctypes.byref(call), backward):
-        raise MemoryError("causal attention: no memory for the scores of a block of queries")
+    _compiled(query.dtype)(ctypes.byref(call), backward)
 
 
 def _like(x: Tensor, size: int | None = None) -> Tensor:

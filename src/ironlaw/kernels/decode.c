@@ -200,12 +200,12 @@ typedef struct {
 } Block;
 
 /* A product of rows in fp32, which become what the weight multiplies in `codes`. */
-static void multiply(const Linear *l, const float *x, const Result *to, const Step *step, void *codes, float *scales) {
+static int multiply(const Linear *l, const float *x, const Result *to, const Step *step, void *codes, float *scales) {
     long rows = step->tokens, count = rows * l->inputs;
     if (l->format == BF16)
         for (long i = 0; i < count; i++) ((bf16 *)codes)[i] = narrowed(x[i]);
     if (l->format == INT8 || l->format == INT4) quantize(x, codes, scales, rows, l->inputs, l->format);
-    product(l, l->format == FP32 ? (const void *)x : codes, scales, to, rows, step->threads);
+    return product(l, l->format == FP32 ? (const void *)x : codes, scales, to, rows, step->threads);
 }
 
 #if ACTIVATION == FP32
@@ -215,8 +215,9 @@ static void multiply(const Linear *l, const float *x, const Result *to, const St
 #endif
 
 /* Tokens `x` (tokens, hidden), in place, through one block. `cosines`: NULL where nothing turns. `scratch`: for each
-   token, 4 bytes for each element of hidden, qkv, out's inputs, down's inputs twice, the longest input, and one more. */
-void block(const Block *b, const Step *step, float *x, const activation *cosines, const activation *sines, int turned,
+   token, 4 bytes for each element of hidden, qkv, out's inputs, down's inputs twice, the longest input, and one more.
+   0, or 1 where there was no memory. */
+int block(const Block *b, const Step *step, float *x, const activation *cosines, const activation *sines, int turned,
            float *scratch) {
     long rows = step->tokens, stride = (HEADS + 2 * SHARED) * KEY;
     float *read = scratch, *scales;
@@ -228,20 +229,20 @@ void block(const Block *b, const Step *step, float *x, const activation *cosines
 
     norm(&b->attention_norm, x, read, rows, b->hidden);
     stores.out = together;
-    multiply(&b->qkv, read, &stores, step, codes, scales);
+    if (multiply(&b->qkv, read, &stores, step, codes, scales)) return 1;
     if (cosines) turn(together, stride, HEADS + SHARED, cosines, sines, rows, turned);
     keep(b->layer, step, together + HEADS * KEY, stride, together + (HEADS + SHARED) * KEY, stride);
     attend(b->layer, step, together, stride, mixed);
     if (b->parallel) norm(&b->ffn_norm, x, read, rows, b->hidden);
-    MULTIPLY(&b->out, mixed, &adds);
+    if (MULTIPLY(&b->out, mixed, &adds)) return 1;
 
     if (!b->parallel) norm(&b->ffn_norm, x, read, rows, b->hidden);
     stores.out = gated, stores.activation = b->activation;
-    multiply(b->gate.weight ? &b->gate : &b->up, read, &stores, step, codes, scales);
+    if (multiply(b->gate.weight ? &b->gate : &b->up, read, &stores, step, codes, scales)) return 1;
     if (b->gate.weight) {
         stores.out = wide, stores.times = gated, stores.activation = NONE;
-        multiply(&b->up, read, &stores, step, codes, scales);
+        if (multiply(&b->up, read, &stores, step, codes, scales)) return 1;
     }
-    MULTIPLY(&b->down, (b->gate.weight ? wide : gated), &adds);
+    return MULTIPLY(&b->down, (b->gate.weight ? wide : gated), &adds);
 }
 #endif

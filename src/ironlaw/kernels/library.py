@@ -53,8 +53,16 @@ def _wrong(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> ValueE
     return ValueError(f"compiled code takes {dtype} {shape}, contiguous, on the CPU, and was called with {found}")
 
 
-def function(found: Any, *arguments: Any) -> Any:
-    found.argtypes, found.restype = arguments, None
+def function(found: Any, *arguments: Any, memory_for: str = "") -> Any:
+    """`memory_for`: what a function that gives 1 had no memory to do, which is then a MemoryError."""
+
+    def check(result: int, *_: Any) -> None:
+        if result:
+            raise MemoryError(memory_for)
+
+    found.argtypes, found.restype = arguments, INT if memory_for else None
+    if memory_for:
+        found.errcheck = check
     return found
 
 

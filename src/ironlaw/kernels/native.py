@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library, rows
-from ironlaw.kernels.product import CLinear
+from ironlaw.kernels.product import NO_MEMORY, CLinear
 
 
 class CLayer(ctypes.Structure):
@@ -77,7 +77,7 @@ class Native:
         self.block = None  # a whole one, where products are compiled too
         if self.keeps and shapes.key == shapes.value and hasattr(library, "block"):
             arguments = (ctypes.POINTER(CBlock), where[1], pointer, pointer, pointer, INT, pointer)
-            self.block = function(library.block, *arguments)
+            self.block = function(library.block, *arguments, memory_for=NO_MEMORY)
         numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         function(library.prepare, pointer)(numbers.data_ptr())
 

@@ -204,7 +204,8 @@ static void finish(const Linear *l, const Result *to, const float *scale, long r
         for (int n = 0; n < count; n++) ((float *)to->out)[at + n] = sums[n];
 }
 
-/* (rows, steps) as (rows / each, steps, each): the rows of a part lie together, on different lines of the cache. */
+/* (rows, steps) as (rows / each, steps, each): the rows of a part lie together, on different lines of the cache. NULL where
+   there is no memory for them. */
 static const int32_t *interleaved(const int32_t *x, long rows, long steps, long each) {
     static __thread int32_t *space;
     static __thread long held;
@@ -212,6 +213,7 @@ static const int32_t *interleaved(const int32_t *x, long rows, long steps, long 
     if (held < rows * steps) {
         free(space);
         space = malloc(4 * (held = 2 * rows * steps));
+        if (!space) return held = 0, NULL;
     }
     int32_t *to = space;
     for (long row = 0; row < rows; row += each)
@@ -220,14 +222,15 @@ static const int32_t *interleaved(const int32_t *x, long rows, long steps, long 
     return space;
 }
 
-/* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. */
-void product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
-    if (rows < 1) return;
+/* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. 0, or 1 where there was no memory. */
+int product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
+    if (rows < 1) return 0;
     int most = l->format == INT4 ? ROWS / 2 : ROWS; /* of int4 a group's sums stay in registers beside the others */
     long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + most - 1) / most;
     long each = (rows + parts - 1) / parts, count4 = l->inputs / SHARED_BY;
     const int32_t *starts = (const int32_t *)x + rows * steps; /* of int4 */
     const int32_t *inputs = l->format == INT4 ? x : interleaved(x, rows, steps, each);
+    if (!inputs) return 1;
     long ahead = parts < 4 ? parts : 4; /* of the first parts, which fetch the next tile; of few rows memory is all there is */
     ahead = rows < 6 ? 0 : ahead;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -247,6 +250,7 @@ void product(const Linear *l, const void *x, const float *scales, const Result *
             for (int r = 0; r < count; r++) finish(l, to, scales + row + r, row + r, first, out[r]);
         }
     }
+    return 0;
 }
 
 /* Rows in 8 bits, as a weight of int8 or int4 takes them: the largest magnitude becomes 127. A row with infinities or NaN

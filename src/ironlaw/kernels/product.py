@@ -19,6 +19,7 @@ from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address,
 _TILE, GROUP = 32, 32  # as in `product.c`
 INT4 = torch.uint8  # stands for codes of 4 bits
 _FORMATS = FORMATS | {INT4: 4}
+NO_MEMORY = "product: no memory for a copy of the rows"
 ACTIVATIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "silu", "gelu", "gelu_tanh"))}
 
 
@@ -46,7 +47,8 @@ class Products:
         known = compiled.formats()
         self.formats = {dtype for dtype, number in _FORMATS.items() if known >> number & 1}
         if self.formats:
-            self.product = function(compiled.product, POINTER, POINTER, POINTER, POINTER, LONG, INT)
+            arguments = (POINTER, POINTER, POINTER, POINTER, LONG, INT)
+            self.product = function(compiled.product, *arguments, memory_for=NO_MEMORY)
             self.quantize = function(compiled.quantize, POINTER, POINTER, POINTER, LONG, LONG, INT)
 
 

@@ -19,6 +19,7 @@ from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.kinds import has_experts
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
+from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.program import training_operations
 
 COPY_RATE = "memory (copy rate)"
@@ -172,7 +173,7 @@ class MeasuredMachine:
             at_best = self._at_best(precision)
             shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
             operations = training_operations(shape) + adamw_operations(
-                REFERENCE.parameters, REFERENCE.parameter_tensors
+                REFERENCE.parameters, len(model_parameters(REFERENCE))
             )
             seconds = sum(at_best.time(op).seconds * op.repeat for op in operations)
             for phase in (Phase.FORWARD, Phase.BACKWARD):

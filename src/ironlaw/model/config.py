@@ -299,21 +299,6 @@ class ModelConfig(Switches):
             + self.head_parameters
         )
 
-    @property
-    def parameter_tensors(self) -> int:
-        """How many tensors hold the parameters: what an optimizer walks over. One for all experts' same matrix."""
-        norm = self.norm_tensors
-        attention = 2 + self.has_qkv_bias + self.has_out_bias + 2 * self.qk_norm + self.attention_sinks
-        if self.latent is not None:
-            attention = 7 if self.latent.query_rank else 5
-        attention += self.norms_per_block * norm
-        dense = attention + self.ffn_matrices * (1 + self.has_ffn_bias)
-        experts = attention + (1 + self.ffn_matrices) * (1 + (self.moe is not None and self.moe.bias))
-        if self.moe and self.moe.shared_experts:
-            experts += self.ffn_matrices + self.moe.shared_gate
-        ends = 1 + (self.positions == "learned") + norm * (1 + self.embedding_norm) + (not self.tied) + self.head_bias
-        return self.dense_layers * dense + self.moe_layers * experts + ends
-
     def of_kind(self, windowed: bool, rotated: bool) -> ModelConfig:
         """The model if all of its layers were of one kind."""
         update: dict[str, Any] = {"full_every": None, "full_offset": 0, "full_first": 0, "unrotated_every": None}

@@ -151,7 +151,8 @@ class ExpertLinear(nn.Module):
         weight = self.local().to(rows.dtype)
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         if rows.dim() == 3:
-            return _biased(torch.bmm(rows, weight.transpose(1, 2)), bias)
+            of_expert = torch.bmm(rows, weight.transpose(1, 2))
+            return of_expert if bias is None else of_expert + bias[:, None, :]
         product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
         return product if bias is None else RowBias.apply(product, bias, ends)
 
@@ -182,10 +183,6 @@ class Experts(nn.Module):
         if self.activation == "clamped_swiglu":
             return self.down(ClampedSwiGLU.apply(self.gate(rows, ends), self.up(rows, ends)), ends)
         return self.down(activate(self.gate(rows, ends), self.activation) * self.up(rows, ends), ends)
-
-
-def _biased(product: Tensor, bias: Tensor | None) -> Tensor:
-    return product if bias is None else product + bias[:, None, :]
 
 
 class MixtureOfExperts(nn.Module):

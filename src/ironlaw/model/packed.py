@@ -42,13 +42,15 @@ class ReadOnlyLinear(nn.Module):
 class NativeLinear(ReadOnlyLinear):
     """Its weight is ours."""
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, held: Weight) -> None:
         super().__init__()
-        self.held = Weight(linear.weight.to(dtype), linear.bias)
-        self.bytes = self.held.bytes
+        self.held, self.bytes = held, held.bytes
 
     def forward(self, x: Tensor, activation: str = "none", times: Tensor | None = None) -> Tensor:
-        return self.held(x, self.held.dtype, activation, times)
+        """In the weight's type, or of codes in the type of x."""
+        if self.held.dtype.is_floating_point:
+            return self.held(x, self.held.dtype, activation, times)
+        return self.held(x, torch.float32, activation, times).to(x.dtype)
 
 
 class PackedLinear(ReadOnlyLinear):
@@ -89,8 +91,9 @@ class PackedFeedForward(nn.Module):
 
 
 def packed(linear: nn.Linear, dtype: torch.dtype, compiled: bool) -> NativeLinear | PackedLinear:
-    own = compiled and multiplies(dtype, linear.in_features)
-    return (NativeLinear if own else PackedLinear)(linear, dtype)
+    if compiled and multiplies(dtype, linear.in_features):
+        return NativeLinear(Weight(linear.weight.to(dtype), linear.bias))
+    return PackedLinear(linear, dtype)
 
 
 class PackedNorm(nn.Module):

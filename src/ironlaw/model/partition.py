@@ -12,7 +12,7 @@ keeps its rows and heads. The cost is that of drawing what others also draw.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,6 @@ class Draw:
     partition: ComputePartition
     sequence: int  # of the whole sequence
     layer: int = 0
-
-    def of_layer(self, layer: int) -> Draw:
-        return replace(self, layer=layer)
 
     def residual(self, x: Tensor, site: str) -> Tensor:
         """Dropout of a branch (B, rows, H) before it is added to the residual stream."""

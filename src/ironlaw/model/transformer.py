@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,13 +61,7 @@ class Attention(nn.Module):
         config = self.config
         if isinstance(mask, LayerCache):
             return self.cached(x, rotary, mask)
-        query, key, value = self.project(x)
-        if config.qk_norm_whole:
-            query, key = self.normed(query, key, value.dtype)
-        # Heads are counted by what is there: a tensor parallel rank computes some of them.
-        query, key, value = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key, value))
-        if config.qk_norm and not config.qk_norm_whole:
-            query, key = self.normed(query, key, value.dtype)
+        query, key, value = self.heads(*self.project(x))
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
@@ -91,13 +86,8 @@ class Attention(nn.Module):
         together = self.clipped(self.qkv(x)[0])  # (N, heads x D)
         if config.qk_norm:
             sizes = (config.query_size, config.key_value_size, config.key_value_size)
-            query, key, value = together.split(sizes, dim=-1)
-            if config.qk_norm_whole:
-                query, key = self.normed(query, key, value.dtype)
-            query, key = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key))
-            if not config.qk_norm_whole:
-                query, key = self.normed(query, key, value.dtype)
-            heads, value = torch.cat((query, key), dim=1), value.unflatten(-1, (-1, config.size_of_head))
+            query, key, value = self.heads(*together.split(sizes, dim=-1))
+            heads = torch.cat((query, key), dim=1)
         else:
             together = together.view(together.shape[0], -1, config.size_of_head)
             heads, value = together.split((config.heads + config.key_value_heads, config.key_value_heads), dim=1)
@@ -114,6 +104,17 @@ class Attention(nn.Module):
 
     def clipped(self, x: Tensor) -> Tensor:
         return x if self.config.qkv_clip is None else x.clamp(-self.config.qkv_clip, self.config.qkv_clip)
+
+    def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., heads x D) each to (..., heads, D), queries and keys normed where the model does."""
+        whole, dtype = self.config.qk_norm_whole, value.dtype
+        if whole:
+            query, key = self.normed(query, key, dtype)
+        # Heads are counted by what is there: a tensor parallel rank computes some of them.
+        query, key, value = (part.unflatten(-1, (-1, self.config.size_of_head)) for part in (query, key, value))
+        if self.config.qk_norm and not whole:
+            query, key = self.normed(query, key, dtype)
+        return query, key, value
 
     def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""
@@ -146,7 +147,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
-        draw = draw.of_layer(self.layer) if draw is not None else None
+        draw = replace(draw, layer=self.layer) if draw is not None else None
         read = x if self.attention_norm is None else self.attention_norm(x)
         mixed = x + self._branch(self.attention(read, rotary, mask, draw), self.attention_after, draw, "attention")
         if self.ffn_norm is not None:
@@ -161,12 +162,7 @@ class Block(nn.Module):
             x = norm(x.float())
         if self.residual_scale != 1.0:
             x = x * self.residual_scale
-        return self._drop(x, draw, site)
-
-    def _drop(self, x: Tensor, draw: Draw | None, site: str) -> Tensor:
-        if draw is None or not self.training:
-            return self.dropout(x)
-        return draw.residual(x, site)
+        return self.dropout(x) if draw is None or not self.training else draw.residual(x, site)
 
 
 def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:

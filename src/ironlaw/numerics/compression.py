@@ -9,8 +9,8 @@ Router, norms, biases and position tables stay as they are, and so do the embedd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -137,7 +137,7 @@ def compress(
             made = held[key] = _compressed(module.weight, replace(target, format=format), method, score, moment)
             module.weight.copy_(made.dequantize())
         if seen is not None:
-            seen.pass_on(number, block)
+            seen.inputs = seen.run(number, block)  # of the next block: what this one gives now that it is compressed
     ends: dict[str, Tensor] = {"embedding.weight": model.embedding.weight} if whole and model.embedding else {}
     if whole and not model.config.tied:
         ends["head.weight"] = model.head.weight
@@ -196,38 +196,27 @@ class _Seen:
                 self.others.append([])
             self.others[-1].append(arguments[1:])
 
-        handles = [block.register_forward_pre_hook(keep) for block in model.blocks]
-        for tokens in batches:
-            model(tokens)
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            for block in model.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(keep))
+            for tokens in batches:
+                model(tokens)
         if not self.inputs:
             raise UserError("there is nothing to measure the inputs of layers on: give --data")
 
     def inputs_of(self, number: int, block: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, Inputs]:
         found: dict[nn.Module, Inputs] = {}
-        with _watching(layers, found):
-            self._run(number, block)
+
+        def add(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            rows = arguments[0].flatten(0, -2).float()
+            here = Inputs(rows.t() @ rows, rows.abs().amax(0))
+            found[module] = found[module] + here if module in found else here
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(add))
+            self.run(number, block)
         return found
 
-    def pass_on(self, number: int, block: nn.Module) -> None:
-        """The block's outputs, now that it is compressed, are the next one's inputs."""
-        self.inputs = self._run(number, block)
-
-    def _run(self, number: int, block: nn.Module) -> list[Tensor]:
+    def run(self, number: int, block: nn.Module) -> list[Tensor]:
         return [block(x, *others[number]) for x, others in zip(self.inputs, self.others, strict=True)]
-
-
-@contextmanager
-def _watching(layers: Iterable[nn.Module], found: dict[nn.Module, Inputs]) -> Iterator[None]:
-    def add(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        rows = arguments[0].flatten(0, -2).float()
-        here = Inputs(rows.t() @ rows, rows.abs().amax(0))
-        found[module] = found[module] + here if module in found else here
-
-    handles = [layer.register_forward_pre_hook(add) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

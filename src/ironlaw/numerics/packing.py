@@ -1,4 +1,4 @@
-"""Codes of 4 and 6 bits packed into bytes along the last dimension, the first code in the lowest bits."""
+"""Codes of 1, 4 and 6 bits packed into bytes along the last dimension, the first code in the lowest bits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits >= 8:
         return packed
     per_group, group_bytes = _group(bits)
-    groups = (
-        torch.nn.functional.pad(packed, (0, -packed.shape[-1] % group_bytes)).unflatten(-1, (-1, group_bytes)).int()
-    )
+    whole = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % group_bytes))
+    groups = whole.unflatten(-1, (-1, group_bytes)).int()
     word = sum(groups[..., place] << (8 * place) for place in range(group_bytes))
     assert isinstance(word, Tensor)
     codes = torch.stack([(word >> (bits * place)) & ((1 << bits) - 1) for place in range(per_group)], dim=-1)

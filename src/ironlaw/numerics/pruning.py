@@ -20,6 +20,7 @@ from ironlaw.catalog.formats import NumberFormat
 from ironlaw.errors import UserError
 from ironlaw.numerics.packing import pack, unpack
 from ironlaw.numerics.quantized import Quantized
+from ironlaw.numerics.rounding import encode
 
 Score = Literal["magnitude", "wanda"]
 
@@ -80,30 +81,16 @@ class Sparse:
 
     def dense(self) -> Quantized:
         """With the codes of all weights, pruned ones 0."""
-        held = self.held
-        kept = _bits(self.bitmap, held.matrix_shape).bool()
-        padded = torch.nn.functional.pad(kept, (0, held.row_codes - kept.shape[1]))
-        zero = held.zero_code()
-        codes = zero.expand(padded.shape).clone()
-        codes[padded] = unpack(self.held.codes, held.format.element.bits, int(kept.sum()))[0]
-        return replace(held, codes=pack(codes, held.format.element.bits))
+        held, (rows, columns) = self.held, self.held.matrix_shape
+        kept = unpack(self.bitmap, 1, rows * columns).view(rows, columns).bool()
+        padded, element = torch.nn.functional.pad(kept, (0, held.row_codes - kept.shape[1])), held.format.element
+        codes = encode(torch.zeros(1), element).expand(padded.shape).clone()
+        codes[padded] = unpack(held.codes, element.bits, int(kept.sum()))[0]
+        return replace(held, codes=pack(codes, element.bits))
 
 
 def sparse(held: Quantized, kept: Tensor) -> Sparse:
     """`held`, whose pruned weights are 0, without their codes. `kept`: bool (N, K)."""
     bits = held.format.element.bits
     codes = unpack(held.codes, bits, held.row_codes)[:, : kept.shape[1]]
-    return Sparse(replace(held, codes=pack(codes[kept][None], bits)), _bitmap(kept))
-
-
-_WEIGHTS_OF_BITS = 1 << torch.arange(8)
-
-
-def _bitmap(kept: Tensor) -> Tensor:
-    flat = torch.nn.functional.pad(kept.flatten(), (0, -kept.numel() % 8)).unflatten(0, (-1, 8))
-    return (flat * _WEIGHTS_OF_BITS).sum(1).to(torch.uint8)
-
-
-def _bits(bitmap: Tensor, shape: tuple[int, int]) -> Tensor:
-    bits = (bitmap[:, None].int() & _WEIGHTS_OF_BITS) != 0
-    return bits.flatten()[: shape[0] * shape[1]].unflatten(0, shape)
+    return Sparse(replace(held, codes=pack(codes[kept][None], bits)), pack(kept.flatten().to(torch.uint8), 1))

@@ -51,10 +51,6 @@ class Quantized:
         width = self.block[1] if self.block else 1
         return -(-self.matrix_shape[1] // width) * width
 
-    def zero_code(self) -> Tensor:
-        """The code that means 0; a scalar."""
-        return encode(torch.zeros(1), self.format.element)[0]
-
     def dequantize(self) -> Tensor:
         """fp32, of the shape that was quantised."""
         values = self._decoded()

@@ -5,7 +5,7 @@
     int4, a scale per 32   our own as well, or PyTorch's kernel that widens the weights in registers: inputs and
                            scales in bf16
 
-Where no kernel has a format, `quantized_linear` gives None: the layer is dequantised when it is read, and multiplies as
+Where no kernel has a format, `kernel_of` gives None: the layer is dequantised when it is read, and multiplies as
 it did. With many rows products are bound by arithmetic, not by reading: PyTorch's int4 is widened to bf16 for all rows.
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ironlaw.kernels.product import GROUP, INT4, Weight, multiplies
-from ironlaw.model.packed import ReadOnlyLinear
+from ironlaw.model.packed import NativeLinear, ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.packing import unpack
@@ -34,14 +35,7 @@ TILE = 64  # outputs whose codes the int4 kernel keeps together on AVX-512
 class QuantizedLinear(ReadOnlyLinear):
     """x (..., K) to (..., N), in the type of x."""
 
-    kernel: str
-    format: str
-
-    @classmethod
-    def takes(cls, held: Quantized, device: torch.device) -> bool:
-        raise NotImplementedError
-
-    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
+    def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
         self.bias = None if bias is None else bias.detach()
 
@@ -53,48 +47,9 @@ class QuantizedLinear(ReadOnlyLinear):
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
 
-class NativeInt8Linear(QuantizedLinear):
-    kernel, format = "own int8", "int8"
-
-    @classmethod
-    def takes(cls, held: Quantized, device: torch.device) -> bool:
-        return _is_rowwise_int8(held) and device.type == "cpu" and multiplies(torch.int8, held.matrix_shape[1])
-
-    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
-        super().__init__(held, bias)
-        self.held = self.pack(held, bias)
-        self.bytes = self.held.bytes
-
-    def pack(self, held: Quantized, bias: Tensor | None) -> Weight:
-        assert held.scales is not None
-        return Weight(held.codes.view(torch.int8), bias, held.scales.flatten())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.held(x, torch.float32).to(x.dtype)
-
-
-class NativeInt4Linear(NativeInt8Linear):
-    kernel, format = "own int4", "int4"
-
-    @classmethod
-    def takes(cls, held: Quantized, device: torch.device) -> bool:
-        known = held.format.name == "int4" and held.block == (1, GROUP)
-        return known and device.type == "cpu" and multiplies(INT4, held.matrix_shape[1])
-
-    def pack(self, held: Quantized, bias: Tensor | None) -> Weight:
-        return Weight(held.values().to(torch.int8), bias, held.scales)
-
-
 class Int8Linear(QuantizedLinear):
-    kernel, format = "fbgemm int8", "int8"
-
-    @classmethod
-    def takes(cls, held: Quantized, device: torch.device) -> bool:
-        has = "fbgemm" in torch.backends.quantized.supported_engines and hasattr(torch.cpu, "_is_vnni_supported")
-        return _is_rowwise_int8(held) and device.type == "cpu" and has
-
     def __init__(self, held: Quantized, bias: Tensor | None) -> None:
-        super().__init__(held, bias)
+        super().__init__(bias)
         assert held.scales is not None
         torch.backends.quantized.engine = "fbgemm"
         # Two inputs more, of weight 0, hold a token's largest magnitude and its negative: the range that fbgemm gives
@@ -121,14 +76,8 @@ class Int8Linear(QuantizedLinear):
 class WideInt8Linear(QuantizedLinear):
     """The same weights, inputs in bf16: for a PyTorch without fbgemm."""
 
-    kernel, format = "PyTorch int8", "int8"
-
-    @classmethod
-    def takes(cls, held: Quantized, device: torch.device) -> bool:
-        return _is_rowwise_int8(held) and device.type == "cpu"
-
     def __init__(self, held: Quantized, bias: Tensor | None) -> None:
-        super().__init__(held, bias)
+        super().__init__(bias)
         assert held.scales is not None
         self.codes, self.scales = held.codes.view(torch.int8), held.scales.flatten().to(torch.bfloat16)
         self.bytes = self.codes.numel() + 2 * self.scales.numel()
@@ -138,23 +87,12 @@ class WideInt8Linear(QuantizedLinear):
         return product
 
 
-def _is_rowwise_int8(held: Quantized) -> bool:
-    return held.format.name == "int8" and held.block == (1, held.matrix_shape[1])
-
-
 class Int4Linear(QuantizedLinear):
-    kernel, format = "PyTorch int4", "int4"
     packed: Tensor
     scales: Tensor
 
-    @classmethod
-    def takes(cls, held: Quantized, device: torch.device) -> bool:
-        outputs, inputs = held.matrix_shape
-        known = held.format.name == "int4" and held.block is not None and held.block[0] == 1
-        return known and device.type == "cpu" and outputs % 16 == 0 and inputs % held.block[1] == 0  # type: ignore[index]
-
     def __init__(self, held: Quantized, bias: Tensor | None) -> None:
-        super().__init__(held, bias)
+        super().__init__(bias)
         assert held.block is not None and held.scales is not None
         self.group = held.block[1]
         codes = unpack(held.codes, 4, held.row_codes)
@@ -164,18 +102,16 @@ class Int4Linear(QuantizedLinear):
         pairs = torch.stack((scales, torch.zeros_like(scales)), -1)  # (groups, N, scale and what is added)
         self.register_buffer("scales", pairs.to(torch.bfloat16).contiguous())
         self.bytes = self.packed.numel() + 2 * self.scales.numel()
-        self.tiled = len(raised) % TILE == 0 and torch.equal(self._raised().int(), raised)
+        self.tiled = len(raised) % TILE == 0 and torch.equal(self._raised().int(), raised.t())
 
     def _raised(self) -> Tensor:
-        """(N, K) from the kernel's layout with AVX-512: of 64 outputs the lower 32 in low bits, input by input."""
+        """(K, N) from the kernel's layout with AVX-512: of 64 outputs the lower 32 in low bits, input by input."""
         tiles = self.packed.view(-1, self.packed.shape[1] * 2, TILE // 2)
-        return torch.cat((tiles & 15, tiles >> 4), -1).transpose(1, 2).reshape(self.packed.shape[0], -1)
+        return torch.cat((tiles & 15, tiles >> 4), -1).transpose(0, 1).reshape(tiles.shape[1], -1)
 
     def _widened(self) -> Tensor:
         """The weights in bf16, transposed: (K, N)."""
-        tiles = self.packed.view(-1, self.packed.shape[1] * 2, TILE // 2)
-        raised = torch.cat((tiles & 15, tiles >> 4), -1).transpose(0, 1).reshape(tiles.shape[1], -1)
-        groups = (raised.view(torch.int8) - 8).to(torch.bfloat16).unflatten(0, (-1, self.group))
+        groups = (self._raised().view(torch.int8) - 8).to(torch.bfloat16).unflatten(0, (-1, self.group))
         return (groups * self.scales[:, None, :, 0]).flatten(0, 1)
 
     def product(self, rows: Tensor) -> Tensor:
@@ -186,13 +122,55 @@ class Int4Linear(QuantizedLinear):
         return product
 
 
-KERNELS = (NativeInt8Linear, Int8Linear, WideInt8Linear, NativeInt4Linear, Int4Linear)
+def _native(held: Quantized, bias: Tensor | None) -> NativeLinear:
+    assert held.scales is not None
+    if held.format.name == "int8":
+        return NativeLinear(Weight(held.codes.view(torch.int8), bias, held.scales.flatten()))
+    return NativeLinear(Weight(held.values().to(torch.int8), bias, held.scales))
 
 
-def quantized_linear(held: CompressedWeight, bias: Tensor | None, device: torch.device) -> QuantizedLinear | None:
+class QuantizedKernel(NamedTuple):
+    """A name, the format that it multiplies, which weights of that it takes, and the layer that calls it."""
+
+    name: str
+    format: str
+    takes: Callable[[Quantized], bool]
+    layer: Callable[[Quantized, Tensor | None], ReadOnlyLinear]
+
+
+def _is_rowwise(held: Quantized) -> bool:
+    return held.block == (1, held.matrix_shape[1])
+
+
+def _has_fbgemm(held: Quantized) -> bool:
+    has = "fbgemm" in torch.backends.quantized.supported_engines and hasattr(torch.cpu, "_is_vnni_supported")
+    return _is_rowwise(held) and has
+
+
+def _fills_tiles(held: Quantized) -> bool:
+    (outputs, inputs), block = held.matrix_shape, held.block
+    return block is not None and block[0] == 1 and outputs % 16 == 0 and inputs % block[1] == 0
+
+
+def _has_own(held: Quantized) -> bool:
+    if held.format.name == "int8":
+        return _is_rowwise(held) and multiplies(torch.int8, held.matrix_shape[1])
+    return held.block == (1, GROUP) and multiplies(INT4, held.matrix_shape[1])
+
+
+KERNELS = (
+    QuantizedKernel("own int8", "int8", _has_own, _native),
+    QuantizedKernel("fbgemm int8", "int8", _has_fbgemm, Int8Linear),
+    QuantizedKernel("PyTorch int8", "int8", _is_rowwise, WideInt8Linear),
+    QuantizedKernel("own int4", "int4", _has_own, _native),
+    QuantizedKernel("PyTorch int4", "int4", _fills_tiles, Int4Linear),
+)
+
+
+def kernel_of(held: Quantized, device: torch.device) -> QuantizedKernel | None:
     """None where no kernel multiplies this format here."""
-    dense = held.dense() if isinstance(held, Sparse) else held
-    return next((kernel(dense, bias) for kernel in KERNELS if kernel.takes(dense, device)), None)
+    known = [kernel for kernel in KERNELS if kernel.format == held.format.name and device.type == "cpu"]
+    return next((kernel for kernel in known if kernel.takes(held)), None)
 
 
 @torch.no_grad()
@@ -215,8 +193,9 @@ def quantize_layers(
                 weight = quantize(child.weight, chosen)
             if weight is None:
                 continue
-            made = quantized_linear(weight, child.bias, child.weight.device)
-            found[made.kernel if made is not None else ""] += 1
-            if made is not None:
-                setattr(parent, name, made)
+            dense = weight.dense() if isinstance(weight, Sparse) else weight
+            kernel = kernel_of(dense, child.weight.device)
+            found["" if kernel is None else kernel.name] += 1
+            if kernel is not None:
+                setattr(parent, name, kernel.layer(dense, child.bias))
     return dict(found)

@@ -96,8 +96,8 @@ def _to_values(x: Tensor, format: NumberFormat, generator: torch.Generator | Non
 
 
 @cache
-def _code_values(format: NumberFormat, device: torch.device) -> Tensor:
-    """What each code of at most 8 bits means, by code; fp32."""
+def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Tensor:
+    """What each code of a format of at most 8 bits means: fp32, indexed by the code."""
     if format.values:
         return torch.tensor(format.values, device=device)
     if format.integers:
@@ -119,11 +119,6 @@ def _code_values(format: NumberFormat, device: torch.device) -> Tensor:
     elif format.special == "nan":
         values[-1] = torch.nan
     return torch.cat((values, -values)) if format.sign else values
-
-
-def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Tensor:
-    """What each code of a format of at most 8 bits means: fp32, indexed by the code."""
-    return _code_values(format, torch.device(device))
 
 
 def encode(x: Tensor, format: NumberFormat) -> Tensor:

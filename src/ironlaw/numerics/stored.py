@@ -112,10 +112,8 @@ def _compressed(there: str, values: Tensor, scale: Tensor, name: str) -> dict[st
             f"{there}_packed": pack(encode(values, number_format("fp4_e2m1")), 4),
         }
     bits = 4 if name == "int4" else 8
-    raised = (values.to(torch.int64) + (1 << (bits - 1))).unflatten(1, (-1, 32 // bits))
-    words = (raised << (bits * torch.arange(32 // bits))).sum(-1)
-    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return made | {f"{there}_packed": signed, f"{there}_shape": torch.tensor(values.shape)}
+    words = pack((values + (1 << (bits - 1))).to(torch.uint8), bits).view(torch.int32)
+    return made | {f"{there}_packed": words, f"{there}_shape": torch.tensor(values.shape)}
 
 
 def _nf4(there: str, values: Tensor, scale: Tensor, name: str) -> dict[str, Tensor]:

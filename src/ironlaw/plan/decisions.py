@@ -23,7 +23,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import measured_precision
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import batch_of
 from ironlaw.workload.blocks import FP32, Policy, Shape
 from ironlaw.workload.division import local_shape
@@ -160,7 +160,6 @@ def within_budget(
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), layout)
 
     def peak(policies: tuple[Policy, ...]) -> float:
-        program = step(model, batch, layout, replace(recipe, recompute=policies))
-        return max(peak_memory(program, position).total for position in range(layout.pp))
+        return highest_peak(step(model, batch, layout, replace(recipe, recompute=policies)))[1].total
 
     return replace(recipe, recompute=first_within(mixtures(shape, seconds), budget_bytes, peak, limit))

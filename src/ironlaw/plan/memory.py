@@ -44,6 +44,11 @@ def peak_memory(program: Program, position: int = 0) -> Peak:
     return _Rank(program, position).peak()
 
 
+def highest_peak(program: Program) -> tuple[int, Peak]:
+    """The pipeline position that needs most, and its peak."""
+    return max(((at, peak_memory(program, at)) for at in range(program.layout.pp)), key=lambda pair: pair[1].total)
+
+
 @dataclass(frozen=True)
 class _Unit:
     """What FSDP gathers at a time, in bytes: rows are padded to a multiple of the ranks that share them."""

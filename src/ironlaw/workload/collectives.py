@@ -91,16 +91,16 @@ def collectives(
     counting = counted_together(layout, batch)
     everybody, layout = layout, of_site(layout, recipe.communication)
     sites = everybody.dp // layout.dp
-    stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
-    together = counting * layout.cp
-    for stage in stages:
+    layers, together = list[int](), counting * layout.cp
+    for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):
         one = _Stage(model, layout, batch, recipe, micro_batches, stage, together)
         yield from starmap(Collective, one.lines())
-    yield from starmap(Collective, _once(model, layout, batch, micro_batches, stages, together, sites))
+        layers += one.layers
+    yield from starmap(Collective, _once(model, layout, batch, micro_batches, layers, together, sites))
 
 
 def _once(
-    model: ModelConfig, layout: Layout, batch: StepBatch, micro_batches: int, stages: list[int], together: int,
+    model: ModelConfig, layout: Layout, batch: StepBatch, micro_batches: int, layers: list[int], together: int,
     sites: int,
 ) -> Iterable[Line]:  # fmt: skip
     """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; numbers of targets;
@@ -113,9 +113,9 @@ def _once(
         return
     if batch.unequal and together > 1:
         yield "micro_batch", "all_reduce", 1, micro_batches * INT64
-    layers = sum(_expert_layers(model, layout, stage) for stage in stages)
-    for dimension in replicas if layers else ():  # loads and dropped choices
-        yield dimension, "all_reduce", 1, layers * (model.moe.experts + 1) * INT64
+    routed = sum(model.moe.in_layer(layer) for layer in layers)
+    for dimension in replicas if routed else ():  # loads and dropped choices
+        yield dimension, "all_reduce", 1, routed * (model.moe.experts + 1) * INT64
     if layout.pp > 1:  # what is said of them
         yield "pp", "all_reduce", 1, 4 * 8
 
@@ -136,11 +136,6 @@ def matrix_elements(shape: tuple[int, ...], rank: int) -> int:
     rows, columns = shape[0], math.prod(shape[1:])
     thin = (rows + columns) * min(rows, columns, rank)
     return thin if 2 * thin < rows * columns else 0
-
-
-def _expert_layers(model: ModelConfig, layout: Layout, stage: int) -> int:
-    layers = layers_of(model.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)[stage]
-    return sum(model.moe.in_layer(layer) for layer in layers) if model.moe else 0
 
 
 class _Stage:
@@ -266,18 +261,14 @@ class _Stage:
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.again) * (2 if self.model.dropout else 1)
         # Of what is before the first adapters nobody asks a gradient.
-        unasked = int(self.first and self.freezes_embedding)
+        # Of the ends, the embedding forward and the output layer backward.
+        summed = 2 * blocks + ends - int(self.first and self.freezes_embedding)
         if self.layout.sp:
             # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
-            widened = 2 * blocks + 2 * len(self.again) + ends - unasked
+            widened = summed + 2 * len(self.again)
             yield "tp", "all_gather", (2 * blocks + widened) * m, (widened * stream + 2 * blocks * products) * m
-            summed = 2 * blocks + ends - unasked
-            scattered = summed * stream + (2 * blocks + summed_again) * products
-            yield "tp", "reduce_scatter", (2 * blocks + summed_again + summed) * m, scattered * m
-        else:  # the embedding forward, the output layer backward
-            summed = 2 * blocks + ends - unasked
-            reduced = summed * stream + (2 * blocks + summed_again) * products
-            yield "tp", "all_reduce", (2 * blocks + summed_again + summed) * m, reduced * m
+        kind, reduced = "reduce_scatter" if self.layout.sp else "all_reduce", 2 * blocks + summed_again
+        yield "tp", kind, (reduced + summed) * m, (summed * stream + reduced * products) * m
         if self.adapters is not None:
             lengths = self.adapters.messages_of_lengths([*self.layers, *self.again])
             yield "tp", "all_reduce", len(lengths) * m, sum(lengths) * FP32 * m

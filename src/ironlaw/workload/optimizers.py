@@ -244,8 +244,7 @@ def elementwise_update(name: OptimizerName, elements: int, cuda: bool) -> list[O
         # Weight and gradient in fp32, both moments in a byte, each read and written: 16 bytes per parameter.
         return [streamed(name, "adamw", elements, 4, repeat=1 if cuda else QUANTIZED_CPU_FACTOR)]
     # The time of an AdamW that moves as many bytes.
-    fused = streamed(name, "adamw", elements * _FUSED[name] // _FUSED["adamw"], _FUSED["adamw"])
-    return [fused]
+    return [streamed(name, "adamw", elements * _FUSED[name] // _FUSED["adamw"], _FUSED["adamw"])]
 
 
 def _product(name: str, repeat: int, m: int, n: int, k: int, precision: str | None = None) -> Operation:

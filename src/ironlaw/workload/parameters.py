@@ -33,14 +33,13 @@ def model_parameters(model: ModelConfig, layers: Iterable[int] | None = None) ->
 def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
     result = [] if model.norm_place == "post" else _norm(model, f"{name}.attention_norm")
     result += (_attention if model.latent is None else latent_parameters)(model, f"{name}.attention")
-    if model.norm_place != "pre":
-        result += _norm(model, f"{name}.attention_after")
-        result += _norm(model, f"{name}.ffn_after")
+    after = model.norm_place != "pre"
+    result += _norm(model, f"{name}.attention_after") if after else []
     if model.norm_place != "post" and model.parallel_norms != 1:
         result += _norm(model, f"{name}.ffn_norm")
-    if experts:
-        return result + expert_parameters(model, f"{name}.ffn")
-    return result + feed_forward_parameters(model, f"{name}.ffn", model.ffn_size)
+    network = f"{name}.ffn"
+    result += expert_parameters(model, network) if experts else feed_forward_parameters(model, network, model.ffn_size)
+    return result + (_norm(model, f"{name}.ffn_after") if after else [])
 
 
 def _attention(model: ModelConfig, name: str) -> list[Parameter]:

@@ -2,16 +2,17 @@
 
     orders = passes("1f1b", pp=2, virtual=1, micro_batches=4)     # per rank: Pass(kind, stage, micro_batch)
 
-Kinds: F forward, B backward, I its gradients of inputs alone, W its gradients of weights. The orders of `gpipe`,
-`1f1b` and `zb` are written here; others are PyTorch's own, asked for when needed.
+Kinds: F forward, B backward, I its gradients of inputs alone, W its gradients of weights. Orders are written here;
+one that is not is PyTorch's own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ironlaw.workload.pipeline import stages_of
+from ironlaw.workload.pipeline import V_SHAPED, stages_of
 
 CLASSES = {
     "1f1b": "ScheduleInterleaved1F1B", "gpipe": "ScheduleGPipe", "zb": "ScheduleInterleavedZeroBubble",
@@ -36,6 +37,8 @@ def passes_of_rank(schedule: str, pp: int, virtual: int, micro_batches: int, ran
         return [Pass(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
     if schedule in ("1f1b", "zb"):
         return _alternating(rank, pp, virtual, micro_batches, split=schedule == "zb")
+    if schedule in V_SHAPED:
+        return _v_shaped(schedule, rank, pp, micro_batches)
     return list(pytorch_passes(schedule, pp, virtual, micro_batches)[rank])
 
 
@@ -60,6 +63,35 @@ def _alternating(rank: int, pp: int, virtual: int, micro_batches: int, split: bo
         order += nth("F", ahead + number) + nth("I" if split else "B", number)
         order += nth("W", number - rank) if split else []
     return order
+
+
+def _v_shaped(schedule: str, rank: int, pp: int, micro_batches: int) -> list[Pass]:
+    """Of chunks 0 and 1, as far from the first and from the last stage (arXiv 2401.10241; 2412.19437 in its V form)."""
+    behind, before = pp - rank - 1, rank + 1
+    if schedule == "zbv":
+        steady = max(2 * pp - 1, micro_batches) - 2 * pp + before
+        words = "F0 " * (2 * behind + 1) + "F1 F0 " * rank + "F1 I1 W1 " * (behind + 1)
+        words += "F0 I0 W0 F1 I1 W1 " * steady + "I0 W0 F1 I1 W1 " * behind
+        words += "I0 I1 " * rank + "I0 W0 " * (behind + 1) + "W1 " * rank + "W0 " * rank
+    else:
+        words = "F0 " * 2 * behind + "F0 F1 " * before + "I1 W F1 " * behind
+        words += "F0 B1 F1 B0 " * (micro_batches - 2 * pp + before) + "B1 F1 B0 " * behind
+        ends = ("1 0 " * before).split()
+        words += " ".join(("B" if n < before else "I") + chunk for n, chunk in enumerate(ends))
+        words += " W I0" * behind + " W" * before
+    order, done, waiting = list[Pass](), Counter[str](), list[tuple[str, Pass]]()
+    for kind, chunk in ((word[0], word[1:]) for word in words.split()):
+        if kind == "W":  # of the first gradients of inputs that wait, of its chunk where it says one
+            each = next(each for each in waiting if chunk in ("", each[0]))
+            waiting.remove(each)
+            order.append(each[1]._replace(kind="W"))
+            continue
+        count = f"{'F' if kind == 'F' else 'B'}{chunk}"
+        order.append(Pass(kind, 2 * pp - 1 - rank if chunk == "1" else rank, done[count]))
+        done[count] += 1
+        if kind == "I":
+            waiting.append((chunk, order[-1]))
+    return [each for each in order if each.micro_batch < micro_batches]
 
 
 @lru_cache(maxsize=16)

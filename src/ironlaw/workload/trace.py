@@ -212,15 +212,10 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
 def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters and buffers for the step: fake ones, or with `real` the module's own, whose gradients and statistics
     stay as they are. Shared ones stay shared."""
-    made: dict[int, Tensor] = {}
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = _placed(tensor, mode)
-        return made[id(tensor)]
-
-    parameters = {name: stand_in(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    return parameters, {name: stand_in(b) for name, b in module.named_buffers(remove_duplicate=False)}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    made = {id(tensor): _placed(tensor, mode) for tensor in _unique(parameters | buffers)}
+    return {k: made[id(p)] for k, p in parameters.items()}, {k: made[id(b)] for k, b in buffers.items()}
 
 
 def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:

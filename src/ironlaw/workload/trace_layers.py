@@ -74,15 +74,12 @@ def one_of_each(module: nn.Module, stack: Stack) -> Iterator[None]:
     layers = module.get_submodule(stack.path)
     assert isinstance(layers, nn.ModuleList)
     returned: dict[int, int] = {}  # by layer: how many values, 0 for a tensor alone
-    changed = []
-    for i, layer in enumerate(layers):
-        original = layer.forward
-        layer.forward = _first(original, i, returned) if stack.first[i] == i else _again(stack.first[i], returned)
-        changed.append(layer)
+    for i, (layer, first) in enumerate(zip(layers, stack.first, strict=True)):
+        layer.forward = _first(layer.forward, i, returned) if first == i else _again(first, returned)
     try:
         yield
     finally:
-        for layer in changed:
+        for layer in layers:
             del layer.forward
 
 

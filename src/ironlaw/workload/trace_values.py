@@ -80,10 +80,6 @@ class TraceMode(FakeTensorMode):
                 1, 1, (rows, width), places, values, dtype=values.dtype, layout=torch.sparse_coo, device="cpu"
             )
 
-    def _rows(self, sparse: Tensor) -> int:
-        with self:
-            return sparse._values().shape[0]
-
     def forget(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
@@ -106,7 +102,9 @@ class TraceMode(FakeTensorMode):
         if func is torch.ops.aten._embedding_bag_backward.default and args[9]:  # torch's own rule makes no rows
             return self._sparse_rows(args[0], args[1].numel(), args[6])
         if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
-            return self._sparse_rows(args[0], self._rows(args[0]), args[0].shape[0])
+            with self:
+                rows = args[0]._values().shape[0]
+            return self._sparse_rows(args[0], rows, args[0].shape[0])
         if func._opname in _SELECT and not self.real:
             args = self._by_places(args)
         out = self._imagined(func, types, args, kwargs)

@@ -23,7 +23,6 @@ from ironlaw.model.huggingface.parts import (
     Multiple,
     OneWidth,
     Rope,
-    SharedExperts,
     SharedWidth,
     SparseLayers,
     Unrotated,
@@ -106,6 +105,10 @@ def _normalize(default: bool) -> Key:
     return Key("moe.normalize", "norm_topk_prob", default, read_as=bool)
 
 
+def _shared_experts(default: int | None, key: str = "n_shared_experts") -> Key:
+    return Key("moe.shared_experts", key, default)
+
+
 def _balance(default: float, key: str = "router_aux_loss_coef") -> Key:
     return Key("moe.balance_loss", key, default)
 
@@ -140,7 +143,7 @@ OLMOE = LLAMA.derive(
     only={"clip_qkv": None}, without=("ffn_bias", "head_size"),
 )  # fmt: skip
 _DEEPSEEK_EXPERTS = (
-    *_experts("n_routed_experts", "moe_intermediate_size"), SharedExperts(None),
+    *_experts("n_routed_experts", "moe_intermediate_size"), _shared_experts(None),
     Key("moe.dense_layers", "first_k_dense_replace", 0),
 )  # fmt: skip
 DEEPSEEK = PLAIN.derive(  # DeepSeekMoE 16B, whose code is its own
@@ -155,13 +158,13 @@ _LATENT = DEEPSEEK.derive(
     has={"latent.norm_eps": 1e-6}, only={"mlp_bias": False}, without=("kv_heads", "head_size"),
 )  # fmt: skip
 DEEPSEEK_V2 = _LATENT.derive(
-    "deepseek_v2", "DeepseekV2ForCausalLM", SharedExperts(2), ExpertGroups(method=("greedy", "group_limited_greedy")),
+    "deepseek_v2", "DeepseekV2ForCausalLM", _shared_experts(2), ExpertGroups(method=("greedy", "group_limited_greedy")),
     Key("moe.routed_scale", "routed_scaling_factor", 1.0), has={"moe.normalize": False}, without=("moe.normalize",),
     only={"norm_topk_prob": False},  # the released code scales the experts' sum without it, and not with it
 )  # fmt: skip
 _BIASED_CHOICE = {"moe.score": "sigmoid", "moe.balance": "bias"}
 DEEPSEEK_V3 = _LATENT.derive(  # its auxiliary loss within sequences has no place here
-    "deepseek_v3", "DeepseekV3ForCausalLM", SharedExperts(1), ExpertGroups((8, 4)), _normalize(True),
+    "deepseek_v3", "DeepseekV3ForCausalLM", _shared_experts(1), ExpertGroups((8, 4)), _normalize(True),
     Key("moe.routed_scale", "routed_scaling_factor", 2.5), Key("moe.dense_layers", "first_k_dense_replace", 3),
     has=_BIASED_CHOICE, without=("moe.balance_loss",),
     only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
@@ -169,7 +172,7 @@ DEEPSEEK_V3 = _LATENT.derive(  # its auxiliary loss within sequences has no plac
 KIMI_K2 = DEEPSEEK_V3.derive("kimi_k2", None)
 GLM4_MOE = LLAMA.derive(  # GLM-4.5; a module that predicts a second token is no part of the model there either
     "glm4_moe", "Glm4MoeForCausalLM", _kv_heads(8), _eps("rms_norm_eps", 1e-5), Rope(share=0.5),
-    *_bias("attention_bias", False, "qkv"), *_DEEPSEEK_EXPERTS, SharedExperts(1),
+    *_bias("attention_bias", False, "qkv"), *_DEEPSEEK_EXPERTS, _shared_experts(1),
     Key("moe.dense_layers", "first_k_dense_replace", 1), _normalize(True), ExpertGroups((1, 1)),
     Key("moe.routed_scale", "routed_scaling_factor", 1.0),
     Key("qk_norm", "use_qk_norm", False), has=_BIASED_CHOICE | {"out_bias": False, "ffn_bias": False},
@@ -275,7 +278,7 @@ ERNIE = LLAMA.derive(
 ERNIE_MOE = ERNIE.derive(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _kv_heads(4), Key("moe.experts", "moe_num_experts"),
     Key("moe.experts_per_token", "moe_k"), Key("moe.expert_ffn", "moe_intermediate_size"),
-    SharedExperts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
+    _shared_experts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
     only={"use_bias": False, "moe_norm_min": 1e-12}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
     names=Names(neighbours=True, experts=ExpertNames(
         choice_bias="mlp.moe_statics.e_score_correction_bias", choice_row=True,

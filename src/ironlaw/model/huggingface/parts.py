@@ -353,21 +353,6 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
-class SharedExperts:
-    """So many experts that every token visits, each as wide as the others."""
-
-    default: Any
-    key: str = "n_shared_experts"
-    name = "shared_experts"
-
-    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        return Key("moe.shared_experts", self.key, self.default).read(fields, values)
-
-    def write(self, view: Fields) -> dict[str, Any]:
-        return {self.key: view["moe.shared_ffn"] // view["moe.expert_ffn"]}
-
-
-@dataclass(frozen=True)
 class SharedWidth:
     """The width of all shared experts together; 0: none."""
 

@@ -209,6 +209,7 @@ def view_of(config: ModelConfig) -> dict[str, Any]:
     if config.moe is not None:
         moe = config.moe.model_dump() | {
             "expert_ffn": config.expert_ffn_size, "shared_ffn": config.shared_ffn_size,
+            "shared_experts": config.shared_ffn_size // config.expert_ffn_size,  # each as wide as the others
             "balance_loss": config.moe.balance_loss if config.moe.balance == "loss" else 0.0,
         }  # fmt: skip
         view |= {f"moe.{name}": value for name, value in moe.items()}

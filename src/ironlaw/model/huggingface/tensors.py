@@ -74,7 +74,7 @@ class _Walk:
             yield from self._linear(f"{ours}.qkv", fused, config.has_qkv_bias, sizes, _order(config, names))
         if config.qk_norm:
             for which, name in (("query", names.query_norm), ("key", names.key_norm)):
-                order = _norm_order(config, names, which)
+                order = _neighbours(config, config.qk_norm_sizes[which == "key"]) if names.neighbours else ()
                 there = (f"{theirs}.{name}.weight",)
                 yield Entry(f"{ours}.{which}_norm.weight", there, order=order, plus=float(names.plus_one))
         yield from self._linear(f"{ours}.out", (f"{theirs}.{names.out}",), config.has_out_bias)
@@ -164,17 +164,11 @@ def _order(config: ModelConfig, names: Names) -> tuple[int, ...]:
         )
     if not names.neighbours:
         return ()
-    turned = config.size_of_rotary
-    halves = (*_halves(turned), *range(turned, size))
-    heads = range(0, config.query_size + config.key_value_size, size)
-    values = range(config.query_size + config.key_value_size, config.query_size + 2 * config.key_value_size)
-    return (*(start + row for start in heads for row in halves), *values)
+    turned = config.query_size + config.key_value_size
+    return (*_neighbours(config, turned), *range(turned, turned + config.key_value_size))
 
 
-def _norm_order(config: ModelConfig, names: Names, which: str) -> tuple[int, ...]:
-    """Norms of queries and keys that turn neighbours have their weights in that order."""
-    if not names.neighbours:
-        return ()
+def _neighbours(config: ModelConfig, width: int) -> tuple[int, ...]:
+    """Of heads `width` wide together that turn neighbours, as of their norms' weights."""
     size, turned = config.size_of_head, config.size_of_rotary
-    width = config.qk_norm_sizes[which == "key"]
     return tuple(start + row for start in range(0, width, size) for row in (*_halves(turned), *range(turned, size)))

@@ -34,7 +34,7 @@ from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_by
 from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
 from ironlaw.plan.decisions import first_within, within_budget
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.memory import peak_memory as walked_peak
+from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.conventions import StorageFormat
@@ -118,7 +118,9 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
     if layout.cp > 1 and layout.cp_kind is None:
         layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, asked.sequence))
     run = None
-    if not where.engine.fused and not_trained_here(layout, model) is None:
+    if not where.engine.fused:
+        if reason := not_trained_here(layout, model):
+            raise UserError(f"layout '{layout}': {reason}")
         run = batch, recipe = asked.run(layout)
         if layout.recompute.mode == "budget":
             run = batch, recipe = batch, _within_budget(asked, layout, batch, recipe)
@@ -168,9 +170,8 @@ def _walked(
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
     """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
     program = step(asked.model, batch, layout, recipe)
-    peaks = [walked_peak(program, position) for position in range(layout.pp)]
-    position = max(range(layout.pp), key=lambda index: peaks[index].total)
-    highest, notes = peaks[position], {t.component: t.note for t in program.tensors[position]}
+    position, highest = highest_peak(program)
+    notes = {t.component: t.note for t in program.tensors[position]}
     total = np.array([highest.total])
     peak = replace(outcome.peak, total=total, stage=np.array([position]))
     seconds = under_pressure(outcome.times.step_seconds, total, asked.system)

@@ -19,18 +19,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import capabilities
-from ironlaw.plan.cluster.block_values import Known
+from ironlaw.plan.cluster.block_values import Known, distinct_rows
 from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
-from ironlaw.plan.cluster.layout_table import Table, code, layout_of
+from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_of
 from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import block_costs
 from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
 HIDING = 0.005
@@ -98,7 +100,7 @@ def search(
     )
     if len(table):
         refused: dict[str, int] = {}
-        table = _able(table, chosen, refused)
+        table = _able(table, chosen, model, refused)
         if excluded is not None:
             table = _permitted(table, excluded, refused)
         constraints |= refused
@@ -254,6 +256,7 @@ class _Search:
     def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
         # A layout's variants are next to each other.
         spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
+        spread = _able(spread, self.where.engine, self.asked.model, self.constraints)
         if self.excluded is not None:
             spread = _permitted(spread, self.excluded, self.constraints)
         if len(spread):
@@ -292,12 +295,22 @@ def _entries(outcome: PlannedCandidates, part: Table, index: np.ndarray) -> list
     return [(*one, dict(zip(_TERMS, terms, strict=True))) for *one, terms in zip(*columns, strict=True)]
 
 
-def _able(rows: Table, engine: Engine, ruled_out: dict[str, int]) -> Table:
+NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
+"""Columns on which it does not hang whether our own trainer runs a layout."""
+
+
+def _able(rows: Table, engine: Engine, model: ModelConfig, ruled_out: dict[str, int]) -> Table:
     """The layouts that this software can run."""
+    refused = {f"{engine.name} has no {what}": rows for what, rows in capabilities.constraints(engine, rows).items()}
+    if not engine.fused:
+        columns = [rows[name].astype(float) for name in COLUMNS if name not in NEVER_REFUSED]
+        first, sort = distinct_rows(columns, len(rows))
+        reasons = np.array([not_trained_here(layout_of(row), model) or "" for row in rows[first]])
+        refused |= {str(reason): (reasons == reason)[sort] for reason in set(reasons) - {""}}
     kept = np.ones(len(rows), dtype=bool)
-    for words, needed in capabilities.constraints(engine, rows).items():
+    for reason, needed in refused.items():
         if count := int((kept & needed).sum()):
-            ruled_out[f"{engine.name} has no {words}"] = count
+            ruled_out[reason] = ruled_out.get(reason, 0) + count
         kept &= ~needed
     return rows[kept]
 
