@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
@@ -252,9 +253,5 @@ def situation(config: RunConfig, profile: Profile, run: Ledger) -> Situation:
     precision = run.facts.get("precision")
     if precision in profile.matmul:
         config = with_settings(config, {"train.precision": precision})
-
-    def on_one(config: RunConfig) -> Ledger:
-        return plan_run(config, profile)
-
-    replan = planner_on_ranks(profile, run) if ranks_of(run) > 1 else on_one
+    replan = planner_on_ranks(profile, run) if ranks_of(run) > 1 else partial(plan_run, profile=profile)
     return Situation(config, replan(config), profile, run, replan)

@@ -153,8 +153,10 @@ class Habits:
         self._backward_began = time.perf_counter()
 
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What `torch.autograd.backward` was given."""
         self.passes.append(time.perf_counter() - self._backward_began)
-        if keeps_graph(args, kwargs):
+        given = dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
+        if given.get("retain_graph") or given.get("create_graph"):  # a graph of the pass itself keeps the forward's
             self.sees("graph retained")
         self.gradients.backward_ended()
         self.look()
@@ -172,7 +174,8 @@ class Habits:
         self.sees("update_by_hand")
 
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if zeroes(args, kwargs):
+        """What `zero_grad` was given: whether gradients become zeros instead of nothing."""
+        if kwargs.get("set_to_none", args[0] if args else True) is False:
             self.sees("gradients zeroed")
 
     def look(self) -> None:
@@ -337,14 +340,3 @@ def _saved_without(mode: Mode, call: ModuleCall | None) -> float:
         return work
 
     return share_saved(under(True), under(False))
-
-
-def keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Of a call of `torch.autograd.backward`; a graph of the backward pass itself keeps the forward's."""
-    given = dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
-    return bool(given.get("retain_graph") or given.get("create_graph"))
-
-
-def zeroes(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Of a call of `zero_grad`: gradients become zeros instead of nothing."""
-    return kwargs.get("set_to_none", args[0] if args else True) is False
