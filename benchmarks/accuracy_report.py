@@ -16,7 +16,7 @@ import numpy as np
 from fit_intervals import Left, coverage, errors_at_a_distance
 
 from ironlaw.plan.cluster.intervals import factors
-from ironlaw.plan.engines.engine import MEANING, Engine
+from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.measured.validate import validate
@@ -155,7 +155,7 @@ def constants() -> list[str]:
     fitted = {key for plan in fit_engines.PLAN.values() for names in plan for key in names}
     keys = sorted({n.rpartition(".")[2] for n in fitted}, key=list(MEANING).index)
     shipped = {name: e for name, e in engines().items() if name != "generic"}
-    neutral = Engine("neutral")
+    neutral = TrainingEngine("neutral")
     rows = []
     for key in keys:
         unit, meaning = MEANING[key]

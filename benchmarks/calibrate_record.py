@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.measured.calibrate import calibrate
 from ironlaw.plan.measured.evaluate import evaluate, settled
@@ -24,7 +24,7 @@ ONE_NODE = ("vtrain-1node-h1024",)
 NODES = ("vtrain-GPT-3.6B", "vtrain-GPT-18.4B")
 
 
-def errors(runs: Sequence[Run], planner: Engine) -> np.ndarray:
+def errors(runs: Sequence[Run], planner: TrainingEngine) -> np.ndarray:
     """Absolute relative errors of the step times."""
     settled_runs = settled([replace(run, engine=planner) for run in runs])
     measured = np.array([run.step_seconds for run in runs], dtype=float)
@@ -45,7 +45,7 @@ def report(name: str, found: list[tuple[float, float, float, float, float]]) -> 
     print("| " + " | ".join([name, *cells]) + " |", flush=True)
 
 
-def record(name: str, fit_on: list[tuple[list[Run], list[Run]]], start: Engine) -> None:
+def record(name: str, fit_on: list[tuple[list[Run], list[Run]]], start: TrainingEngine) -> None:
     """Calibrate on the first of each pair, judge on the second."""
     found = []
     for few, rest in fit_on:
@@ -75,7 +75,7 @@ def main() -> None:
     others(runs, start, range(arguments.draws))
 
 
-def vtrain(runs: list[Run], start: Engine, seeds: range) -> None:
+def vtrain(runs: list[Run], start: TrainingEngine, seeds: range) -> None:
     """Of one software and one cluster: one node and many, few layers and many, a small model and a large one."""
     one = [r for r in runs if r.group in ONE_NODE]
     many = [r for r in runs if r.group in NODES]
@@ -102,7 +102,7 @@ def vtrain(runs: list[Run], start: Engine, seeds: range) -> None:
     record(f"20 runs of 3.6B, all {len(large)} of 18.4B", [(draw(small, 20, s)[0], large) for s in seeds], start)
 
 
-def others(runs: list[Run], start: Engine, seeds: range) -> None:
+def others(runs: list[Run], start: TrainingEngine, seeds: range) -> None:
     """Transfers within other software. Disturbed runs are among them: the median counts."""
 
     def named(*groups: str) -> list[Run]:

@@ -27,7 +27,7 @@ from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.system import system_of, under_pressure
 from ironlaw.plan.cluster.timeline import assemble
-from ironlaw.plan.engines.engine import MEANING, Engine
+from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.plan.measured.evaluate import settled, systems_of
 from ironlaw.plan.measured.read import Run, read_runs
@@ -125,7 +125,7 @@ def value(run: Run, kind: str) -> float | None:
     return run.step_seconds if kind == "time" else run.peak_bytes
 
 
-def get(engine: Engine, name: str) -> float:
+def get(engine: TrainingEngine, name: str) -> float:
     """A constant, or with a dot its value on one generation: `hopper.matmul_slowdown`."""
     generation, _, key = name.rpartition(".")
     return float(getattr(engine.on(generation), key))
@@ -136,7 +136,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}") if abs(value) >= 1e-7 else 0.0
 
 
-def put(engine: Engine, values: dict[str, float]) -> Engine:
+def put(engine: TrainingEngine, values: dict[str, float]) -> TrainingEngine:
     plain = {name: value for name, value in values.items() if "." not in name}
     nested = {generation: dict(entries) for generation, entries in engine.by_generation.items()}
     for name, value in values.items():
@@ -146,14 +146,14 @@ def put(engine: Engine, values: dict[str, float]) -> Engine:
     return replace(engine, **plain, by_generation=nested)
 
 
-def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
+def predicted(block: Block, engine: TrainingEngine, kind: str) -> np.ndarray:
     engine = engine.on(block.generation)
     if kind == "time":
         return assemble(block.costs, block.candidates, engine, block.layers).step_seconds
     return reported_bytes(block.candidates, engine, block.layers)
 
 
-def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
+def fit(engine: TrainingEngine, data: list[Block], names: list[str], kind: str) -> TrainingEngine:
     """The engine with the named constants fitted."""
     bounds = TIME_BOUNDS if kind == "time" else MEMORY_BOUNDS
     low = np.array([bounds.get(n, bounds[n.split(".")[-1]])[0] for n in names])
@@ -187,7 +187,7 @@ def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engin
     return put(engine, dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
 
 
-def summary(data: list[Block], engine: Engine, kind: str) -> None:
+def summary(data: list[Block], engine: TrainingEngine, kind: str) -> None:
     errors: dict[str, list[float]] = {}
     for block in data:
         for group, error in zip(block.groups, predicted(block, engine, kind) / block.measured - 1, strict=True):
@@ -266,11 +266,11 @@ class Unseen:
     log_error: float  # ln(measured / planned)
 
 
-NEUTRAL = Engine("neutral", fsdp_hidden=0.6)
+NEUTRAL = TrainingEngine("neutral", fsdp_hidden=0.6)
 """Runs of three engines tell how much of ZeRO-3 is hidden, 0.37 to 0.47; 0.9 is of engines whose runs do not."""
 
 
-def start_of(name: str) -> Engine:
+def start_of(name: str) -> TrainingEngine:
     """The engine's conventions with neutral values for everything that is fitted: where every fit starts.
 
     So a fit does not depend on the one before it, and a group that is left out does not come back by the prior.
@@ -300,7 +300,7 @@ def left_out(name: str, runs: list[Run], names: list[str], kind: str, quiet: boo
     return result
 
 
-def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, float]]:
+def log_errors(runs: list[Run], engine: TrainingEngine, kind: str) -> list[tuple[Run, float]]:
     """Each run with ln(measured / planned) by this engine in place of its own."""
     result: list[tuple[Run, float]] = []
     for _, index in systems_of(runs):
@@ -334,7 +334,7 @@ ASSUMED = {
 TEXT = ("frameworks", "source", "attention")
 
 
-def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
+def write(name: str, fitted: TrainingEngine, names: list[str], runs: list[Run]) -> None:
     """Rewrite the engine's file: conventions first, then what was fitted, each with unit, meaning and origin."""
     path = Path(__file__).parents[1] / "src/ironlaw/plan/engines" / f"{name}.toml"
     old = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.optimizers import OptimizerConfig, state_bytes
@@ -24,7 +24,9 @@ GIB = 2**30
 
 
 def outcome(*layouts, cluster="8xh100-sxm-80gb", precision="bf16", optimizer="adamw", model=LLAMA, batch=64, **engine):
-    where = system_of(parse_cluster(cluster), Engine("plain", **engine), precision, update_cost(optimizer, model))
+    where = system_of(
+        parse_cluster(cluster), TrainingEngine("plain", **engine), precision, update_cost(optimizer, model)
+    )
     candidates = candidates_of(model, [parse_layout(text) for text in layouts], sequence=4096, global_batch=batch)
     return plan_candidates(candidates, where)
 
@@ -158,7 +160,7 @@ def test_offloaded_state_is_on_the_host_and_its_way_there_takes_time():
 def test_a_host_that_is_too_small_or_unknown_is_said():
     cluster = parse_cluster("8xh100-sxm-80gb")
     small = replace(cluster.node, host_memory_bytes=replace(cluster.node.host_memory_bytes, value=64e9))
-    where = system_of(replace(cluster, node=small), Engine("plain"), "bf16")
+    where = system_of(replace(cluster, node=small), TrainingEngine("plain"), "bf16")
     candidates = candidates_of(LLAMA, [parse_layout("dp=8 zero=1 offload=optimizer")], sequence=4096, global_batch=64)
     found = plan_candidates(candidates, where)
     assert found.peak.total[0] < found.limit_bytes and not found.fits[0]

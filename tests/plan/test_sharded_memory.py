@@ -9,10 +9,10 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.memory import in_flight, layer_activation_bytes, peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import stage_layers
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.layout import Layout, parse_layout
 
-PLAIN = Engine("plain", gradient_bytes=2.0)
+PLAIN = TrainingEngine("plain", gradient_bytes=2.0)
 GPT = ModelConfig.named("gpt2-xl")
 
 

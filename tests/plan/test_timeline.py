@@ -11,12 +11,12 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.step_costs import step_costs
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework, engines
 from ironlaw.workload.layout import parse_layout
 
 GPT = ModelConfig.named("gpt2-xl")
-ENGINE = Engine(
+ENGINE = TrainingEngine(
     "plain", host_layer_seconds=1e-9, host_collective_seconds=0.0, host_microbatch_seconds=0.0, host_step_seconds=0.0,
     pp_hidden=1.0,
 )  # fmt: skip

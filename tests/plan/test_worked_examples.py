@@ -15,13 +15,13 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout, parse_layout
 
 GPT2 = ModelConfig.named("gpt2")
 XL = ModelConfig.named("gpt2-xl")
-MIXED = Engine("mixed precision", gradient_bytes=2.0, dropout_mask_bytes=1)
+MIXED = TrainingEngine("mixed precision", gradient_bytes=2.0, dropout_mask_bytes=1)
 
 
 def one(model, micro_batch=1, sequence=1024, recompute="none"):

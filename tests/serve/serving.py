@@ -17,7 +17,7 @@ from ironlaw.model.huggingface.weights import load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
-from ironlaw.serve.loading import Served, prepare
+from ironlaw.serve.loading import LoadedModel, prepare
 from ironlaw.serve.request import Request, Sampling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -61,10 +61,10 @@ def ours(model: Any, folder: Path) -> Transformer:
     return here
 
 
-def engine(model: Transformer | Served, **settings: Any) -> Engine:
+def engine(model: Transformer | LoadedModel, **settings: Any) -> Engine:
     """Small pages and steps, so that short prompts cross them."""
     config = ServeConfig(**({"block": 4, "token_budget": 24, "device": "cpu", "blocks": 400} | settings))
-    served = model if isinstance(model, Served) else prepare(model, config, "tiny")
+    served = model if isinstance(model, LoadedModel) else prepare(model, config, "tiny")
     return Engine(served, config)
 
 

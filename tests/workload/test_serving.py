@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.serve.loading import Served
+from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.request import Request, Sampling
 from ironlaw.serve.runner import Runner, RunnerWork
 from ironlaw.workload.layout import Layout
@@ -126,7 +126,7 @@ def test_our_own_engine_computes_what_is_planned(more: dict[str, Any]) -> None:
     """Pages and rows are full, so that nothing is computed twice or for nobody."""
     model = ModelConfig(**SIZES | more)
     cpu = torch.device("cpu")
-    runner = Runner(Served("", Transformer(model).eval(), cpu, "fp32", "fp32", 1), 40, 8, compiles=False)
+    runner = Runner(LoadedModel("", Transformer(model).eval(), cpu, "fp32", "fp32", 1), 40, 8, compiles=False)
     for tokens, cached, sequences in ((1, 47, 4), (16, 16, 2), (64, 16, 2), (16, 0, 2)):
         work = [
             RunnerWork(Request([0], Sampling(), blocks=list(range(10 * n + 1, 10 * n + 11))), [1] * tokens, cached, 1)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear, RoundedLinear, become
-from ironlaw.numerics.compression import Target, read_target
+from ironlaw.numerics.compression import CompressionTarget, read_target
 from ironlaw.numerics.pruning import kept_weights
 from ironlaw.numerics.quantized import rounded
 
@@ -46,7 +46,7 @@ class _Product(torch.autograd.Function):
 
 class AwareLinear(RoundedLinear):
     function = _Product
-    target: Target
+    target: CompressionTarget
     kept: Tensor | None = None  # of a pruned one, which weights stay: found when the first weights are there
 
     def narrow(self, weight: Tensor) -> Tensor:

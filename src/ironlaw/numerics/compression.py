@@ -38,7 +38,7 @@ TWO_OF_FOUR, SHARE = "2:4", "pruned="
 
 
 @dataclass(frozen=True)
-class Target:
+class CompressionTarget:
     """What `--to` names: a format of numbers (fp32 where only weights go), and which weights go."""
 
     format: NumberFormat
@@ -54,7 +54,7 @@ def weight_formats() -> list[str]:
     return [n for n, known in number_formats().items() if known.bits == 16 or (known.bits < 16 and known.block)]
 
 
-def read_target(text: str) -> Target:
+def read_target(text: str) -> CompressionTarget:
     """`int4`, `2:4`, `pruned=50%` or a format and one of the two, with a comma between. UserError for anything else."""
     format, pruning = None, None
     for part in (part.strip() for part in text.split(",")):
@@ -68,7 +68,7 @@ def read_target(text: str) -> Target:
         else:
             known = [*weight_formats(), TWO_OF_FOUR, f"{SHARE}50%"]
             raise UserError(f"--to {shortened(part)!r} is no format that holds weights: {did_you_mean(part, known)}")
-    return Target(format or number_format("fp32"), pruning)
+    return CompressionTarget(format or number_format("fp32"), pruning)
 
 
 def _pruning(part: str) -> Pruning | None:
@@ -85,7 +85,7 @@ def _pruning(part: str) -> Pruning | None:
     return Pruning(share)
 
 
-def check_method(model: nn.Module, target: Target, method: Method, mixes: bool = False) -> None:
+def check_method(model: nn.Module, target: CompressionTarget, method: Method, mixes: bool = False) -> None:
     """UserError where a method and a format, or a model, do not go together. mixes: formats by layer."""
     if mixes and (target.pruning is not None or method not in ("rtn", "gptq")):
         raise UserError("--within mixes formats by rtn or gptq, without pruning: leave the others out")
@@ -108,8 +108,8 @@ def check_method(model: nn.Module, target: Target, method: Method, mixes: bool =
 
 @torch.no_grad()
 def compress(
-    model: Transformer, target: Target, *, method: Method = "rtn", score: Score = "magnitude", whole: bool = False,
-    batches: Iterable[Tensor] = (), formats: Mapping[str, NumberFormat] | None = None,
+    model: Transformer, target: CompressionTarget, *, method: Method = "rtn", score: Score = "magnitude",
+    whole: bool = False, batches: Iterable[Tensor] = (), formats: Mapping[str, NumberFormat] | None = None,
 ) -> dict[str, CompressedWeight]:  # fmt: skip
     """Compress `model` in place; returns what its weights are held as, by their names.
 
@@ -148,7 +148,7 @@ def compress(
 
 
 def mixed_formats(
-    model: Transformer, target: Target, within: int, wide_bytes: int, batches: Iterable[Tensor]
+    model: Transformer, target: CompressionTarget, within: int, wide_bytes: int, batches: Iterable[Tensor]
 ) -> dict[str, NumberFormat]:
     """Formats of the blocks' matrices with which the whole model takes at most `within` bytes, `wide_bytes` a number
     of what stays as it is. UserError where that cannot be."""
@@ -160,7 +160,7 @@ def mixed_formats(
 
 
 def _compressed(
-    weight: Tensor, target: Target, method: Method, score: Score, moment: Tensor | None
+    weight: Tensor, target: CompressionTarget, method: Method, score: Score, moment: Tensor | None
 ) -> CompressedWeight:
     format, kept = target.format, None
     if target.pruning is not None:

@@ -12,7 +12,7 @@ from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.machine.timing import Timing, element_type, is_narrow
 from ironlaw.plan.cluster.operation_costs import FLASH2_SLOWDOWN
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.operations import Operation
 
 HOST_SECONDS_PER_CALL = 8e-6
@@ -25,7 +25,7 @@ class CataloguedAccelerator:
     """Constants of the accelerator's generation; eager kernels, launched by a host that runs ahead if it can."""
 
     hardware: Hardware
-    engine: Engine  # how much slower kernels are inside a run than in a benchmark
+    engine: TrainingEngine  # how much slower kernels are inside a run than in a benchmark
     precision: str = "fp32"  # of operations that name none
     fabric: Fabric | None = None  # to others of its kind
 

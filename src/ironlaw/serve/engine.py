@@ -24,7 +24,7 @@ from ironlaw.errors import UserError
 from ironlaw.serve.blocks import Blocks
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import allowed
-from ironlaw.serve.loading import Served
+from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.recording import Recording
 from ironlaw.serve.request import Chosen, Finish, Request, Sampling
 from ironlaw.serve.runner import Runner, RunnerWork, kv_bytes_per_token
@@ -45,7 +45,7 @@ class Draining(Exception):
 
 
 class Engine:
-    def __init__(self, served: Served, config: ServeConfig) -> None:
+    def __init__(self, served: LoadedModel, config: ServeConfig) -> None:
         self.config, self.served = config, served
         self.model_config = served.model.config
         self.context = min(config.context or self.model_config.context, self.model_config.context)

@@ -26,7 +26,7 @@ _KV_SHARE = 0.4  # of the memory that is free once the weights are there
 
 
 @dataclass
-class Served:
+class LoadedModel:
     """A model on its device, and what belongs to it."""
 
     name: str
@@ -40,7 +40,7 @@ class Served:
     tokenizer_file: Path | None = None
     chat_template: str | None = None
     special: dict[str, str] | None = None  # names of special tokens, for chat templates
-    draft: Served | None = None
+    draft: LoadedModel | None = None
     about: dict[str, Any] = field(default_factory=dict)  # which checkpoint of a run
     passed_over: tuple[str, ...] = ()  # newer ones that are damaged
     kernels: dict[str, int] = field(default_factory=dict)  # of layers in few bits, how many have which
@@ -66,7 +66,7 @@ class Served:
         return int(_KV_SHARE * host.available_bytes())
 
 
-def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Served:
+def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> LoadedModel:
     """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory. Without a tokenizer
     prompts are token ids; `needs_text`: that is not enough."""
 
@@ -88,7 +88,7 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Se
 
 def prepare(
     model: Transformer, config: ServeConfig, name: str, held: Mapping[str, CompressedWeight] | None = None
-) -> Served:
+) -> LoadedModel:
     """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name.
 
     ValueError: the model, which is changed in place, is held in other formats already.
@@ -113,4 +113,4 @@ def prepare(
         raise ValueError(f"the model is held in {before}: load it again to serve it in {weights}")
     kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
     size = pack(model, wide, config.compiled)
-    return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
+    return LoadedModel(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)

@@ -154,7 +154,7 @@ class Completion(Body):
         return [p if isinstance(p, str) else list(p) for p in self.prompt if not isinstance(p, int)]
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     type: Literal["text"]
     text: str
 
@@ -162,7 +162,7 @@ class Part(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[Part] | None = ""
+    content: str | list[ContentPart] | None = ""
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.packed import PackedLinear, PackedNorm
 from ironlaw.serve.graphs import Graphs, can_record
-from ironlaw.serve.loading import Served
+from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.request import Request, Sampling
 from ironlaw.serve.trace import bucket
 
@@ -61,7 +61,7 @@ class RunnerWork:
 
 
 class Runner:
-    def __init__(self, served: Served, pages: int, page: int, compiles: bool = True, graphs: bool = False) -> None:
+    def __init__(self, served: LoadedModel, pages: int, page: int, compiles: bool = True, graphs: bool = False) -> None:
         model, config, device, kept = served.model, served.model.config, served.device, KV_TYPES[served.kv]
         self.model, self.config, self.device, self.page, self.pages = model, config, device, page, pages
         heads, sizes = kv_heads_and_sizes(config)

@@ -29,7 +29,14 @@ from ironlaw.files import write_json
 from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import CompressedWeight, Method, Target, check_method, compress, mixed_formats
+from ironlaw.numerics.compression import (
+    CompressedWeight,
+    CompressionTarget,
+    Method,
+    check_method,
+    compress,
+    mixed_formats,
+)
 from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.objective import CrossEntropy
@@ -136,8 +143,9 @@ def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[R
 
 
 def compress_run(
-    path: Path, target: Target, out: Path, decoder: MakeDecoder, *, method: Method = "rtn", score: Score = "magnitude",
-    whole: bool = False, within: int | None = None, data: str | None = None, say: Callable[[str], None] | None = None,
+    path: Path, target: CompressionTarget, out: Path, decoder: MakeDecoder, *, method: Method = "rtn",
+    score: Score = "magnitude", whole: bool = False, within: int | None = None, data: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Compressed:  # fmt: skip
     """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
@@ -157,7 +165,7 @@ def compress_run(
 
 
 def compressed(
-    source: CompressionSource, target: Target, before: Decoder, decoder: MakeDecoder, method: Method,
+    source: CompressionSource, target: CompressionTarget, before: Decoder, decoder: MakeDecoder, method: Method,
     score: Score = "magnitude", whole: bool = False, within: int | None = None,
 ) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
     """Compress a copy of the source's model and measure it; with what is to be written of it."""

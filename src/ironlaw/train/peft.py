@@ -18,7 +18,7 @@ from ironlaw.files import read_json, write_json
 from ironlaw.model.adapters import AdaptedLinear, Adapter
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.spec import Names
-from ironlaw.workload.finetune import FinetuneConfig, Target, adapters_of, linear_layers
+from ironlaw.workload.finetune import AdapterTarget, FinetuneConfig, adapters_of, linear_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -30,7 +30,7 @@ _ONLY = {
 }  # fmt: skip
 
 
-def adapter_at(model: nn.Module, target: Target) -> Adapter:
+def adapter_at(model: nn.Module, target: AdapterTarget) -> Adapter:
     layer = model.get_submodule(target.layer)
     assert isinstance(layer, AdaptedLinear)
     adapter = layer.adapters[target.name]
@@ -44,7 +44,7 @@ def write_adapter(
     """`trained`: whole tensors by their names here. `base`: the model that they are for, as PEFT names it."""
     chosen = adapters_of(config, names, finetune)
     targets = chosen.targets
-    found: dict[str, list[tuple[Target, dict[str, Tensor]]]] = {}
+    found: dict[str, list[tuple[AdapterTarget, dict[str, Tensor]]]] = {}
     for target in targets:
         parts = {p.name.rpartition(".")[2]: trained[p.name].detach() for p in target.parameters(finetune)}
         found.setdefault(target.theirs, []).append((target, parts))
@@ -87,7 +87,7 @@ def write_adapter(
     write_json(folder / CONFIG, fields)
 
 
-def _module_names(targets: Sequence[Target], there: Sequence[Target]) -> list[str]:
+def _module_names(targets: Sequence[AdapterTarget], there: Sequence[AdapterTarget]) -> list[str]:
     """The last part of a name, or as much as it takes that no other matrix is meant."""
     chosen, found = {target.theirs for target in targets}, set()
     others = [target.theirs for target in there if target.theirs not in chosen]
@@ -106,7 +106,7 @@ def _whole(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _theirs(target: Target, rows: Tensor) -> Tensor:
+def _theirs(target: AdapterTarget, rows: Tensor) -> Tensor:
     """Rows of ours in the order of theirs."""
     if not target.order:
         return rows
@@ -188,7 +188,7 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
         )
 
 
-def _ours(target: Target, tensor: Tensor, rank: int, rows: bool) -> Tensor:
+def _ours(target: AdapterTarget, tensor: Tensor, rank: int, rows: bool) -> Tensor:
     """Of a tensor of theirs what is our target's: a part where theirs is several of ours, rows in our order."""
     first, size = target.which, target.stop - target.start
     # Of an adapter that `write_adapter` put together; PEFT's own is shared.

@@ -58,7 +58,7 @@ class FinetuneConfig(Section):
 
 
 @dataclass(frozen=True)
-class Target:
+class AdapterTarget:
     """A matrix of the Hugging Face model that gets an adapter, and where it is here.
 
     Rows `start` to `stop` of the matrix of our `layer` are row `order[i]` of theirs each, or the same where that is
@@ -106,7 +106,7 @@ class Adapters:
     """What is trained of a model, the rest of which is frozen."""
 
     config: FinetuneConfig
-    targets: tuple[Target, ...]
+    targets: tuple[AdapterTarget, ...]
     saved: tuple[Entry, ...] = ()  # of the ends, what is trained in full
 
     def of_blocks(self, model: ModelConfig, recomputes_first: bool) -> tuple[BlockAdapters, ...]:
@@ -129,7 +129,7 @@ class Adapters:
         tied = "embedding.weight" if model.tied and name == "head.weight" else name
         return any(entry.ours == tied for entry in self.saved)
 
-    def of_layer(self, layer: int) -> list[Target]:
+    def of_layer(self, layer: int) -> list[AdapterTarget]:
         return [target for target in self.targets if target.layer.startswith(f"blocks.{layer}.")]
 
     def trained(self, model: ModelConfig, layers: Iterable[int], layout: Layout = WHOLE) -> list[Parameter]:
@@ -178,7 +178,7 @@ class Adapters:
         return total
 
 
-def linear_layers(model: ModelConfig, names: Names) -> list[Target]:
+def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
     """Every matrix of the dense blocks that an adapter can lie on."""
     shapes = {parameter.name: parameter.shape for parameter in model_parameters(model)}
     found = []
@@ -190,7 +190,7 @@ def linear_layers(model: ModelConfig, names: Names) -> list[Target]:
         for theirs, rows in zip(entry.theirs, entry.sizes or (shape[0],), strict=True):
             order = tuple(row - start for row in entry.order[start : start + rows])
             found.append(
-                Target(
+                AdapterTarget(
                     entry.ours.removesuffix(".weight"), theirs.removesuffix(".weight"), start, start + rows, shape[1],
                     () if order == tuple(range(rows)) else order, entry.which, entry.count, entry.transposed,
                 )
@@ -199,7 +199,7 @@ def linear_layers(model: ModelConfig, names: Names) -> list[Target]:
     return found
 
 
-def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list[Target]:
+def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list[AdapterTarget]:
     """Those that `finetune.targets` names; UserError for a name that the model has not."""
     there = linear_layers(model, names)
     chosen = []

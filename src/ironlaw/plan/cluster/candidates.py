@@ -22,7 +22,7 @@ from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.block_values import Array, BlockValues, Known, distinct_rows
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Policy, Precision, Shape
 from ironlaw.workload.division import is_sharded, local_shape
 from ironlaw.workload.kinds import both_passes, forward_of, layer_groups
@@ -93,7 +93,7 @@ class Candidates:
         """
         return distinct_rows([*self._columns(ignored), *more], len(self))
 
-    def shape(self, engine: Engine) -> Shape:
+    def shape(self, engine: TrainingEngine) -> Shape:
         """One micro-batch as one rank of each candidate has it: its part of heads, widths, words and experts."""
         if not engine.fused:
             return self._ours(engine)
@@ -114,7 +114,7 @@ class Candidates:
             stream_shards=self.stream_shards, ep=self.ep, rows_per_token=rows, materialised=not self.flash,
         )  # fmt: skip
 
-    def _ours(self, engine: Engine) -> Shape:
+    def _ours(self, engine: TrainingEngine) -> Shape:
         """The same as our trainer divides it: the rewrite that an exact plan is made with, of arrays."""
         sp = bool((self.sp > 0).any())
         names = ("dp", "zero", "tp", "pp", "cp", "ep", "micro_batch")
@@ -123,7 +123,7 @@ class Candidates:
         whole = Shape(self.model, 1, self.sequence, precision, fused_rmsnorm=True, conventions=engine)
         return local_shape(whole, Layout(**sizes, sp=sp))
 
-    def _division(self, engine: Engine) -> Array:
+    def _division(self, engine: TrainingEngine) -> Array:
         """Equal for candidates that can be described together: for all, or for our trainer those that divide alike."""
         if engine.fused:
             return np.zeros(len(self))
@@ -131,13 +131,13 @@ class Candidates:
         flags.append(is_sharded(self.zero, self.dp * self.cp, self.tp * self.pp * self.ep))
         return np.asarray(sum(flag * 2.0**i for i, flag in enumerate(flags)))
 
-    def blocks(self, engine: Engine) -> tuple[Candidates, npt.NDArray[np.int64]]:
+    def blocks(self, engine: TrainingEngine) -> tuple[Candidates, npt.NDArray[np.int64]]:
         """One candidate of every block, and of every candidate which has its own."""
         first, sort = self.distinct(OF_THE_LAYOUT, self._division(engine))
         return self.take(first), sort
 
     def of_blocks(
-        self, name: str, engine: Engine, function: Callable[[Candidates], Mapping[Any, Size]]
+        self, name: str, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
     ) -> dict[Any, Array]:
         """What a function of a micro-batch's blocks gives, worked out once for all candidates that share them.
 
@@ -278,7 +278,9 @@ class Candidates:
     def forward_flops(self) -> tuple[Size, Size, Size]:
         """Matrix FLOPs of one sequence, all layers: linear ones, attention without masked scores, the output layer."""
         rows = self.model.moe.experts_per_token if self.model.moe else None
-        shape = Shape(self.model, 1, self.sequence, conventions=Engine(""), fused_rmsnorm=True, rows_per_token=rows)
+        shape = Shape(
+            self.model, 1, self.sequence, conventions=TrainingEngine(""), fused_rmsnorm=True, rows_per_token=rows
+        )
         sums: dict[bool, Size] = {False: 0, True: 0}
         for kind, share in self.kinds.items():
             for op in forward_of(shape, kind):

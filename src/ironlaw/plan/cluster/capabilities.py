@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.plan.cluster.layout_table import Table, code, layout_table
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engines
 from ironlaw.workload.layout import SCHEDULES, Layout
 
@@ -44,12 +44,12 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
 """Word of an engine's `lacks`: what it means, and which layouts need it."""
 
 
-def constraints(engine: Engine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
+def constraints(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
     """What the engine lacks, in words, and which of the layouts need it."""
     return {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
 
 
-def lacking(engine: Engine, layout: Layout) -> str:
+def lacking(engine: TrainingEngine, layout: Layout) -> str:
     """What this layout needs and the engine lacks, in words; empty where it can run it."""
     found = constraints(engine, layout_table([layout]))
     return ", ".join(words for words, needed in found.items() if needed[0])

@@ -29,7 +29,7 @@ from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import ClusterSystem
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.latent import gathered_share
 from ironlaw.workload.messages import context_buffers, context_messages, places_of_a_token
 from ironlaw.workload.moe import is_exchanged, row_factor
@@ -134,13 +134,13 @@ DESCRIPTIONS = {
 }
 
 
-def default_kind(engine: Engine, windowed: bool) -> str:
+def default_kind(engine: TrainingEngine, windowed: bool) -> str:
     """The engine's own kind; one that can see a sliding window where the model has one."""
     usable = [kind for kind in engine.cp_kinds if kind != "ring" or not windowed]
     return usable[0] if usable else "all_gather"
 
 
-def context_kinds(candidates: Candidates, engine: Engine) -> Array:
+def context_kinds(candidates: Candidates, engine: TrainingEngine) -> Array:
     """Of every candidate, a code of `cp_kind`."""
     plain, windowed = (code("cp_kind", default_kind(engine, w)) for w in (False, True))
     return np.where(
@@ -176,7 +176,7 @@ def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Arra
     return np.where(kind == code("cp_kind", "ring"), seconds - beside, seconds)
 
 
-def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
+def buffer_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
     """At its widest, in the backward pass of one layer: keys, values and their gradients on the way."""
     c, elements = candidates, np.zeros(len(candidates))
     if (c.cp > 1).any():

@@ -33,7 +33,7 @@ from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
 from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
 from ironlaw.plan.decisions import first_within, within_budget
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.blocks import Policy
@@ -178,7 +178,7 @@ def _walked(
     return replace(outcome, peak=peak, step_seconds=seconds), highest.lines(notes), f"stage {position}, {highest.where}"
 
 
-def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) -> str:
+def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequence: int) -> str:
     """The engine's first way of context parallel attention that can run."""
     windowed = model.sliding_window is not None and model.sliding_window < sequence
     first = default_kind(engine, windowed)

@@ -29,7 +29,7 @@ from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.files import read_toml
 from ironlaw.plan.cluster.system import matmul_is_assumed
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engine, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
@@ -113,7 +113,7 @@ def interval_factors(
     return spread_factors(factors()[quantity], where)
 
 
-def format_shares(engine: Engine, accelerator: Accelerator, beside: Mapping[str, int]) -> dict[str, float]:
+def format_shares(engine: TrainingEngine, accelerator: Accelerator, beside: Mapping[str, int]) -> dict[str, float]:
     """What a run computes in that does not say, widest first: shares that add up to 1.
 
     By what the runs `beside` it (of its own group) state, as if before them three had been seen with the shares of the

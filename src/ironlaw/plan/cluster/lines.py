@@ -22,7 +22,7 @@ from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, opera
 from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.cluster.timeline import Times, accumulated_share, part_factors
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, update_operations
@@ -170,7 +170,7 @@ def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]
     return [(name, size / sum(moved.values())) for name, size in moved.items() if size]
 
 
-def step_flops(candidates: Candidates, engine: Engine) -> dict[Key, int]:
+def step_flops(candidates: Candidates, engine: TrainingEngine) -> dict[Key, int]:
     """FLOPs of a step by line: those of the model, whatever the layout; what is run again is not counted."""
     model, sequence = candidates.model, round(_at(candidates.sequence))
     moe = model.moe

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
@@ -53,7 +53,7 @@ PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "
 
 
 def layer_activation_bytes(
-    candidates: Candidates, engine: Engine, shape: Shape | None = None
+    candidates: Candidates, engine: TrainingEngine, shape: Shape | None = None
 ) -> tuple[Array, Array, Array]:
     """Bytes one block keeps per micro-batch on one rank: everything; its attention core; its input alone."""
     shape = shape or candidates.shape(engine)
@@ -65,7 +65,7 @@ def layer_activation_bytes(
     return slack * everything, slack * attention_core_bytes(shape), slack * entrance
 
 
-def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array, Array, Array]:
+def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tuple[Array, Array, Array]:
     """Bytes of one block and micro-batch: kept between forward and backward, on average; that recomputing brings back,
     for one block at a time; of cast weights, which autocast remembers until a forward pass is over."""
     found = candidates.of_blocks("bytes", engine, lambda part: _block_bytes(part, engine))
@@ -77,7 +77,7 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
     return kept, back, found["copies"] * np.where(full, again, np.where(selective, 1.0, 0.0))
 
 
-def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
+def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Array]:
     """What one block keeps: everything, under selective recomputation, and recomputed in full."""
     shape, kinds = candidates.shape(engine), candidates.kinds.items()
     everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
@@ -111,7 +111,7 @@ def in_flight(candidates: Candidates, stage: int | Array) -> Array:
     return np.maximum(held, 1.0)
 
 
-def peak_memory(candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> PeakMemory:
+def peak_memory(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> PeakMemory:
     """The stage with the highest peak of each job, and what the peak is made of."""
     layers = layers or stage_layers(candidates, engine.partition)
     kept = kept_activation_bytes(candidates, engine)
@@ -136,7 +136,7 @@ def _stages(candidates: Candidates, partition: str) -> list[Array]:
     return first
 
 
-def reported_bytes(candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> Array:
+def reported_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> Array:
     """Peak bytes of the rank that the engine's own log speaks of: not always the one that needs most."""
     layers = layers or stage_layers(candidates, engine.partition)
     if engine.reporting_stage == "first":
@@ -145,7 +145,7 @@ def reported_bytes(candidates: Candidates, engine: Engine, layers: StageLayers |
     return peak_memory(candidates, engine, layers).total
 
 
-def host_bytes(candidates: Candidates, engine: Engine, layers: StageLayers) -> Array:
+def host_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers) -> Array:
     """Bytes that one rank keeps in its host's memory: optimizer state with its gradients, and activations."""
     parameters = owned_parameters(candidates, layers)
     wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
@@ -192,7 +192,7 @@ class _HeldBy:
 
 
 def _stage(
-    candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array,
+    candidates: Candidates, engine: TrainingEngine, layers: StageLayers, stage: Array,
     activations_of: tuple[Array, Array, Array],
 ) -> PeakMemory:  # fmt: skip
     """What one stage of each job holds; nothing where `stage` is negative."""
@@ -229,7 +229,7 @@ def _stage(
     return PeakMemory(np.asarray(sum(parts.values())), stage, **parts)
 
 
-def _weights(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+def _weights(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
     shards, whole = candidates.shard_ranks, candidates.zero >= 3
     weights = np.where(whole, here.parameters, here.own) * engine.weight_bytes / np.where(whole, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
@@ -247,7 +247,7 @@ def _weights(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
 
 
-def _gradients(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
     in_pieces = candidates.zero >= 2
@@ -284,7 +284,7 @@ def _waiting(candidates: Candidates, here: _HeldBy) -> Array:
     return np.asarray(waits * held / candidates.tp * FP32)
 
 
-def _optimizer_state(candidates: Candidates, engine: Engine, here: _HeldBy) -> tuple[Array, Array]:
+def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> tuple[Array, Array]:
     """Master copies and moments."""
     sharded = candidates.zero >= 1
     share = np.where(candidates.offloads_optimizer, 0.0, 1.0) / np.where(sharded, candidates.shard_ranks, 1.0)
@@ -295,7 +295,7 @@ def _optimizer_state(candidates: Candidates, engine: Engine, here: _HeldBy) -> t
     return stated * engine.master_bytes * share, moments
 
 
-def _logits(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+def _logits(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
     model, tokens = candidates.model, candidates.tokens
     loss_tokens, beside = tokens, np.zeros(len(candidates))
     if not engine.fused:
@@ -312,7 +312,7 @@ def _logits(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     return np.asarray(logits + np.where(here.has_head & (candidates.sp > 0), ahead * tokens * model.hidden, 0.0))
 
 
-def _gathered(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
+def _gathered(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
     """Weights gathered for a while, gradients on their way, and buffers of messages."""
     stream = candidates.tokens * candidates.model.hidden
     message = stream / candidates.stream_shards * engine.element_bytes

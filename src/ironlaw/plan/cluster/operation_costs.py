@@ -22,7 +22,7 @@ from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds, distinct
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.system import ClusterSystem
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Policy, Shape
 from ironlaw.workload.kinds import both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
@@ -100,7 +100,7 @@ def seconds_by_part(
         yield "stream" if is_on_stream(op) else "shard", None
 
 
-def _again(op: Operation, part: str, model: ModelConfig, engine: Engine) -> tuple[float, float]:
+def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine) -> tuple[float, float]:
     """How often recomputation in full, and selective one, runs an operation of the forward pass again.
 
     Megatron repeats the attention core (NeMo of latent attention what widens it); torchtitan every other matmul and

@@ -15,7 +15,7 @@ from ironlaw.plan.cluster.candidates import Candidates, candidates_of
 from ironlaw.plan.cluster.layout_table import Table
 from ironlaw.plan.cluster.system import ClusterSystem, system_of
 from ironlaw.plan.cluster.update_cost import update_cost
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.recipe import recipe_of_layout
 from ironlaw.plan.work import Assumption
@@ -35,7 +35,7 @@ class ClusterStep:
     sequence: int  # tokens
     global_batch: int  # sequences per step
     precision: str = "bf16"
-    engine: str | Engine = DEFAULT_ENGINE
+    engine: str | TrainingEngine = DEFAULT_ENGINE
     optimizer: str = "adamw"
     flash: bool = True  # where the accelerator has it; else attention's scores are materialised
     config: RunConfig | None = None  # of a run around the model, where there is one

@@ -31,7 +31,7 @@ from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import block_costs
 from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
@@ -299,7 +299,7 @@ NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
 """Columns on which it does not hang whether our own trainer runs a layout."""
 
 
-def _able(rows: Table, engine: Engine, model: ModelConfig, ruled_out: dict[str, int]) -> Table:
+def _able(rows: Table, engine: TrainingEngine, model: ModelConfig, ruled_out: dict[str, int]) -> Table:
     """The layouts that this software can run."""
     refused = {f"{engine.name} has no {what}": rows for what, rows in capabilities.constraints(engine, rows).items()}
     if not engine.fused:

@@ -25,7 +25,7 @@ from ironlaw.machine.efficiency.hardware import (
 from ironlaw.machine.efficiency.store import load_efficiency, load_network, reference_accelerators, reference_hardware
 from ironlaw.plan.cluster.candidates import Array
 from ironlaw.plan.cluster.update_cost import ADAMW, UpdateCost
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 
 NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
 """Fabrics without constants of their own, and whose are used."""
@@ -74,7 +74,7 @@ class ClusterSystem:
 
     hardware: Hardware
     fabric: Fabric
-    engine: Engine
+    engine: TrainingEngine
     precision: str
     memory_bytes: float  # what the device reports
     update: UpdateCost = ADAMW
@@ -86,7 +86,7 @@ class ClusterSystem:
         return self.precision if self.precision in ("bf16", "fp16", "fp32", "tf32") else "bf16"
 
 
-def system_of(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> ClusterSystem:
+def system_of(cluster: Cluster, engine: TrainingEngine, precision: str, update: UpdateCost = ADAMW) -> ClusterSystem:
     """The setting of a catalogued cluster. UserError where it lacks a figure that every plan needs."""
     acc = cluster.accelerator
     if acc.memory_bytes is None:

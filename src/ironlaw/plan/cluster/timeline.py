@@ -28,7 +28,7 @@ from ironlaw.plan.cluster.collective_costs import context_kinds, cp_exchanges, e
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 
 RIVALRY = 6.0
 """Exponent of the norm that stands for max(device, host): where both are close, each waits for the other at times."""
@@ -65,7 +65,7 @@ class Times:
     embedding: Array
 
 
-def part_factors(flash: bool, engine: Engine) -> dict[str, float]:
+def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
     """What a run makes of the seconds of each part of a block.
 
     Without a fused kernel attention is two batched matmuls, as fast or slow as any other.
@@ -79,7 +79,7 @@ def part_factors(flash: bool, engine: Engine) -> dict[str, float]:
     }
 
 
-def accumulated_share(candidates: Candidates, engine: Engine) -> Array:
+def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
     """How often gradients of a block are added to those of before, per micro-batch: ours from the second one on, and
     under ZeRO-3 to a rank's own part."""
     if engine.fused:
@@ -133,7 +133,7 @@ class _Layer:
         return self.forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
 
 
-def _layer(costs: StepCosts, candidates: Candidates, engine: Engine, slow: dict[str, Array]) -> _Layer:
+def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: dict[str, Array]) -> _Layer:
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     factors = part_factors(candidates.flash, engine)
     forward_of, backward_of = (
@@ -167,7 +167,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: Engine, slow: dict[
     )  # fmt: skip
 
 
-def _sharded(costs: StepCosts, candidates: Candidates, engine: Engine, slow: Array, device: Array) -> Array:
+def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
     """Of a layer's sharded weights and gradients, what its own seconds on the device do not hide.
 
     Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
@@ -179,7 +179,7 @@ def _sharded(costs: StepCosts, candidates: Candidates, engine: Engine, slow: Arr
     return np.asarray(np.maximum(left, 0.0))
 
 
-def _launches(costs: StepCosts, candidates: Candidates, engine: Engine) -> Array:
+def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Array:
     """Seconds of the processor that launches a layer's kernels and collectives."""
     host_passes = 1 + engine.host_backward_ratio + candidates.recomputed_share
     unfused = (not candidates.flash) & (candidates.micro_batch * candidates.model.heads / candidates.tp % 4 != 0)
@@ -205,7 +205,7 @@ class _Stages:
 
 
 def _stages(
-    layer: _Layer, layers: StageLayers, candidates: Candidates, engine: Engine, head: Array, embedding: Array,
+    layer: _Layer, layers: StageLayers, candidates: Candidates, engine: TrainingEngine, head: Array, embedding: Array,
     message: Array,
 ) -> _Stages:  # fmt: skip
     # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
@@ -234,7 +234,9 @@ def _stages(
     return _Stages(slowest, others, host_excess, count, has_head, has_embedding)
 
 
-def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> Times:
+def assemble(
+    costs: StepCosts, candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None
+) -> Times:
     """Step time from its ingredients and the engine's constants."""
     layers = layers or stage_layers(candidates, engine.partition)
     slow = {

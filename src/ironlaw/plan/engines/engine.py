@@ -22,7 +22,7 @@ def constant(default: Any, unit: str, meaning: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Engine(Conventions):
+class TrainingEngine(Conventions):
     """Constants of one engine. Times in seconds, memory in bytes, the rest are ratios.
 
     Time. The processor that launches kernels works at its own pace: a stage of a micro-batch takes the longer of
@@ -128,7 +128,7 @@ class Engine(Conventions):
         """Whether selective recomputation repeats what makes latent attention's inputs wide, and not attention."""
         return self.selective_widens and model.latent is not None
 
-    def computing_in(self, precision: str, generation: str = "") -> Engine:
+    def computing_in(self, precision: str, generation: str = "") -> TrainingEngine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
         if number_format(precision).narrow:
             held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
@@ -141,13 +141,13 @@ class Engine(Conventions):
             storage=StorageFormat(4.0, gather_bytes=4.0),
         )  # fmt: skip
 
-    def on(self, generation: str) -> Engine:
+    def on(self, generation: str) -> TrainingEngine:
         """The constants on one accelerator generation."""
         values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
         return replace(self, **values)
 
 
-MEANING = {f.name: (f.metadata["unit"], f.metadata["meaning"]) for f in fields(Engine) if f.metadata} | {
+MEANING = {f.name: (f.metadata["unit"], f.metadata["meaning"]) for f in fields(TrainingEngine) if f.metadata} | {
     "rows_sent": ("", "a token to its experts: once per choice, or once per rank (island) that holds some of them"),
     "keeps_expert_outputs": ("", "rows that experts give, for the gradient of the weights they are added with"),
     "unrotated_kept": ("1", "of queries and keys before their rotation, kept beside the rotated ones"),

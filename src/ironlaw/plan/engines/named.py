@@ -15,7 +15,7 @@ from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import cache_folder, read_toml
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 
 GENERIC = "generic"
 """The engine of software that is not known."""
@@ -25,12 +25,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @lru_cache(maxsize=1)
-def engines() -> dict[str, Engine]:
+def engines() -> dict[str, TrainingEngine]:
     """All engines by name."""
     return {path.stem: _loaded(path.stem, path) for path in sorted(_FOLDER.glob("*.toml"))}
 
 
-def engine(name: str) -> Engine:
+def engine(name: str) -> TrainingEngine:
     """A shipped engine, or one that `ironlaw calibrate` saved under this name."""
     if name in engines():
         return engines()[name]
@@ -40,7 +40,7 @@ def engine(name: str) -> Engine:
     return _loaded(name, own[name], frameworks=())
 
 
-def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
+def engine_of_framework(framework: str, attention: str = "flash") -> TrainingEngine:
     """The engine behind a framework's name as people write it: the longest name that some engine lists.
 
     What the name begins with counts before what a later word of it says: "NVIDIA NeMo", "ROCm (Megatron-LM)".
@@ -73,13 +73,13 @@ def profile_path(name: str) -> Path:
     return profile_folder() / f"{name}.toml"
 
 
-def _loaded(name: str, path: Path, **fixed: Any) -> Engine:
+def _loaded(name: str, path: Path, **fixed: Any) -> TrainingEngine:
     """The engine of a file. UserError for a key or a type that is none of its own."""
     try:
         data: dict[str, Any] = read_toml(path)
     except (OSError, UserError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    kinds = {field.name: type(getattr(Engine(""), field.name)) for field in fields(Engine)}
+    kinds = {field.name: type(getattr(TrainingEngine(""), field.name)) for field in fields(TrainingEngine)}
     for key, value in data.items():
         if key not in kinds:
             raise UserError(f"{path}: unknown key '{key}': {did_you_mean(key, kinds)}")
@@ -87,4 +87,4 @@ def _loaded(name: str, path: Path, **fixed: Any) -> Engine:
         if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[key] is not bool):
             raise UserError(f"{path}: {key} must be {kinds[key].__name__}, not {value!r}")
     tuples = {key: tuple(value) for key, value in data.items() if kinds[key] is tuple}
-    return Engine(**({"name": name} | data | tuples | fixed))
+    return TrainingEngine(**({"name": name} | data | tuples | fixed))

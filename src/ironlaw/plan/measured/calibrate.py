@@ -25,7 +25,7 @@ from ironlaw.plan.cluster.jobs import candidates_of_jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
-from ironlaw.plan.engines.engine import MEANING, Engine
+from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.measured.evaluate import plannable, settled, systems_of
 from ironlaw.plan.measured.read import Run
 
@@ -99,7 +99,7 @@ class FittedConstant:
 class Calibration:
     """An engine fitted to runs, and how well it does; errors are mean absolute relative ones of step time."""
 
-    engine: Engine
+    engine: TrainingEngine
     constants: tuple[FittedConstant, ...]
     runs: int
     error_before: float
@@ -131,7 +131,7 @@ class _Block:
     index: list[int]
 
 
-def calibrate(runs: Sequence[Run], name: str, start: Engine | None = None) -> Calibration:
+def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = None) -> Calibration:
     """Fit the constants of `start` (or the engine of the runs) to the step times of `runs`."""
     usable = [r for r in runs if r.ran and r.step_seconds and "time" in r.checks]
     known, rejected = plannable(usable)
@@ -174,7 +174,7 @@ def calibrate(runs: Sequence[Run], name: str, start: Engine | None = None) -> Ca
     )
 
 
-def the_engine(runs: Sequence[Run]) -> Engine:
+def the_engine(runs: Sequence[Run]) -> TrainingEngine:
     """The engine that all runs belong to; constants of two cannot be one calibration."""
     names = sorted({run.engine.name for run in runs})
     if len(names) > 1:
@@ -186,7 +186,7 @@ def _robust_mean(errors: Array) -> float:
     return float(np.minimum(errors, 4 * np.median(errors) + 1e-9).mean())
 
 
-def _without(engine: Engine, generations: set[str]) -> dict[str, dict[str, float]]:
+def _without(engine: TrainingEngine, generations: set[str]) -> dict[str, dict[str, float]]:
     """Overrides per generation, less those that the calibrated values stand for."""
     fitted = {c.name for c in CONSTANTS}
     kept = {
@@ -199,7 +199,7 @@ def _without(engine: Engine, generations: set[str]) -> dict[str, dict[str, float
 class _Problem:
     """Constants as prior spreads from the start (all zero: the start itself), and what follows from them."""
 
-    def __init__(self, runs: Sequence[Run], engine: Engine) -> None:
+    def __init__(self, runs: Sequence[Run], engine: TrainingEngine) -> None:
         self.noise = NOISE[0]
         self.measured = np.array([run.step_seconds for run in runs], dtype=float)
         self.blocks: list[_Block] = []

@@ -16,7 +16,7 @@ from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.jobs import TrainingJob, candidates_of_jobs, structure
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, usable_bytes
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.measured.read import Alternative, Run
 
 
@@ -96,12 +96,12 @@ def in_layout(every: float | None = None, **changes: Any) -> Callable[[TrainingJ
     return lambda job: replace(job, layout=replace(job.layout, **changes), every=every)
 
 
-def _sharding(engine: Engine) -> Iterator[Attempt]:
+def _sharding(engine: TrainingEngine) -> Iterator[Attempt]:
     yield in_layout(), ()
     yield in_layout(zero=3), ("zero = 3, for with less sharding the run would not fit",)
 
 
-def _micro_batch(engine: Engine) -> Iterator[Attempt]:
+def _micro_batch(engine: TrainingEngine) -> Iterator[Attempt]:
     """Without a pipeline few large micro-batches are never slower than many small ones; above eight little changes."""
     for most in (8, 4, 2, 1):
 
@@ -112,7 +112,7 @@ def _micro_batch(engine: Engine) -> Iterator[Attempt]:
         yield change, (f"micro_batch = {most} at most{why}",)
 
 
-def _recomputation(engine: Engine) -> Iterator[Attempt]:
+def _recomputation(engine: TrainingEngine) -> Iterator[Attempt]:
     """An engine that recomputes block by block is taken to be tuned: no more of them than needed."""
     yield in_layout(recompute="none"), ("recompute = none",)
     if engine.recomputes_by_block:

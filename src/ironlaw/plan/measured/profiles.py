@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ironlaw.files import write_text
-from ironlaw.plan.engines.engine import MEANING, Engine
+from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import profile_path
 from ironlaw.plan.measured.calibrate import Calibration
 
@@ -24,7 +24,7 @@ def save_profile(name: str, found: Calibration, runs: str) -> Path:
 
 
 def _text(found: Calibration, runs: str) -> str:
-    engine, plain = found.engine, Engine("")
+    engine, plain = found.engine, TrainingEngine("")
     skipped = ("name", "source", "frameworks", "by_generation", *(c.name for c in found.constants))
     head = f"{found.runs} runs of {Path(runs).name}"
     lines = [
@@ -36,7 +36,7 @@ def _text(found: Calibration, runs: str) -> str:
         "",
         "# conventions",
     ]
-    for field in fields(Engine):
+    for field in fields(TrainingEngine):
         value = getattr(engine, field.name)
         if field.name in skipped or value == getattr(plain, field.name):
             continue

@@ -22,7 +22,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.intervals import format_shares
 from ironlaw.plan.cluster.jobs import TrainingJob, plain_model
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
@@ -60,7 +60,7 @@ class Run:
 
     id: str
     group: str
-    engine: Engine
+    engine: TrainingEngine
     cluster: Cluster
     precision: str
     job: TrainingJob
@@ -76,7 +76,7 @@ class Run:
     precisions: Mapping[str, float] = field(default_factory=dict)  # shares, where the row does not say: a mixture
 
 
-def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
+def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
     """The rows that can be planned, and (id, group, reason) of those that cannot; `engine` in place of each row's."""
     runs: list[Run] = []
     rejected: list[tuple[str, str, str]] = []
@@ -110,7 +110,7 @@ def _stated_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
     return found
 
 
-def _run(identity: str, cells: Cells, engine: Engine | None, stated: Mapping[str, int]) -> Run:
+def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Mapping[str, int]) -> Run:
     count = cells.needed("accelerators")
     acc, note = accelerator_of(cells.text("accelerator"))
     acc, rack = in_rack(acc, cells.text("interconnect"))
@@ -150,7 +150,7 @@ def _run(identity: str, cells: Cells, engine: Engine | None, stated: Mapping[str
     )
 
 
-def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
+def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: TrainingEngine) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""
     layout, found = job.layout, []
     if cells.whole("virtual_stages") is None and layout.pp > 1:
@@ -186,7 +186,7 @@ def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
     return max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None)
 
 
-def _engine(cells: Cells, attention: str) -> Engine:
+def _engine(cells: Cells, attention: str) -> TrainingEngine:
     framework = cells.text("framework")
     try:
         return engine_of_framework(framework, attention)
@@ -196,7 +196,7 @@ def _engine(cells: Cells, attention: str) -> Engine:
         return engine_named(GENERIC)
 
 
-def _job(cells: Cells, engine: Engine, count: int, model: ModelConfig, flash: bool) -> TrainingJob:
+def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, flash: bool) -> TrainingJob:
     ep = cells.given("ep", 1)
     if ep > 1 and model.moe is None:
         raise UserError(
@@ -256,7 +256,7 @@ def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
     return micro, cells.assume("global_batch", dp * micro, "one micro-batch") if batch is None else batch
 
 
-def _virtual(cells: Cells, engine: Engine, layers: int, layout: Layout, global_batch: int) -> int:
+def _virtual(cells: Cells, engine: TrainingEngine, layers: int, layout: Layout, global_batch: int) -> int:
     """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
     said = cells.whole("virtual_stages")
     if said is not None:

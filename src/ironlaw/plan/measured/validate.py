@@ -22,7 +22,7 @@ import numpy as np
 
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.measured.evaluate import Prediction, evaluate, of_runs, plannable, settled, with_alternative
 from ironlaw.plan.measured.read import Run, read_runs
 
@@ -77,7 +77,7 @@ class ValidationRecord:
         }
 
 
-def validate(path: Path, engine: Engine | None = None) -> ValidationRecord:
+def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
     """Plan every run of a CSV file and compare with what was measured; `engine` in place of each row's own."""
     read, unread = read_runs(path, engine)
     known, unknown = plannable(read)
