@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
 import sys
@@ -51,12 +50,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def verbs() -> str:
-    from ironlaw.cli.main import VERBS
+    from ironlaw.cli.main import VERBS, module_of
 
     head = "Written from the command line itself: `ironlaw VERB --help` says the same. Every verb takes `--json`."
     parts = [f"# Verbs\n\n{head}\n"]
     for verb, about in VERBS.items():
-        function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
+        function = getattr(module_of(verb), verb)
         parts.append(f"## {verb}\n\n{about}\n")
         for command in getattr(function, "registered_commands", ()):
             name = command.name or command.callback.__name__
