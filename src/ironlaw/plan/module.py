@@ -229,7 +229,7 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
             ACCELERATOR_FACTORS,
             f"eager kernels by the constants of {found.generation}; interval assumed",
             ACCELERATOR_MEMORY_INTERVAL,
-            fragmentation=0.2,
+            held=(1.0, 1.0, 1.2),
         ),
         precision=wanted,
         precision_reason=reason,

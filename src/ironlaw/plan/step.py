@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,23 @@ class StepPlan:
     @property
     def fits(self) -> bool:
         """Whether a host holds all of its ranks."""
-        return self.local_ranks * (self.peak_bytes + self.profile.runtime_bytes) <= self.profile.memory_bytes
+        return self.local_ranks * self.system.process_bytes(self.peak_bytes) <= self.profile.memory_bytes
+
+    @property
+    def planned_as(self) -> str:
+        """The precision whose measurements stand for the run's."""
+        return measured_precision(self.precision.value, self.profile)
+
+    @cached_property
+    def system(self) -> PlannedOn:
+        return PlannedOn.measured(self.profile, self.planned_as, self.hosts, trainer=True)
 
     def ledger(self) -> Ledger:
         """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
         fullest = max(self.stages, key=lambda stage: stage.memory.total)
         notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
         ledger = Ledger("plan", lines=merged(self._lines()), memory=fullest.memory.lines(notes))
-        measured = measured_precision(self.precision.value, self.profile)
-        system = PlannedOn.measured(self.profile, measured, self.hosts)
+        system = self.system
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
         pace = {}
@@ -120,7 +129,7 @@ class StepPlan:
             | {
                 "peak_at": fullest.memory.where,
                 "matmul_peak_flops_per_second": system.peak_flops_per_second,
-                "planned_as": measured,
+                "planned_as": self.planned_as,
             }
         )
         add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)
