@@ -51,6 +51,7 @@ def test_a_mistake_is_one_line_that_says_what_to_write(text, words):
         ("dp=16 zero=3 shard=3", "cannot be grouped by shard = 3"),
         ("dp=16 shard=8", "needs zero=1, 2 or 3"),
         ("dp=16 schedule=zb", "needs pp > 1"),
+        ("dp=4 pp=4 schedule=zb", None),
         ("dp=4 pp=4 schedule=zbv", None),
         ("dp=4 pp=4 schedule=zbv micro_batch=4", "needs 2 pp = 8 micro-batches"),
         ("dp=4 pp=4 schedule=dualpipe virtual_stages=4", "two chunks per rank"),
@@ -65,6 +66,12 @@ def test_why_a_layout_cannot_run(layout, words):
     count = 16 if layout != "tp=3" else None
     reason = parsed.reason_invalid(LLAMA, sequence=8192, global_batch=64, accelerators=count)
     assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+def test_split_passes_come_in_equal_rounds():
+    """As PyTorch's schedule has them, which ends a run otherwise."""
+    found = [parse_layout("pp=3 schedule=zb").reason_invalid(LLAMA, sequence=8192, global_batch=n) for n in (15, 16)]
+    assert found == [None, "schedule=zb needs the 16 micro-batches divisible by pp = 3"]
 
 
 def test_accumulation_follows_from_the_global_batch():

@@ -200,11 +200,13 @@ class Layout:
         if self.accumulation is not None and per_round * self.accumulation != global_batch:
             batch = self.global_batch()
             return f"dp x micro_batch x accumulation is {batch} sequences, the global batch is {global_batch}"
-        if self.virtual_stages > 1 and self.schedule not in V_SHAPED and (global_batch // per_round) % self.pp:
-            return f"interleaving needs the {global_batch // per_round} micro-batches divisible by pp = {self.pp}"
-        if self.schedule in V_SHAPED and global_batch // per_round < 2 * self.pp:
-            count = global_batch // per_round
+        count = global_batch // per_round
+        if self.virtual_stages > 1 and self.schedule not in V_SHAPED and count % self.pp:
+            return f"interleaving needs the {count} micro-batches divisible by pp = {self.pp}"
+        if self.schedule in V_SHAPED and count < 2 * self.pp:
             return f"schedule={self.schedule} needs 2 pp = {2 * self.pp} micro-batches or more, there are {count}"
+        if self.schedule == "zb" and count % max(1, count // self.pp):  # PyTorch's takes them in equal rounds
+            return f"schedule=zb needs the {count} micro-batches divisible by pp = {self.pp}"
         return None
 
     def check(self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None) -> None:

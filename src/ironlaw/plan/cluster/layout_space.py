@@ -209,4 +209,6 @@ def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
     virtual, schedule = pair
     if SCHEDULES[schedule] in V_SHAPED:
         return accumulation >= 2 * pp
+    if SCHEDULES[schedule] == "zb" and accumulation % max(1, accumulation // pp):
+        return False
     return virtual == 1 or accumulation % pp == 0
