@@ -15,7 +15,7 @@ from ironlaw.machine.profile import MatmulFit, Profile
 from ironlaw.machine.timing import MeasuredMachine
 from ironlaw.plan import record
 from ironlaw.plan.step import choose_precision, plan_run
-from ironlaw.plan.totals import HELD_BY_TRAINER, LIBRARY_BYTES, fits
+from ironlaw.plan.totals import HELD_BY_TRAINER, HELD_WHEN_PROFILED, LIBRARY_BYTES, fits
 from ironlaw.workload.operations import Operation
 
 Config = Callable[..., RunConfig]
@@ -76,10 +76,11 @@ def test_precision_is_chosen_by_time_and_only_for_a_clear_gain(
 def test_fits_compares_the_process_with_the_memory(
     tiny_config: Config, machine_profile: Profile, user_cache: Path
 ) -> None:
-    ledger = plan_run(tiny_config(), machine_profile)
-    needed = ledger.totals["resident_bytes"].value
-    tensors, held = ledger.totals["peak_bytes"].value, HELD_BY_TRAINER[1]
-    assert needed == held * tensors + machine_profile.runtime_bytes + LIBRARY_BYTES
+    for steps, held in ((0, HELD_BY_TRAINER), (5, HELD_WHEN_PROFILED)):
+        ledger = plan_run(tiny_config(train={"profile_steps": steps}), machine_profile)
+        needed, tensors = (ledger.totals[name].value for name in ("resident_bytes", "peak_bytes"))
+        assert needed == held[1] * tensors + machine_profile.runtime_bytes + LIBRARY_BYTES
+    needed = plan_run(tiny_config(), machine_profile).totals["resident_bytes"].value
     for memory, answer in ((needed + 1, True), (needed - 1, False)):
         assert fits(plan_run(tiny_config(), replace(machine_profile, memory_bytes=int(memory)))) is answer
 

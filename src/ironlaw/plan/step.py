@@ -108,7 +108,7 @@ class StepPlan:
 
     @cached_property
     def system(self) -> PlannedOn:
-        return PlannedOn.measured(self.profile, self.planned_as, self.hosts, trainer=True)
+        return PlannedOn.measured(self.profile, self.planned_as, self.hosts, self.config)
 
     def ledger(self) -> Ledger:
         """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
