@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
-from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply
+from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, held_by_process
 from ironlaw.workload.finetune import adapters_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
@@ -99,23 +98,16 @@ class StepPlan:
     @property
     def fits(self) -> bool:
         """Whether a host holds all of its ranks."""
-        return self.local_ranks * self.system.process_bytes(self.peak_bytes) <= self.profile.memory_bytes
-
-    @property
-    def planned_as(self) -> str:
-        """The precision whose measurements stand for the run's."""
-        return measured_precision(self.precision.value, self.profile)
-
-    @cached_property
-    def system(self) -> PlannedOn:
-        return PlannedOn.measured(self.profile, self.planned_as, self.hosts, self.config)
+        context, (_, held, _) = held_by_process(self.profile, self.config)
+        return self.local_ranks * (context + held * self.peak_bytes) <= self.profile.memory_bytes
 
     def ledger(self) -> Ledger:
         """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
         fullest = max(self.stages, key=lambda stage: stage.memory.total)
         notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
         ledger = Ledger("plan", lines=merged(self._lines()), memory=fullest.memory.lines(notes))
-        system = self.system
+        measured = measured_precision(self.precision.value, self.profile)
+        system = PlannedOn.measured(self.profile, measured, self.hosts, self.config)
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
         pace = {}
@@ -129,7 +121,7 @@ class StepPlan:
             | {
                 "peak_at": fullest.memory.where,
                 "matmul_peak_flops_per_second": system.peak_flops_per_second,
-                "planned_as": self.planned_as,
+                "planned_as": measured,
             }
         )
         add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)

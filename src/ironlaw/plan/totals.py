@@ -37,6 +37,16 @@ EMULATED_FACTOR = 10.0
 (fp8) to 3.9 (mxfp4) times bf16's on two CPU cores; the ratio grows where products are faster or narrower."""
 
 
+def held_by_process(profile: Profile, trainer: RunConfig | None) -> tuple[float, tuple[float, float, float]]:
+    """Bytes of a process here before any tensor is, and what it holds per byte of tensors, as `HELD`: in a run of our
+    trainer, or with any module."""
+    if trainer is None or profile.device != "cpu":
+        return profile.runtime_bytes, HELD
+    return profile.runtime_bytes + LIBRARY_BYTES, (
+        HELD_WHEN_PROFILED if trainer.train.profile_steps else HELD_BY_TRAINER
+    )
+
+
 @dataclass(frozen=True)
 class PlannedOn:
     """What a plan runs on, as far as its totals need it. Bytes of one device or of one process on the machine."""
@@ -58,20 +68,16 @@ class PlannedOn:
         measured in."""
         low, high, basis = time_interval(profile)
         machines = "this machine" if hosts == 1 else f"this machine and {hosts - 1} like it"
-        libraries, held, tensors, more = 0, HELD, "tensors", "; more when the allocator fragments"
-        if trainer is not None and profile.device == "cpu":
-            libraries, held = LIBRARY_BYTES, HELD_WHEN_PROFILED if trainer.train.profile_steps else HELD_BY_TRAINER
+        context, held = held_by_process(profile, trainer)
+        tensors, more = "tensors", "; more when the allocator fragments"
+        if held != HELD:
             tensors, more = f"{held[1]} times the tensors, as freed memory is kept,", ""
         return cls(
-            profile.name, profile.memory_bytes, profile.runtime_bytes + libraries,
+            profile.name, profile.memory_bytes, context,
             f"{tensors} plus the measured size of a process that trains almost nothing{more}",
             hosts * profile.matmul_peak(precision), f"the measured {precision} matmul rate of {machines}",
             (low, high), f"sum of the operations' measured curves; {basis}", held=held,
         )  # fmt: skip
-
-    def process_bytes(self, tensors: float) -> float:
-        """Of a process, or what of a device is taken, with so many bytes of tensors at the highest moment."""
-        return self.context_bytes + self.held[1] * tensors
 
     def at_pace(self, pace: float) -> PlannedOn:
         """The same, planned for the speed seen just now; the interval holds that it stays so, and that it passes.
@@ -110,10 +116,9 @@ def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -
         tensors, calculated, f"tensors alive at the highest moment ({where})",
         tensors * (1 - system.memory_interval), tensors * (1 + system.memory_interval),
     )  # fmt: skip
-    least, _, most = (system.context_bytes + held * tensors for held in system.held)
+    least, resident, most = (system.context_bytes + held * tensors for held in system.held)
     totals["resident_bytes"] = Estimate(
-        system.process_bytes(tensors), calculated, system.context_basis,
-        least * (1 - max(system.memory_interval, RESIDENT_INTERVAL)), most,
+        resident, calculated, system.context_basis, least * (1 - max(system.memory_interval, RESIDENT_INTERVAL)), most,
     )  # fmt: skip
 
 
