@@ -85,7 +85,7 @@ def same(one: Batch[np.ndarray], other: Batch[np.ndarray]) -> None:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "processes" not in request.node.name:  # which would not know
-        monkeypatch.setattr("ironlaw.data.mock._TOKENS", 2**17)
+        monkeypatch.setattr("ironlaw.data.prepare._MOCK_TOKENS", 2**17)
     monkeypatch.setattr("ironlaw.data.stream.BLOCK_BYTES", 8000)
 
 

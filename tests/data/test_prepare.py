@@ -22,7 +22,7 @@ from ironlaw.data import source as preparation
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.prepare import prepare
-from ironlaw.data.unigram import token_counts, unigram_loss
+from ironlaw.data.stats import token_counts, unigram_loss
 from ironlaw.errors import UserError
 
 VOCAB = 320
@@ -143,18 +143,17 @@ def test_interrupted_leaves_nothing(
 def test_of_two_processes_the_slower_one_finds_the_folder_made(tmp_path: Path) -> None:
     final, order = tmp_path / "x", []
 
-    def second() -> None:
-        with building.making(final) as place:
-            order.append(place)
-
-    with building.making(final) as place:
-        thread = threading.Thread(target=second)
-        thread.start()
+    def first(place: Path) -> None:
+        threads.append(threading.Thread(target=lambda: building.make(final, order.append)))
+        threads[0].start()
         time.sleep(0.05)
         order.append(place)
         (place / "who").write_text("first")
-    thread.join()
-    assert order == [tmp_path / ".partial-x", final]
+
+    threads: list[threading.Thread] = []
+    building.make(final, first)
+    threads[0].join()
+    assert order == [tmp_path / ".partial-x"]
     assert (final / "who").read_text() == "first" and list(tmp_path.iterdir()) == [final]
 
 
@@ -220,7 +219,7 @@ def test_unigram_loss_by_hand() -> None:
 
 def test_counts_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, dataset: Dataset) -> None:
     whole = np.bincount(dataset.train, minlength=dataset.vocab)
-    monkeypatch.setattr("ironlaw.data.unigram._CHUNK", 100)
+    monkeypatch.setattr("ironlaw.data.stats._CHUNK", 100)
     np.testing.assert_array_equal(token_counts(dataset.train, dataset.vocab), whole)
 
 

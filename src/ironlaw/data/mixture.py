@@ -20,11 +20,11 @@ from ironlaw.data.batches import Samples
 from ironlaw.data.config import DataConfig, SourceConfig
 from ironlaw.data.dataset import Dataset, Statistics
 from ironlaw.data.order import mix, permuted
+from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, TokenArray, join, join_bounds
-from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.source import prepare_source
 from ironlaw.data.splits import SPLITS
-from ironlaw.data.unigram import unigram_loss
+from ironlaw.data.stats import unigram_loss
 from ironlaw.errors import UserError
 
 BLOCK = 4096

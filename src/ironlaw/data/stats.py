@@ -1,5 +1,6 @@
-"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose; and a
-batch taken apart again, each row's documents as text where there is a tokenizer."""
+"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose, the loss
+of a model that knows how often each token occurs and nothing else; and a batch taken apart again, each row's documents
+as text where there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import numpy as np
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.packing import best_fit, concatenated, packed_report
+from ironlaw.data.shards import TokenArray
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenizer import Tokenizer
-from ironlaw.data.unigram import token_counts
 
 SCHEMA_VERSION = 1
+_CHUNK = 2**24  # tokens counted at a time: bincount needs a 64-bit copy of them
 _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -89,3 +91,29 @@ def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: 
         entry = {"row": number, "tokens": int(real.sum()), "padding": int((~real).sum()), "documents": documents}
         rows.append(entry)
     return rows
+
+
+def token_counts(tokens: TokenArray, vocab: int) -> np.ndarray:
+    """(vocab,) int64: how often each id occurs in `tokens` (any shape (n,), may be memory-mapped)."""
+    counts = np.zeros(vocab, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab)
+    return counts
+
+
+def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float | None:
+    """Cross-entropy of the validation tokens in nats per token; None when there are none.
+
+    Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
+    """
+    return loss_of_counts(token_counts(train, vocab), token_counts(validation, vocab))
+
+
+def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
+    """The same from how often each id occurs."""
+    total = int(validation.sum())
+    if total == 0:
+        return None
+    seen = train + 1.0
+    log_probability = np.log(seen) - np.log(seen.sum())
+    return float(-(validation @ log_probability) / total)

@@ -28,8 +28,8 @@ from ironlaw.data.batches import check_world, empty, fill_window
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Statistics, Stream
 from ironlaw.data.order import mix, permuted
+from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import token_dtype
-from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import append_json_line, read_json_lines, sha256
