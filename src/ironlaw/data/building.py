@@ -90,9 +90,8 @@ def build(
     if work.shards:  # of an earlier call
         index = {**work.head, "shards": work.shards}
         for split in SPLITS:
-            tokens = shards.open_tokens(work.folder, index, split)
-            marks = shards.open_marks(work.folder, index, split)
-            learned = tokens if marks is None else np.asarray(tokens)[np.asarray(marks) == 0]
+            made = shards.open_split(work.folder, index, split)
+            learned = made.tokens if made.marks is None else np.asarray(made.tokens)[np.asarray(made.marks) == 0]
             counts[split] += token_counts(learned, vocab)
 
     def finish(writer: shards.ShardWriter) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import CHATS, DataConfig, SourceConfig
-from ironlaw.data.dataset import Dataset, Statistics
+from ironlaw.data.dataset import Dataset
 from ironlaw.data.mixture import prepare_mixture
 from ironlaw.data.sample import shared_tokenizer
-from ironlaw.data.shards import Progress, token_dtype
+from ironlaw.data.shards import Progress, TokenSplit, token_dtype
 from ironlaw.data.source import Say, folder_name, prepare_source
 from ironlaw.data.stream import open_stream
 from ironlaw.errors import UserError
@@ -74,22 +74,15 @@ def _mock(config: DataConfig, vocab: int) -> Dataset:
     dtype = token_dtype(vocab)
     tokens = generator.integers(0, vocab, _MOCK_TOKENS, dtype=dtype.newbyteorder("="))
     cut = int(len(tokens) * (1 - config.validation_fraction))
-    train, validation = tokens[:cut], tokens[cut:]
-    bounds = [_mock_documents(generator, len(part)) for part in (train, validation)]
+    parts = (tokens[:cut], tokens[cut:])
+    train, validation = (TokenSplit(part, _mock_documents(generator, len(part))) for part in parts)
     return Dataset(
         train=train,
         validation=validation,
-        train_documents=bounds[0],
-        validation_documents=bounds[1],
         vocab=vocab,
         end_of_text=0,
         end_of_text_token=None,
         tokenizer_path=None,
-        statistics=Statistics(
-            documents={"train": len(bounds[0]) - 1, "validation": len(bounds[1]) - 1},
-            tokens={"train": len(train), "validation": len(validation)},
-            bytes={"train": 0, "validation": 0},
-        ),
         unigram_loss=math.log(vocab),
         name="mock",
     )
