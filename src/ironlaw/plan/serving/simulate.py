@@ -95,7 +95,7 @@ def play(
         if not running and not waiting:
             clock = max(clock, arrivals[0])
             continue
-        kept = held = 0
+        kept = held = 0.0
         decoding: list[_Request] = []
         prefilling: list[_Request] = []
         for one in running:
