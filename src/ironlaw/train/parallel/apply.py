@@ -18,6 +18,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
+from ironlaw.model.parameters import Parameter
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import adapted, experts, materialize, pipeline, tensor
@@ -26,7 +27,6 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import stages_of
 from ironlaw.workload.sharding import shards_hidden
 

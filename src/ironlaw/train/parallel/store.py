@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
 from ironlaw.train.parallel.materialize import pieces, read_checkpoint
@@ -30,7 +31,6 @@ from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import Parameter, model_parameters
 
 NAME = "sharded"
 FOLDER = "shards"
