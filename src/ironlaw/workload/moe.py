@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from ironlaw.ledger import Phase
-from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.blocks import FP32, INDEX, Shape, elementwise
 from ironlaw.workload.conventions import OURS
@@ -23,12 +22,9 @@ from ironlaw.workload.forward import activated, attention_half, branch_gradient,
 from ironlaw.workload.layers import joining, linear, norm, product_gradients, quantising, residual, weight_cast
 from ironlaw.workload.operations import (
     Operation,
-    Parameter,
     call,
-    feed_forward_parameters,
     gradient_first,
     gradient_last,
-    linear_parameters,
     product,
 )
 from ironlaw.workload.sizes import Size, any_of, divided, is_array, larger, smaller
@@ -50,26 +46,6 @@ def moe_block(shape: Shape) -> list[Operation]:
 def _of(shape: Shape) -> MoEConfig:
     assert shape.model.moe is not None
     return shape.model.moe
-
-
-def expert_parameters(model: ModelConfig, name: str) -> list[Parameter]:
-    """Router, the matrices of all experts stacked, which divide over ep and over tp, and the shared experts."""
-    assert model.moe is not None
-    count, hidden, width, bias = model.moe.experts, model.hidden, model.expert_ffn_size, model.moe.bias
-    result = linear_parameters(f"{name}.router", count, hidden, partial=True)
-    if bias:
-        result.append(Parameter(f"{name}.router.score_bias", (count,)))
-    shapes = {"gate": (count, width, hidden), "up": (count, width, hidden), "down": (count, hidden, width)}
-    for which in ("gate", "up", "down") if model.gated_ffn else ("up", "down"):
-        over = (("ep", 0), ("tp", 2 if which == "down" else 1))
-        result.append(Parameter(f"{name}.experts.{which}.weight", shapes[which], divided=over))
-        if bias:
-            result.append(Parameter(f"{name}.experts.{which}.bias", shapes[which][:2], divided=over[:1]))
-    if model.moe.shared_experts:
-        result += feed_forward_parameters(model, f"{name}.shared", model.shared_ffn_size)
-    if model.moe.shared_gate:
-        result += linear_parameters(f"{name}.shared_gate", 1, hidden, partial=True)
-    return result
 
 
 def rows(shape: Shape) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.workload.blocks import FP32, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
@@ -29,7 +30,6 @@ from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import BF16, adamw_operations, update_operations
-from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies

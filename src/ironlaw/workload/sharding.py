@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import ROWS, Parameter, model_parameters
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import ROWS, changed
-from ironlaw.workload.parameters import Parameter, model_parameters
+from ironlaw.workload.operations import changed
 from ironlaw.workload.pipeline import layers_of
 
 FP32 = 4

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import elements_of, of_latent_attention
 from ironlaw.plan.cluster.block_values import Array, BlockValues, Known, distinct_rows
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
@@ -261,7 +262,8 @@ class Candidates:
         copied = 2 * model.hidden * (np.maximum(part, model.size_of_head) - part)
         if model.latent is None:
             return np.asarray(copied)
-        return np.asarray(copied + model.latent.narrow_parameters(model.hidden) * (1 - 1 / self.tp))
+        narrow = elements_of(p for p in of_latent_attention(model) if p.partial)
+        return np.asarray(copied + narrow * (1 - 1 / self.tp))
 
     @property
     def local_block_parameters(self) -> Array:

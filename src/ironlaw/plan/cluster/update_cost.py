@@ -17,9 +17,9 @@ from typing import cast, get_args
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, OptimizerName, state_bytes, update_operations
-from ironlaw.workload.parameters import Parameter, model_parameters
 
 ADAMW_BYTES = 34.0  # moved per parameter: 7 fp32 tensors, the 16-bit weight, the fp32 gradient once more
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.parameters import model_parameters
+from ironlaw.model.parameters import model_parameters
 
 Number = Any
 """A float, or an array over many rows."""

@@ -80,6 +80,7 @@ class ServingEngine:
     memory_fraction:  of the device's memory, that weights and cache may take; where `of_free`, of what weights leave.
     host:       "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native":
                 launches them from a compiled language.
+    windows:    pages behind a window are free again: "layer": of the layers that have one, "model": where all have.
     sampled:    rows of logits it makes room for before it hands out the cache, on small and on large devices.
     """
 
@@ -91,6 +92,7 @@ class ServingEngine:
     of_free: bool = False
     host: str = "graphs"
     emit: str = ""
+    windows: str = "layer"
     sampled: Sequence[int] = (0, 0)
 
 

@@ -46,6 +46,8 @@ class System:
     pp:       parts of the layers one after another; attention_dp: copies of attention, each with its own sequences.
     bandwidth, link:  bytes/s of one device; peak, wide_peak: FLOP/s of products and of 16-bit attention.
     dense_bytes, head_bytes, expert_bytes, cache_bytes:  per element.
+    windowed_pages:  share of the cache whose pages are free again behind a window (`Demand.windowed`, where the engine
+    hands them out by kind of layer).
     sampled:  rows of logits that the engine leaves room for.
     drafted, acceptance:  tokens proposed to a pass, and the chance that one stands; draft: what proposes them, on the
     same devices; None: nothing that takes their time, as n-grams.
@@ -66,6 +68,7 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
+    windowed_pages: Number
     sampled: Number = 0.0
     drafted: Number = 0.0
     acceptance: Number = 0.0
@@ -82,6 +85,10 @@ class System:
         d = self.demand
         dense = (d.dense - d.head) * self.dense_bytes + (d.head + d.table) * self.head_bytes
         return dense * self.attention_dp + d.experts * self.expert_bytes
+
+    def held_tokens(self, length: Number) -> Number:
+        """Of a sequence, that its pages hold, as a mean over layers."""
+        return length - self.windowed_pages * np.maximum(length - self.demand.window, 0.0)
 
     @property
     def cache_parts(self) -> Number:

@@ -21,13 +21,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import read_weights
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
 from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.names import COPY, by_parts, mark_fused, named_tensors
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import Parameter, model_parameters
 
 
 def shapes(config: ModelConfig) -> Transformer:
