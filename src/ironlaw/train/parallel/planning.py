@@ -87,7 +87,7 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
 
 def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cluster, str]:
     """The job's cluster by the catalogue, and what was assumed to find it."""
-    acc, assumed = accelerator_of(profile.device)
+    acc, assumed = accelerator_of(profile.name)
     usual = node(acc.default_node)
     return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
 
