@@ -107,7 +107,8 @@ def _planned(
             )
             for part, phase in _PARTS.items():
                 sums[phase] += parts.get(part, math.nan)
-        totals = _played(clock, facts, steps, requests) if passes and facts["speculation"] == "none" else {}
+        is_played = facts.get("request_seconds") and facts["speculation"] == "none"
+        totals = _played(clock, facts, steps, requests) if is_played else {}
     except (UserError, KeyError, TypeError, ValueError) as error:
         return {}, {}, f"not planned: {error}"
     notes = []
