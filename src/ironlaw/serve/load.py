@@ -351,8 +351,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}
 
 
-async def _crowds(url: str, key: str, vocab: str) -> None:
-    """Random prompts for a server that warms up: every line of the standard input is one crowd."""
+async def _crowds() -> None:
+    """Random prompts for a server that warms up. The first line of the standard input says where (a command line would
+    show its key to everybody), every other line is one crowd."""
+    url, key, vocab = sys.stdin.readline().split()
     client, draws = Client(url, None, key, 60.0), random.Random(0)
     print(flush=True)
     for line in sys.stdin:
@@ -365,4 +367,4 @@ async def _crowds(url: str, key: str, vocab: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_crowds(*sys.argv[1:]))
+    asyncio.run(_crowds())
