@@ -59,13 +59,15 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
-        **dict.fromkeys(("added_gradients", "left_in_eval", "retained_graphs", "unscaled", "zeroed_gradients"), at),
+        **dict.fromkeys(
+            ("added_gradients", "left_in_eval", "optimizer_made", "retained_graphs", "unscaled", "zeroed_gradients"), at
+        ),
         **dict.fromkeys(("graphs_again", "idle_gradients", "padding", "untouched_rows"), part),
-        **dict.fromkeys(("unread_values", "zero_products"), part),
+        **dict.fromkeys(("unread_values", "zero_products", "broadcasts", "float64_operations"), part),
         "places": dict[str, str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
-        "float64": _record(saved=Number, place=text),
+        **dict.fromkeys(("bf16", "float64"), _record(saved=Number, place=(text, None))),
         "forward_lines": list[str],
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
         "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],

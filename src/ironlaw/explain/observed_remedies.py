@@ -124,11 +124,11 @@ def _float64(now: ObservedPlans) -> list[Proposal]:
 
 
 def _precision(now: ObservedPlans) -> list[Proposal]:
-    saved = now.saved("bf16")
-    if saved is None:
+    found = now.fact("bf16")
+    if not found:
         return []
     how = f'with torch.autocast("{now.fact("device")}", dtype=torch.bfloat16): around the forward pass'
-    return _saved(now, how, saved, "planned: both precisions on this machine's curves")
+    return _saved(now, how, found["saved"] * now.phase(*PASSES), f"forward and backward pass {BOTH_WAYS}")
 
 
 def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Rule
+from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.ledger import Kind, Phase
 from ironlaw.units import percent
 
@@ -202,6 +202,6 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "device_busy", Axis.ALGORITHM, 0.70, _traced(Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
         "The device computes {percent} of the step: nothing holds it up.",
         "only less work or faster kernels shorten the step", "a device that is fed and does not wait for others",
-        _busy_figures, fault=False,
+        _busy_figures, tier=Tier.CEILING,
     ),
 )  # fmt: skip

@@ -99,8 +99,6 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, tuple[list
     """Inputs and precision of the same module as it could be run: a remedy is worth the difference of two plans."""
     assert observed.signature is not None
     wanted: dict[str, tuple[list[Input], str | None]] = {}
-    if observed.facts["precision"] == "fp32":
-        wanted["bf16"] = observed.signature, "bf16"
     batches = {i.shape[0] for i in observed.signature if i.shape}
     if len(batches) == 1:  # else it is no batch: nodes and edges of one graph
         factor = larger_by(observed.facts) * batches.pop()

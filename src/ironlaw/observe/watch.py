@@ -184,10 +184,12 @@ class Watch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward pass that does not begin with calling the model, as in Lightning's `training_step`."""
-        self._forward_begins(self.model, (), {})
+        """A forward pass that does not begin with calling the model, as in Lightning's `training_step`: one, whatever
+        parts it calls."""
+        before = self._forwards
         with self.phase(Phase.FORWARD):
             yield
+        self._forwards = before + 1
 
     def evaluation(self) -> contextlib.AbstractContextManager[None]:
         return self.phase(Phase.EVALUATION)
