@@ -164,9 +164,9 @@ def test_bursts_of_other_programs_come_after_what_the_code_does(plan: Ledger) ->
 
 
 def test_sleeping_in_the_loop_is_its_own_doing_and_waiting_for_a_core_is_not(plan: Ledger) -> None:
-    slept = verdict(plan, phases={"idle": 0.1}, facts={"run_delay": 2.0})
+    slept = verdict(plan, phases={"idle": 0.1}, facts={"delayed_gap_seconds": 0.01})
     assert slept.findings[0].rule == "host_bound"
-    waited = verdict(plan, phases={"idle": 0.1, "host": 0.02}, facts={"run_delay": 5.0})
+    waited = verdict(plan, phases={"idle": 0.1}, facts={"delayed_gap_seconds": 0.1, "delayed_seconds": 0.1})
     assert "host_bound" not in {f.rule for f in waited.findings}
 
 

@@ -55,7 +55,8 @@ class ObservedPlans:
             return None
         planned, otherwise = (plan.totals["step_seconds"].value for plan in (now, other))
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
-        return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or 1.0))
+        without_delays = 1 - min(0.95, float(self.fact("delayed_seconds") or 0.0) / (self.step or 1.0))
+        return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or without_delays))
 
     def phase(self, *phases: Phase) -> float:
         """Measured seconds of these phases."""

@@ -107,11 +107,14 @@ def _at_loader(e: RunEvidence) -> float:
 
 
 def _own_share(e: RunEvidence) -> float:
-    """The loop's own Python and what it sleeps or waits for. Waiting for a core that other programs have, or for a
-    device, is no doing of its own."""
-    host, idle = e.phase_share(Phase.HOST) or 0.0, e.phase_share(Phase.IDLE) or 0.0
-    delayed = host * float(e.fact("run_delay") or 0.0)
-    return host + (max(0.0, idle - delayed) if e.fact("device") != "cuda" else 0.0)
+    """The loop's own Python and what it sleeps or waits for, of a step that waits for no core that other programs have:
+    that is no doing of its own, and makes everything else longer in proportion."""
+    own = e.phase_share(Phase.HOST) or 0.0
+    if e.fact("device") == "cuda" or not e.step:
+        return own
+    delayed, in_gaps = (float(e.fact(name) or 0.0) / e.step for name in ("delayed_seconds", "delayed_gap_seconds"))
+    own += (e.phase_share(Phase.IDLE) or 0.0) - in_gaps
+    return max(0.0, own) / max(0.05, 1 - delayed)
 
 
 def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:

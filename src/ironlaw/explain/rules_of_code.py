@@ -11,12 +11,12 @@ from typing import Any
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Axis, Rule, Tier
+from ironlaw.explain.rules_of_devices import NOTICED
 from ironlaw.ledger import Kind, Phase
 from ironlaw.units import bytes_, percent, seconds
 
 ROOM = 0.85  # of the memory
 MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
-NOTICED = 0.001  # the value of what is named though it costs nothing here
 FREE = 0.5  # the threshold of what is a notice always
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
 MODE_COSTS = 0.03
