@@ -30,8 +30,12 @@ class Finding:
         return self.cause.name
 
     @property
+    def slight(self) -> bool:
+        return self.share < self.cause.threshold
+
+    @property
     def tier(self) -> Tier:
-        return Tier.NOTICE if self.share < self.cause.threshold else self.cause.tier
+        return Tier.NOTICE if self.slight and self.cause.tier is Tier.SEEN else self.cause.tier
 
     @property
     def fault(self) -> bool:
@@ -97,7 +101,7 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
             not_tested.append(rule.name)
         elif value >= rule.least:
             findings.append(Finding(rule, value, *rule.state(evidence, value)))
-    return sorted(findings, key=lambda f: (f.tier, -f.weight)), not_tested
+    return sorted(findings, key=lambda f: (f.tier, f.slight, -f.weight)), not_tested
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:

@@ -24,9 +24,9 @@ class Tier(IntEnum):
     slows everything, what the code does included, and a faster one leaves that as large a share of the step."""
 
     SEEN = 0  # a fault that shows in the run itself
-    OFFER = 1  # no fault: what another precision, batch, kernel or model would take
-    BEYOND = 2  # time beyond a plan, or a machine that was slow
-    NOTICE = 3  # costs little here
+    NOTICE = 1  # one that costs little here
+    OFFER = 2  # no fault: what another precision, batch, kernel or model would take
+    BEYOND = 3  # time beyond a plan, or a machine that was slow
     CEILING = 4  # what a healthy run is bound by
 
 

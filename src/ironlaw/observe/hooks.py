@@ -6,6 +6,7 @@ Nothing of the user's code changes. What is wrapped is put back when the observa
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch.utils.data import dataloader
 from ironlaw.ledger import Phase
 from ironlaw.observe.events import SyncPoints
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.user_code import user_line
+from ironlaw.observe.user_code import is_users, user_line
 
 # Each makes the host wait for the device, and ends the time in which it could run ahead.
 _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
@@ -288,7 +289,8 @@ _ON_THE_HOST = (Phase.DATA, Phase.OPTIMIZER)
 
 @contextmanager
 def sync_points(partition: Partition) -> Iterator[SyncPoints]:
-    """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in."""
+    """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in;
+    what a library asks for by itself is its own."""
     found: SyncPoints = defaultdict(list)
     inside = False
 
@@ -296,7 +298,8 @@ def sync_points(partition: Partition) -> Iterator[SyncPoints]:
         @functools.wraps(original)
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            if inside or partition.running in _ON_THE_HOST:
+            called = sys._getframe(1).f_code.co_filename
+            if inside or partition.running in _ON_THE_HOST or not is_users(called):
                 return original(self, *args, **kwargs)
             inside, began = True, time.perf_counter()
             try:
