@@ -63,7 +63,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     between = _between(local) if local < ranks.size else None
     if not ranks.first:
         return Ledger("plan")
-    return plan_config(config, profile, ranks.size, RankFabric(costs_here(profile), local, between)).ledger()
+    return plan_config(config, profile, ranks.size, RankFabric(costs_here(profile), local, between)).ledger
 
 
 def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> ClusterPlan:
