@@ -95,9 +95,8 @@ def scaled(shape: Shape, name: str) -> Operation:
 
 def block(shape: Shape) -> list[Operation]:
     """One block with a dense feed-forward network. Other orders than GPT-2's: `arrangements.py`."""
-    operations = attention_half(shape) + norm(shape, "ffn_norm", reader=network_reader(shape))
-    operations += feed_forward(shape, shape.model.ffn_size, "ffn") + joining(shape)
-    return [*operations, residual(shape)]
+    network = after_norm(shape, "ffn_norm", network_reader(shape), feed_forward(shape, shape.model.ffn_size, "ffn"))
+    return [*attention_half(shape), *network, *joining(shape), residual(shape)]
 
 
 def network_reader(shape: Shape) -> str:
@@ -108,8 +107,17 @@ def network_reader(shape: Shape) -> str:
 def attention_half(shape: Shape) -> list[Operation]:
     """Norm, attention and its residual addition."""
     reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
-    operations = norm(shape, "attention_norm", reader=reader) + attention_branch(shape) + joining(shape)
-    return [*operations, residual(shape)]
+    attention = after_norm(shape, "attention_norm", reader, attention_branch(shape))
+    return [*attention, *joining(shape), residual(shape)]
+
+
+def after_norm(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
+    """The norm and its branch. What autocast casts of the norm's result is a copy: the module's input in fp32 lives
+    until it returns."""
+    given = norm(shape, name, reader=reader)
+    waits = given[-1].frees_temporary_bytes if shape.casts else 0
+    given[-1], branch[-1] = grown(given[-1], frees_temporary=-waits), grown(branch[-1], frees_temporary=waits)
+    return [*given, *branch]
 
 
 def branch_gradient(shape: Shape) -> Size:

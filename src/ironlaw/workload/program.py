@@ -277,7 +277,10 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
         return Layer("", kind, tuple(forward), tuple(backward))
     drop, recomputed, copies = dropped(shape, policy, kind), again(shape, policy, kind), weight_copies(shape, kind)
     freed = freed_after_backward(drop, recomputed, copies)
-    return Layer("", kind, (*forward, drop), (*backward, freed), tuple(recomputed), copies)
+    # The gradient that comes along the stream is cast for the last branch before that runs again.
+    before = 1 if backward[0].name == "residual_cast" else 0
+    recomputed = [*backward[:before], *recomputed]
+    return Layer("", kind, (*forward, drop), (*backward[before:], freed), tuple(recomputed), copies)
 
 
 def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -65,8 +66,12 @@ def play(
     requests: int = REQUESTS,
     seed: int = 0,
 ) -> Played:
-    """`requests` arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
+    """`requests` arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done.
+
+    ValueError where the cache of `kv_tokens` holds not even one of them.
+    """
     closed, clock_of = request.rate is None, _Clock(system)
+    holds = partial(_windowed, system.windowed_pages, system.demand.window)
     concurrency = request.concurrency or 1
     requests = _enough(requests, system, request)
     draw = Random(seed)
@@ -90,21 +95,20 @@ def play(
         if not running and not waiting:
             clock = max(clock, arrivals[0])
             continue
-        kept = held = 0
+        kept = held = 0.0
         decoding: list[_Request] = []
         prefilling: list[_Request] = []
         for one in running:
-            kept += one.cached
             whole = one.cached >= request.input + one.again
+            kept += holds(one.cached + whole)
             (decoding if whole else prefilling).append(one)
             held += one.cached if whole else 0
-        kept += len(decoding)
         while kept > kv_tokens and len(running) > 1:  # the latest goes back, and is computed again
             last = running.pop()
-            kept -= last.cached
             preempted += 1
             side = decoding if decoding and decoding[-1] is last else prefilling
             side.pop()
+            kept -= holds(last.cached + (side is decoding))
             held -= last.cached if side is decoding else 0
             last.again, last.cached = last.produced, 0
             waiting.appendleft(last)
@@ -112,18 +116,18 @@ def play(
         while left > 0:
             if prefilling:
                 one = prefilling.pop(0)
-            elif waiting and len(running) < most_requests and kept + min(left, new_prompt) < kv_tokens:
+            elif waiting and len(running) < most_requests and kept + holds(min(left, new_prompt)) <= kv_tokens:
                 one = waiting.popleft()
                 running.append(one)
             else:
                 break
             part = min(left, request.input + one.again - one.cached)
             behind += one.cached * part
+            kept += holds(one.cached + part) - holds(one.cached)
             one.cached += part
-            kept += part
             chunk, left = chunk + part, left - part
-        if not decoding and not chunk:  # one request larger than the cache: nothing will ever move
-            return Played(keeps_up=False)
+        if not decoding and not chunk:  # nothing will ever move
+            raise ValueError(f"a cache of {kv_tokens:.0f} tokens holds no request of {request.length}")
         mean = held / len(decoding) if decoding else 0.0
         parts = clock_of.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0)
         clock += sum(parts.values())
@@ -164,8 +168,13 @@ class _Clock:
         if key not in self.known:
             parts = pass_parts(self.system, float(decoding), 1.0, float(new), cached)
             self.known[key] = {name: float(value) for name, value in parts.items()}
-        kept = float(self.system.demand.cached_tokens(length)) if decoding else 0.0
+        kept = _windowed(self.system.demand.windowed, self.system.demand.window, length)
         return self.known[key] | {"cache": decoding * kept * self.cache_seconds}
+
+
+def _windowed(share: float, window: float, length: float) -> float:
+    """`Demand.cached_tokens` in plain numbers: it is asked hundreds of thousands of times."""
+    return length - share * max(length - window, 0.0)
 
 
 def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:

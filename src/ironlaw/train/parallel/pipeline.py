@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -143,3 +143,21 @@ def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
 
     part.forward = forward  # type: ignore[method-assign, assignment]
     return part
+
+
+def message_buffers(schedule: Any) -> Iterator[Tensor]:
+    """What stages receive into, a buffer for each micro-batch. From a stage on the same rank nothing is received: its
+    tensors themselves are there, those of the last step until new ones take their place.
+    """
+    if schedule is None:
+        return
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    here = {stage.stage_index for stage in stages}
+    for stage in stages:
+        others = ((stage.args_recv_info, stage.stage_index - 1), (stage.grad_recv_info, stage.stage_index + 1))
+        for infos in (infos for infos, other in others if other not in here):
+            for info in infos.values():
+                for one in info:
+                    buffer = getattr(one, "buffer", None)
+                    if isinstance(buffer, Tensor) and buffer.device.type != "meta":
+                        yield buffer

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
@@ -74,7 +75,7 @@ class ShardedFiles:
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
         optimizer = states.get("optimizer")
         if optimizer is not None:
-            give_state(optimizer)  # type: ignore[arg-type]
+            _init_optim_state(optimizer)  # type: ignore[arg-type]  # tensors to read into: one update by nothing
         # Two tensors may read the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, Spread)]
@@ -123,21 +124,6 @@ def _known(folder: Path) -> dict[str, torch.Size]:
 def _of_one_process(folder: Path) -> dict[str, torch.Size]:
     """The states in a checkpoint of one process, as if each were a tensor."""
     return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
-
-
-def give_state(optimizer: torch.optim.Optimizer) -> None:
-    """State tensors to read into: one update by nothing."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def _host(tensor: Tensor) -> Tensor:
