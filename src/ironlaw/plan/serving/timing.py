@@ -57,9 +57,7 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
-    # Share of the cache whose pages are free again behind a window: `Demand.windowed`, where an engine hands them out by
-    # kind of layer.
-    windowed_pages: Number
+    windowed_pages: Number  # share of the cache whose pages are free again behind a window
     sampled: Number = 0.0  # rows of logits that the engine leaves room for
     drafted: Number = 0.0  # tokens proposed to a pass
     acceptance: Number = 0.0  # the chance that one stands
