@@ -68,7 +68,7 @@ def prepared(file: Path, source: Path, cache: Path) -> int:
     shutil.rmtree(cache, ignore_errors=True)
     config = DataConfig(path=str(source), tokenizer=str(file), cache=str(cache))
     dataset = prepare(config, VOCAB)
-    return sum(dataset.statistics.tokens.values())
+    return len(dataset.train.tokens) + len(dataset.validation.tokens)
 
 
 def rate(function: Callable[[], int]) -> float:

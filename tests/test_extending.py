@@ -31,7 +31,7 @@ ADDED = {
     "An optimizer": """
         from ironlaw.train.optimizer import build_optimizer
         from ironlaw.workload.optimizers import OptimizerConfig, state_bytes
-        from ironlaw.workload.parameters import model_parameters
+        from ironlaw.model.parameters import model_parameters
         config, model = OptimizerConfig(name="nadam", lr=1e-2), Decoder(tiny())
         optimizer = build_optimizer(model, config)
         tokens = torch.arange(32).reshape(2, 16)
@@ -55,7 +55,7 @@ ADDED = {
         from ironlaw.workload.blocks import Shape
         from ironlaw.workload.module_source import Input
         from ironlaw.workload.operations import saved_bytes, total_flops
-        from ironlaw.workload.parameters import model_parameters
+        from ironlaw.model.parameters import model_parameters
         from ironlaw.workload.program import training_operations
         from ironlaw.workload.trace import trace
         gated = tiny(attention_gate=True)

@@ -35,10 +35,12 @@ def test_stats_add_up(tiny_file: File, ironlaw_here: Here) -> None:
     dataset = prepare(load_config(config).data, 300)
     train = stats["splits"]["train"]
     assert (
-        code == 0 and train["tokens"] == len(dataset.train) and train["documents"] == len(dataset.train_documents) - 1
+        code == 0
+        and train["tokens"] == len(dataset.train.tokens)
+        and train["documents"] == len(dataset.train.bounds) - 1
     )
     assert train["document_tokens"]["mean"] == pytest.approx(train["tokens"] / train["documents"])
-    assert train["vocabulary_used"] == len(np.unique(dataset.train))
+    assert train["vocabulary_used"] == len(np.unique(dataset.train.tokens))
     assert stats["packing"]["best_fit"]["documents_cut_fraction"] == 1.0  # files of thousands of tokens, rows of 16
     code, out, _ = ironlaw_here("data", "stats", config)
     assert code == 0 and "best_fit" in out and "tokens per document" in out
@@ -80,8 +82,8 @@ def test_exported_data_is_what_was_prepared(tiny_file: File, ironlaw_here: Here,
     assert ironlaw_here("data", "export", config, tmp_path / "out" / "set")[0] == 0
     dataset = prepare(load_config(config).data, 300)
     indexed = open_indexed(tmp_path / "out" / "set_train")
-    np.testing.assert_array_equal(indexed.tokens, np.asarray(dataset.train))
-    np.testing.assert_array_equal(indexed.bounds, dataset.train_documents)
+    np.testing.assert_array_equal(indexed.tokens, np.asarray(dataset.train.tokens))
+    np.testing.assert_array_equal(indexed.bounds, dataset.train.bounds)
 
 
 def test_ctrl_c_says_what_is_kept(tiny_file: File, ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def settings(corpus: Path, cache: Path, **more: Any) -> DataConfig:
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Made in one go."""
     dataset = prepare(settings(corpus, tmp_path_factory.mktemp("cache")), VOCAB)
-    assert dataset.statistics.shards > 5
+    assert dataset.shards > 5
     return dataset
 
 
@@ -54,15 +54,17 @@ def digests(folder: Path | None) -> dict[str, str]:
 
 def test_shards_read_as_one(whole: Dataset, corpus: Path, tmp_path: Path) -> None:
     single = prepare(settings(corpus, tmp_path, shard_tokens=2**26), VOCAB)
-    assert single.statistics.shards == 1 and isinstance(single.train, np.ndarray)
-    assert isinstance(whole.train, shards.Tokens) and len(whole.train) == len(single.train)
-    np.testing.assert_array_equal(np.asarray(whole.train), single.train)
-    np.testing.assert_array_equal(whole.train_documents, single.train_documents)
-    for start in range(0, len(single.train), 501):
+    assert single.shards == 1 and isinstance(single.train.tokens, np.ndarray)
+    assert isinstance(whole.train.tokens, shards.Tokens) and len(whole.train.tokens) == len(single.train.tokens)
+    np.testing.assert_array_equal(np.asarray(whole.train.tokens), single.train.tokens)
+    np.testing.assert_array_equal(whole.train.bounds, single.train.bounds)
+    for start in range(0, len(single.train.tokens), 501):
         for length in (0, 1, 700, 9000):
-            np.testing.assert_array_equal(whole.train[start : start + length], single.train[start : start + length])
+            np.testing.assert_array_equal(
+                whole.train.tokens[start : start + length], single.train.tokens[start : start + length]
+            )
     assert whole.unigram_loss == single.unigram_loss
-    assert whole.statistics.documents == single.statistics.documents
+    assert whole.validation.documents == single.validation.documents
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=str)
@@ -214,4 +216,4 @@ def test_a_disk_that_is_full_keeps_what_is_finished(whole: Dataset, corpus: Path
     process = subprocess.run([sys.executable, "-c", code, config.model_dump_json()], capture_output=True, text=True)
     assert process.returncode and "cannot write token files" in process.stderr.splitlines()[-1], process.stderr[-500:]
     dataset = prepare(config, VOCAB)
-    np.testing.assert_array_equal(np.asarray(dataset.train), np.asarray(whole.train))
+    np.testing.assert_array_equal(np.asarray(dataset.train.tokens), np.asarray(whole.train.tokens))

@@ -62,11 +62,12 @@ def test_what_is_removed_is_gone_and_the_rest_stays(cache: Path, corpus: Path) -
 
 
 def test_what_is_being_made_stays(tmp_path: Path) -> None:
-    final = tmp_path / "text-0"
-    with building.making(final) as place:
+    def fill(place: Path) -> None:
         (place / building.PROGRESS).write_text("{}", encoding="utf-8")
         (entry,) = entries(tmp_path)
         assert entry.busy and not remove(entry) and place.is_dir()
+
+    building.make(tmp_path / "text-0", fill)
     (entry,) = entries(tmp_path) or [None]
     assert entry is None or not entry.busy
 

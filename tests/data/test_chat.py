@@ -132,9 +132,9 @@ def test_with_text_beside_it(tmp_path: Path, tokenizer: Path) -> None:
     sources = [{"path": given.path, "format": "chat"}, {"path": str(tmp_path / "plain")}]
     both = DataConfig(sources=sources, **given.model_dump(include={"tokenizer", "cache", "validation_fraction"}))
     dataset = prepare(both, 400)
-    learned = np.asarray(dataset.train_marks) == 0
-    split = len(dataset.sources[0].train)
-    assert len(learned) == len(dataset.train) and 0 < learned[:split].mean() < 1 and learned[split:].all()
+    learned = np.asarray(dataset.train.marks) == 0
+    split = len(dataset.sources[0].train.tokens)
+    assert len(learned) == len(dataset.train.tokens) and 0 < learned[:split].mean() < 1 and learned[split:].all()
     batch = Loader(dataset, both, 64).training(8, 0).batch(0)
     assert 0 < (batch.targets == IGNORED).mean() < 1
 
@@ -152,7 +152,7 @@ def test_what_is_no_conversation_is_said_in_one_line(tmp_path: Path, tokenizer: 
     assert reason in str(error.value) and "\n" not in str(error.value)
     # Among others it is counted.
     counted = prepare(config(tmp_path, tokenizer, [*(json.dumps({"messages": t}) for t in TALKS), line]), 400)
-    assert sum(counted.statistics.skipped.values()) == 1
+    assert sum(counted.skipped.values()) == 1
 
 
 def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) ->
         prepare(config(tmp_path, bare, lines), 400)
     (tmp_path / "own.jinja").write_text(UNMARKED)
     assert (
-        prepare(config(tmp_path, bare, lines, chat_template=str(tmp_path / "own.jinja")), 400).train_marks is not None
+        prepare(config(tmp_path, bare, lines, chat_template=str(tmp_path / "own.jinja")), 400).train.marks is not None
     )
     with pytest.raises(UserError, match=r"need the tokenizer of the model that learns"):
         prepare(config(tmp_path, bare, lines).model_copy(update={"tokenizer": None}), 400)

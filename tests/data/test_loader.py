@@ -85,7 +85,7 @@ def same(one: Batch[np.ndarray], other: Batch[np.ndarray]) -> None:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "processes" not in request.node.name:  # which would not know
-        monkeypatch.setattr("ironlaw.data.mock._TOKENS", 2**17)
+        monkeypatch.setattr("ironlaw.data.prepare._MOCK_TOKENS", 2**17)
     monkeypatch.setattr("ironlaw.data.stream.BLOCK_BYTES", 8000)
 
 
@@ -239,8 +239,8 @@ def test_mixture_of_sources_that_share_a_tokenizer(places_on_disk: dict[str, Pat
     assert [part.name for part in dataset.sources] == [str(places_on_disk["big"]), str(places_on_disk["small"])]
     first, second = (part.tokenizer_path for part in dataset.sources)
     assert first is not None and second is not None and first.read_bytes() == second.read_bytes()
-    assert len(dataset.train) == sum(len(part.train) for part in dataset.sources)
-    assert dataset.unigram_loss is not None and dataset.validation_bytes > 0
+    assert len(dataset.train.tokens) == sum(len(part.train.tokens) for part in dataset.sources)
+    assert dataset.unigram_loss is not None and dataset.validation.bytes > 0
     assert prepare(config_of("mixture", places_on_disk), VOCAB).reused
 
 
@@ -258,13 +258,13 @@ def test_a_stream_visits_the_training_text_once_per_epoch(places_on_disk: dict[s
     assert dataset.stream is not None
     loader = Loader(dataset, config, SEQUENCE)
     source = loader.training(GLOBAL, 5)
-    tokens = len(prepared.train)
+    tokens = len(prepared.train.tokens)
     steps = int(tokens / SEQUENCE / GLOBAL * 0.95)
     seen = samples_of(source, steps)
     assert len(set(seen)) > 0.99 * len(seen)
     assert loader.facts()["cropped_fraction"] < 0.02
     # The same text: nothing but what preparing the source gives, no held-out document among it.
-    joined = np.asarray(prepared.train).astype(np.int64).tobytes()
+    joined = np.asarray(prepared.train.tokens).astype(np.int64).tobytes()
     assert sum(row in joined for row in seen) == len(seen)
 
 
@@ -289,7 +289,7 @@ def test_a_stream_resumes_from_its_notes_and_without_them(places_on_disk: dict[s
 def test_a_stream_holds_out_what_preparation_holds_out(places_on_disk: dict[str, Path]) -> None:
     prepared = prepare(config_of("concat", places_on_disk), VOCAB)
     streamed = prepare(config_of("stream", places_on_disk), VOCAB)
-    np.testing.assert_array_equal(streamed.validation, np.asarray(prepared.validation))
+    np.testing.assert_array_equal(streamed.validation.tokens, np.asarray(prepared.validation.tokens))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ironlaw.data import source as preparation
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.prepare import prepare
-from ironlaw.data.unigram import token_counts, unigram_loss
+from ironlaw.data.stats import token_counts, unigram_loss
 from ironlaw.errors import UserError
 
 VOCAB = 320
@@ -56,8 +56,7 @@ def dataset(config: DataConfig) -> Dataset:
 
 def texts(dataset: Dataset, split: str) -> list[str]:
     tokenizer = dataset.tokenizer()
-    tokens = getattr(dataset, split)
-    bounds = getattr(dataset, f"{split}_documents")
+    tokens, bounds = getattr(dataset, split).tokens, getattr(dataset, split).bounds
     assert all(tokens[end - 1] == dataset.end_of_text for end in bounds[1:])
     return [tokenizer.decode(tokens[a : b - 1]) for a, b in itertools.pairwise(bounds)]
 
@@ -68,12 +67,11 @@ def test_documents_come_back_and_splits_share_none(dataset: Dataset, config: Dat
     train, validation = texts(dataset, "train"), texts(dataset, "validation")
     assert sorted(train + validation) == everything
     assert train and validation and not set(train) & set(validation)
-    assert dataset.statistics.documents == {"train": len(train), "validation": len(validation)}
-    assert dataset.validation_bytes == sum(len(text.encode()) for text in validation)
-    assert dataset.train.dtype == np.uint16
-    assert dataset.vocab <= VOCAB and int(dataset.train.max()) < dataset.vocab
-    assert dataset.statistics.tokens["train"] == len(dataset.train)
-    assert set(dataset.statistics.seconds) == {"read", "train_tokenizer", "tokenise", "write", "unigram"}
+    assert (dataset.train.documents, dataset.validation.documents) == (len(train), len(validation))
+    assert dataset.validation.bytes == sum(len(text.encode()) for text in validation)
+    assert dataset.train.tokens.dtype == np.uint16
+    assert dataset.vocab <= VOCAB and int(dataset.train.tokens.max()) < dataset.vocab
+    assert set(dataset.seconds) == {"read", "train_tokenizer", "tokenise", "write", "unigram"}
 
 
 def test_a_second_run_reuses_and_a_fresh_one_repeats(
@@ -81,8 +79,8 @@ def test_a_second_run_reuses_and_a_fresh_one_repeats(
 ) -> None:
     fresh = prepare(config.model_copy(update={"cache": str(tmp_path)}), VOCAB)
     assert not fresh.reused
-    np.testing.assert_array_equal(fresh.train, dataset.train)
-    np.testing.assert_array_equal(fresh.validation, dataset.validation)
+    np.testing.assert_array_equal(fresh.train.tokens, dataset.train.tokens)
+    np.testing.assert_array_equal(fresh.validation.tokens, dataset.validation.tokens)
     monkeypatch.setattr(preparation, "_build", lambda *a: pytest.fail("tokenised again"))
     again = prepare(config, VOCAB)
     assert again.reused and again.folder == dataset.folder and again.unigram_loss == dataset.unigram_loss
@@ -105,7 +103,7 @@ def test_whatever_changes_the_tokens_changes_the_folder(dataset: Dataset, config
 
 def test_own_tokenizer_gives_the_same_tokens(dataset: Dataset, config: DataConfig) -> None:
     given = prepare(config.model_copy(update={"tokenizer": str(dataset.tokenizer_path)}), VOCAB)
-    np.testing.assert_array_equal(given.train, dataset.train)
+    np.testing.assert_array_equal(given.train.tokens, dataset.train.tokens)
 
 
 def test_long_documents_are_tokenised_as_a_whole(
@@ -119,8 +117,8 @@ def test_long_documents_are_tokenised_as_a_whole(
     config = DataConfig(path=str(tmp_path), cache=str(tmp_path / ".c"), tokenizer=str(dataset.tokenizer_path))
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     long = prepare(config, VOCAB, lambda done, total: calls.append((done, total)))
-    assert long.train[:-1].tolist() in [dataset.tokenizer().encode(text) for text in texts]
-    assert long.statistics.documents == {"train": 1, "validation": 1}
+    assert long.train.tokens[:-1].tolist() in [dataset.tokenizer().encode(text) for text in texts]
+    assert long.train.documents == long.validation.documents == 1
     assert len(calls) >= 2 and calls == sorted(calls) and calls[-1] == (2 * len(text) + 1, 2 * len(text) + 1)
 
 
@@ -143,18 +141,17 @@ def test_interrupted_leaves_nothing(
 def test_of_two_processes_the_slower_one_finds_the_folder_made(tmp_path: Path) -> None:
     final, order = tmp_path / "x", []
 
-    def second() -> None:
-        with building.making(final) as place:
-            order.append(place)
-
-    with building.making(final) as place:
-        thread = threading.Thread(target=second)
-        thread.start()
+    def first(place: Path) -> None:
+        threads.append(threading.Thread(target=lambda: building.make(final, order.append)))
+        threads[0].start()
         time.sleep(0.05)
         order.append(place)
         (place / "who").write_text("first")
-    thread.join()
-    assert order == [tmp_path / ".partial-x", final]
+
+    threads: list[threading.Thread] = []
+    building.make(final, first)
+    threads[0].join()
+    assert order == [tmp_path / ".partial-x"]
     assert (final / "who").read_text() == "first" and list(tmp_path.iterdir()) == [final]
 
 
@@ -172,9 +169,9 @@ def test_the_first_releases_folders_are_still_read(dataset: Dataset, tmp_path: P
     shutil.copy(dataset.folder / "tokenizer.json", tmp_path)
     (tmp_path / "index.json").write_text(json.dumps(old))
     opened = open_dataset(tmp_path)
-    np.testing.assert_array_equal(opened.train, dataset.train)
-    np.testing.assert_array_equal(opened.validation_documents, dataset.validation_documents)
-    assert opened.statistics == dataset.statistics
+    np.testing.assert_array_equal(opened.train.tokens, dataset.train.tokens)
+    np.testing.assert_array_equal(opened.validation.bounds, dataset.validation.bounds)
+    assert (opened.seconds, opened.skipped) == (dataset.seconds, dataset.skipped)
 
 
 @pytest.mark.parametrize(
@@ -219,22 +216,23 @@ def test_unigram_loss_by_hand() -> None:
 
 
 def test_counts_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, dataset: Dataset) -> None:
-    whole = np.bincount(dataset.train, minlength=dataset.vocab)
-    monkeypatch.setattr("ironlaw.data.unigram._CHUNK", 100)
-    np.testing.assert_array_equal(token_counts(dataset.train, dataset.vocab), whole)
+    whole = np.bincount(dataset.train.tokens, minlength=dataset.vocab)
+    monkeypatch.setattr("ironlaw.data.stats._CHUNK", 100)
+    np.testing.assert_array_equal(token_counts(dataset.train.tokens, dataset.vocab), whole)
 
 
 def test_bits_per_byte(dataset: Dataset) -> None:
     # A loss of ln 2 per token is one bit per token.
-    expected = len(dataset.validation) / dataset.validation_bytes
+    expected = len(dataset.validation.tokens) / dataset.validation.bytes
     assert dataset.bits_per_byte(math.log(2)) == pytest.approx(expected)
 
 
 def test_mock_data_needs_no_files(tmp_path: Path) -> None:
     mock = prepare(DataConfig(mock=True, path="absent", cache=str(tmp_path / "c")), 1000)
-    assert int(mock.train.max()) == 999 and mock.folder is None and not (tmp_path / "c").exists()
+    assert int(mock.train.tokens.max()) == 999 and mock.folder is None and not (tmp_path / "c").exists()
     assert mock.unigram_loss == pytest.approx(math.log(1000))
-    assert unigram_loss(mock.train[:100_000], mock.validation, 1000) == pytest.approx(math.log(1000), rel=1e-2)
+    loss = unigram_loss(mock.train.tokens[:100_000], mock.validation.tokens, 1000)
+    assert loss == pytest.approx(math.log(1000), rel=1e-2)
 
 
 def test_tokens_fit_their_type() -> None:
@@ -283,5 +281,5 @@ def test_the_baseline_counted_on_the_way_is_that_of_the_shards(corpus: Path, tmp
     for tokens in (2**26, 2048):  # one shard, and many
         config = DataConfig(path=str(corpus), cache=str(tmp_path / f"cache-{tokens}"), shard_tokens=tokens)
         dataset = prepare(config, 300)
-        wanted = unigram_loss(dataset.train, dataset.validation, dataset.vocab)
+        wanted = unigram_loss(dataset.train.tokens, dataset.validation.tokens, dataset.vocab)
         assert dataset.unigram_loss == pytest.approx(wanted, rel=1e-12)

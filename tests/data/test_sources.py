@@ -215,9 +215,9 @@ def test_megatron_tokens_are_trained_on_as_they_are(tmp_path: Path) -> None:
     config = DataConfig(path=str(tmp_path / "set"), validation_fraction=0.2, cache=str(tmp_path / "cache"))
     dataset = prepare(config, 512)
     assert dataset.end_of_text == 0 and dataset.tokenizer_path is None and dataset.unigram_loss is not None
-    both = [np.asarray(part) for part in (dataset.train, dataset.validation)]
+    both = [np.asarray(part) for part in (dataset.train.tokens, dataset.validation.tokens)]
     assert sum(map(len, both)) == sum(map(len, documents))
-    kept = [both[0][a:b] for a, b in zip(dataset.train_documents, dataset.train_documents[1:], strict=False)]
+    kept = [both[0][a:b] for a, b in zip(dataset.train.bounds, dataset.train.bounds[1:], strict=False)]
     wanted = {ids.tobytes() for ids in documents}
     assert all(ids.astype(np.int64).tobytes() in wanted for ids in kept)
     with pytest.raises(UserError, match=r"set model\.vocab = 500"):
@@ -257,11 +257,9 @@ def test_every_kind_gives_the_same_tokens(tmp_path: Path) -> None:
         folder.mkdir()
         config = DataConfig(path=str(write(folder, "text")), validation_fraction=0.1, cache=str(tmp_path / "cache"))
         dataset = prepare(config, 300)
-        assert dataset.statistics.documents["validation"] > 5
-        found.append([np.asarray(dataset.train).tolist(), np.asarray(dataset.validation).tolist()])
-        assert dataset.statistics.bytes["train"] + dataset.statistics.bytes["validation"] == sum(
-            len(text.encode()) for text in TEXTS
-        )
+        assert dataset.validation.documents > 5
+        found.append([np.asarray(dataset.train.tokens).tolist(), np.asarray(dataset.validation.tokens).tolist()])
+        assert dataset.train.bytes + dataset.validation.bytes == sum(len(text.encode()) for text in TEXTS)
     # The tokenizer learns from the same text, in another order at most.
     assert all(tokens == found[0] for tokens in found[1:])
 
@@ -271,8 +269,8 @@ def test_skipped_records_are_counted_once_also_when_resumed(tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     config = DataConfig(path=str(tmp_path), cache=str(tmp_path / ".c"), shard_tokens=1024)
     dataset = prepare(config, 300)
-    assert dataset.statistics.shards > 3
-    assert dataset.statistics.skipped == {"not JSON": 99}
+    assert dataset.shards > 3
+    assert dataset.skipped == {"not JSON": 99}
 
 
 @pytest.mark.parametrize("write", [write_saved, "named"])

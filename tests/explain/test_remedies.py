@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ironlaw.explain.remedies import find_remedies, situation, with_settings
 from ironlaw.explain.remedy import LEAST_GAIN, Effect, Remedy
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
+from ironlaw.train.parallel.planning import plan_on_accelerators
 from ironlaw.workload.finetune import FinetuneConfig
 
 
@@ -60,6 +62,28 @@ def test_a_base_in_few_bits_that_need_not_be_is_held_wide() -> None:
 
 def test_a_slower_precision_is_not() -> None:
     assert "precision" not in remedies(make_config(), make_profile(bf16_factor=0.5))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision"),
+    [("NVIDIA H100 80GB HBM3", "fp8"), ("NVIDIA B200", "mxfp8"), ("NVIDIA A100-SXM4-80GB", None), ("Acme Turbo", None)],
+)
+def test_a_format_that_the_accelerator_multiplies_is_proposed(gpu: str, precision: str | None) -> None:
+    """With the gain between two plans by its catalogued rates; the machine itself was measured in fp32 and bf16."""
+    profile = replace(make_profile(bf16_factor=9), device="cuda", name=gpu, memory_bytes=80 * 2**30)
+    config = make_config({"layers": 2, "hidden": 4096, "heads": 32, "context": 4096}, sequence=4096, precision="bf16")
+    found = remedies(config, profile)
+    if precision is None:
+        assert "precision" not in found
+        return
+    assert found["precision"].settings == {"train.precision": precision} and "catalogued" in found["precision"].basis
+    planned = [
+        plan_on_accelerators(c, profile, 1) for c in (config, with_settings(config, found["precision"].settings))
+    ]
+    assert found["precision"].gain == pytest.approx(1 - planned[1].step_seconds / planned[0].step_seconds)
+    assert 0.05 < found["precision"].gain < 0.5
+    small = remedies(make_config({"hidden": 256}, precision="bf16"), profile)
+    assert "precision" not in small  # where products do not bind, casts cost more than they save
 
 
 def test_accumulating_tiny_micro_batches_is_undone() -> None:

@@ -14,8 +14,8 @@ from ironlaw.model import grouped
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses, update_routing
+from ironlaw.model.parameters import model_parameters
 from ironlaw.model.transformer import Transformer
-from ironlaw.workload.parameters import model_parameters
 
 BASE: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "vocab": 60, "context": 24, "kv_heads": 2, "ffn": 48, "gated_ffn": True,

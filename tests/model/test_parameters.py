@@ -11,8 +11,8 @@ from ironlaw.catalog.models import model_entry, model_names
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import model_parameters
 from ironlaw.model.transformer import Transformer
-from ironlaw.workload.parameters import model_parameters
 
 # Written out again from the released checkpoints (their safetensors indexes), not read from the catalog.
 PUBLISHED = {

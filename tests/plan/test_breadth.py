@@ -8,6 +8,7 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.request import ClusterStep
@@ -17,7 +18,6 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.optimizers import OptimizerConfig, state_bytes
-from ironlaw.workload.parameters import model_parameters
 
 LLAMA = ModelConfig.named("llama3-8b")
 GIB = 2**30

@@ -12,6 +12,7 @@ from ironlaw.config import build_config
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.requests.communication_savings import (
     CommunicationSaving,
@@ -21,7 +22,6 @@ from ironlaw.plan.requests.communication_savings import (
 from ironlaw.plan.step import plan_step
 from ironlaw.workload.collectives import collectives, compressed_elements, table_of
 from ironlaw.workload.layout import parse_layout
-from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.recipe import Recipe, StepBatch
 
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))

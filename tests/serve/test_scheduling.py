@@ -14,9 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import engine, greedy
 
+from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
+from ironlaw.plan.serving.estimate import Served
+from ironlaw.plan.serving.rates import serving_engine
+from ironlaw.plan.serving.request import parse_request
+from ironlaw.plan.serving.systems import Formats, ServingLayout
 from ironlaw.serve.blocks import Blocks
 from ironlaw.serve.config import serve_config
 from ironlaw.serve.engine import Busy
@@ -58,6 +63,23 @@ def test_pages_are_counted_whatever_comes_and_goes(events: list[tuple[str, list[
                     if a == b and request is not other:
                         end = 2 * (number + 1)
                         assert request.tokens[:end] == other.tokens[:end] and len(request.tokens) >= end
+
+
+@pytest.mark.parametrize("window", [None, 32])  # of no layer, of every other: a page is of all layers
+def test_the_engine_holds_as_many_requests_as_are_planned(window: int | None) -> None:
+    config = ModelConfig(layers=2, hidden=16, heads=2, vocab=50, context=128, sliding_window=window,
+                         full_every=window and 2)  # fmt: skip
+    server = engine(Transformer(config), blocks=145, token_budget=512, share_prefixes=False, batch=40)
+    here = Served(config, accelerator("h200"), serving_engine("ironlaw"), ServingLayout(), Formats("bf16"))
+    here.__dict__["kv_tokens"] = 4.0 * (server.blocks.count - 1)
+    most = here.most_requests(parse_request("input=68 output=28"))
+
+    def sent_back(requests: int) -> int:
+        before = server.scheduler.preemptions
+        server.generate([[3] * 68] * requests, greedy(28))
+        return server.scheduler.preemptions - before
+
+    assert most == 6 and sent_back(most) == 0 < sent_back(most + 1)
 
 
 def test_a_known_beginning_is_not_computed_again(model: Transformer) -> None:

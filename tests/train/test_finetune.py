@@ -153,6 +153,18 @@ def test_plan_and_run_name_the_same_work(finetuning: Config, train: Train, tmp_p
     assert plan == run and ("forward", "matmul", "qkv_adapter") in run
 
 
+@pytest.mark.parametrize(("method", "recompute"), [("lora", "none"), ("qlora", "full"), ("dora", "full")])
+def test_the_planned_peak_is_the_runs(
+    finetuning: Config, train: Train, tmp_path: Path, method: str, recompute: str
+) -> None:
+    sections = {"train": {"profile_steps": 2, "precision": "bf16"}, "recompute": {"mode": recompute}}
+    train(finetuning({"method": method}, **sections), tmp_path / "run")
+    planned, found = (
+        Ledger.load(tmp_path / "run" / name).totals["peak_bytes"].value for name in ("plan.json", "ledger.json")
+    )
+    assert planned == pytest.approx(found, rel=0.05)
+
+
 def test_export_merges(finetuning: Config, train: Train, ironlaw_here: Callable[..., Any], tmp_path: Path) -> None:
     train(finetuning({"method": "dora"}), tmp_path / "run")
     code, out, _ = ironlaw_here("export", tmp_path / "run", tmp_path / "hf", "--json")

@@ -85,7 +85,7 @@ def test_the_first_step_is_what_a_plain_loop_would_do(
     from ironlaw.data.batches import Batches, TokenWindows
 
     data = prepare(config.data, config.model.vocab)
-    batches = Batches(TokenWindows(data.train, 16, 0, 8), 8)
+    batches = Batches(TokenWindows(data.train.tokens, 16, 0, 8), 8)
     torch.manual_seed(0)
     model = Transformer(config.model)
     decayed = [p for n, p in model.named_parameters() if p.dim() == 2 and "embedding" not in n and "positions" not in n]
@@ -131,8 +131,8 @@ def test_validation_is_the_loss_of_the_model_on_held_out_text(
     outcome = train(config, tmp_path / "run")
     data = prepare(config.data, config.model.vocab)
     model = load_for_inference(newest_of(tmp_path / "run"), config.model)
-    count = (len(data.validation) - 1) // 16
-    tokens = torch.from_numpy(np.asarray(data.validation[: count * 16 + 1]).astype(np.int64))
+    count = (len(data.validation.tokens) - 1) // 16
+    tokens = torch.from_numpy(np.asarray(data.validation.tokens[: count * 16 + 1]).astype(np.int64))
     with torch.no_grad():
         expected = model(tokens[:-1].view(count, 16), tokens[1:].view(count, 16)).item()
     assert outcome.ledger.totals["validation_loss"].value == pytest.approx(expected, rel=1e-5)

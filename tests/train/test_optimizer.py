@@ -13,10 +13,11 @@ import torch
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import held_bytes
-from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore, leading_vectors
+from ironlaw.train.host_optimizer import Combined
 from ironlaw.train.optimizer import build_optimizer, described, set_learning_rate
 from ironlaw.train.parallel.pipeline import cut
 from ironlaw.train.parallel.tensor import split_projections
@@ -29,7 +30,6 @@ from ironlaw.workload.optimizers import (
     update_operations,
     update_temporary_bytes,
 )
-from ironlaw.workload.parameters import Parameter, model_parameters
 
 NAMES = get_args(OptimizerName)
 GPT = ModelConfig(layers=2, hidden=32, heads=2, vocab=150, context=16)

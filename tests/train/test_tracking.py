@@ -96,6 +96,14 @@ class Recorder:
 made: list[Recorder] = []
 
 
+def tracker(kind: type[Recorder]) -> Callable[..., tracking.Tracker]:
+    def start(*arguments: Any) -> tracking.Tracker:
+        recorder = kind(*arguments)
+        return tracking.Tracker(recorder.log, recorder.close)
+
+    return start
+
+
 @pytest.fixture(autouse=True)
 def _nothing_made() -> None:
     made.clear()
@@ -118,7 +126,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_go_on(
             if moment == "close":
                 raise ConnectionError("no network\nand a long story")
 
-    monkeypatch.setattr(tracking, "TRACKERS", {"tensorboard": Broken, "mlflow": Recorder})
+    monkeypatch.setattr(tracking, "TRACKERS", {"tensorboard": tracker(Broken), "mlflow": tracker(Recorder)})
     monkeypatch.setattr(tracking, "check_installed", lambda config: None)
     monkeypatch.setattr("ironlaw.train.session.check_installed", lambda config: None)
     said: list[str] = []
@@ -139,7 +147,7 @@ def test_a_tracker_that_hangs_holds_up_nothing(
 
     plain = tracking.Tracking.close
     monkeypatch.setattr(tracking.Tracking, "close", lambda self, seconds=0.0: plain(self, 0.05))
-    monkeypatch.setattr(tracking, "TRACKERS", {"tensorboard": Stuck})
+    monkeypatch.setattr(tracking, "TRACKERS", {"tensorboard": tracker(Stuck)})
     monkeypatch.setattr(tracking, "WAITING", 5)
     monkeypatch.setattr("ironlaw.train.session.check_installed", lambda config: None)
     said: list[str] = []

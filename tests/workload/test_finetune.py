@@ -101,15 +101,17 @@ def test_the_peak_is_the_allocators(name: str, method: str, ends: tuple[str, ...
     assert planned == pytest.approx(found, rel=0.02)
 
 
-# In bf16 of blocks that are wide enough: oneDNN's products may take 100 KB for themselves, which is not planned.
+# In bf16 of blocks that are wide enough, or whose highest moment is no product: oneDNN's take 50 to 200 KB a thread for
+# themselves, whatever the model, which is not planned. These models hold less than a megabyte.
 @pytest.mark.parametrize(
-    ("name", "method", "precision", "tolerance"),
-    [("llama", "lora", "fp32", 0.02), ("llama of wide blocks", "lora", "fp32", 0.02),
-     *(("llama of wide blocks", method, "bf16", 0.05) for method in ("lora", "dora", "qlora"))],
+    ("name", "method", "precision"),
+    [*((name, method, "fp32") for name in MODELS for method in ("lora", "qlora", "dora")),
+     *(("llama of wide blocks", method, "bf16") for method in ("lora", "dora")),
+     *((name, "qlora", "bf16") for name in MODELS)],
 )  # fmt: skip
-def test_the_peak_with_recomputation(name: str, method: str, precision: str, tolerance: float) -> None:
+def test_the_peak_with_recomputation(name: str, method: str, precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, again=True), precision)
-    assert planned == pytest.approx(found, rel=tolerance)
+    assert planned == pytest.approx(found, rel=0.05 if precision == "bf16" and method != "qlora" else 0.02)
 
 
 def test_with_few_targets_the_plan_is_a_little_above() -> None:

@@ -15,11 +15,11 @@ from workload_cases import LATENT
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import model_parameters
 from ironlaw.model.transformer import Transformer
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
-from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.program import training_operations
 from ironlaw.workload.trace import trace
 from ironlaw.workload.trace_store import ModuleTrace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from ironlaw.report.console import answer, messages, output, print_json, show
 
 if TYPE_CHECKING:
     from ironlaw.data.dataset import Dataset
+    from ironlaw.data.shards import TokenSplit
 
 data = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -88,7 +90,7 @@ def check(config: Config, set_: Set = None, json: Json = False) -> None:
             raise UserError(f"{folder} is not there: run `ironlaw data prepare {config}` first")
         try:
             dataset = open_dataset(folder, checksums=True)
-            results.append({"folder": str(folder), "shards": dataset.statistics.shards, "damage": []})
+            results.append({"folder": str(folder), "shards": dataset.shards, "damage": []})
         except DamagedShards as damage:
             wrong = [f"shard {number}: {what}" for number, what in damage.wrong.items()]
             results.append({"folder": str(folder), "shards": len(damage.index["shards"]), "damage": wrong})
@@ -119,13 +121,13 @@ def export(
     if not prefix.name:
         raise UserError(f"'{prefix}' is no beginning of file names: write for example corpus/mine")
     dataset = _prepared(load_config(config, set_ or []))
-    if dataset.train_marks is not None:
+    if dataset.train.marks is not None:
         raise UserError("Megatron-LM's files cannot say which tokens are learned: conversations are not exported")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     written = {}
     for split in SPLITS:
         target = prefix.with_name(f"{prefix.name}_{split}")
-        written[str(target)] = write_indexed(target, _documents(dataset, split), dataset.train.dtype)
+        written[str(target)] = write_indexed(target, _documents(getattr(dataset, split)), dataset.train.tokens.dtype)
     if json:
         print_json({"schema_version": 1, "documents": written})
     else:
@@ -169,10 +171,9 @@ def clean(
         output().print("next        ironlaw data clean --yes   removes these")
 
 
-def _documents(dataset: Dataset, split: str) -> Iterator[Any]:
-    tokens, bounds = getattr(dataset, split), getattr(dataset, f"{split}_documents")
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        yield tokens[begin:end]
+def _documents(split: TokenSplit) -> Iterator[Any]:
+    for begin, end in pairwise(split.bounds.tolist()):
+        yield split.tokens[begin:end]
 
 
 def _prepared(settings: RunConfig, streaming: bool = False) -> Dataset:

@@ -7,8 +7,8 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
 from ironlaw.data.readers import IDS
 from ironlaw.data.splits import SPLITS, Split, Splitter
+from ironlaw.data.stats import token_counts
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of
-from ironlaw.data.unigram import token_counts
 from ironlaw.errors import UserError
 from ironlaw.files import lock_file, read_json, write_json
 
@@ -90,9 +90,8 @@ def build(
     if work.shards:  # of an earlier call
         index = {**work.head, "shards": work.shards}
         for split in SPLITS:
-            tokens = shards.open_tokens(work.folder, index, split)
-            marks = shards.open_marks(work.folder, index, split)
-            learned = tokens if marks is None else np.asarray(tokens)[np.asarray(marks) == 0]
+            made = shards.open_split(work.folder, index, split)
+            learned = made.tokens if made.marks is None else np.asarray(made.tokens)[np.asarray(made.marks) == 0]
             counts[split] += token_counts(learned, vocab)
 
     def finish(writer: shards.ShardWriter) -> None:
@@ -174,23 +173,23 @@ def _flat(
             yield from chunk
 
 
-@contextmanager
-def making(final: Path) -> Iterator[Path]:
-    """The folder where `final` is being made, for one process at a time; the others wait, and find it made.
+def make(final: Path, fill: Callable[[Path], Any]) -> None:
+    """A folder that `fill` makes where there is none yet, for one process at a time; the others wait, and find it made.
 
-    Ends well: the folder has its final name. Otherwise it stays when it holds a finished shard, and vanishes if not.
-    Full disks and folders that cannot be written to are one line.
+    Once filled, the folder has its final name. One that fails stays when it holds a finished shard, and vanishes if
+    not. Full disks and folders that cannot be written to are one line.
     """
+    if final.exists():
+        return
     partial = final.parent / f".partial-{final.name}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".lock-{final.name}", _lock):
             if final.exists():  # made by the process that was waited for
-                yield final
                 return
             partial.mkdir(exist_ok=True)
             try:
-                yield partial
+                fill(partial)
                 (partial / PROGRESS).unlink(missing_ok=True)
                 partial.rename(final)
             finally:

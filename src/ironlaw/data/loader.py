@@ -18,7 +18,7 @@ from ironlaw.data.mixture import Mixture, together
 from ironlaw.data.packing import Packed, best_fit
 from ironlaw.data.prepare import prepare
 from ironlaw.data.processes import ProcessBatches
-from ironlaw.data.shards import TokenArray
+from ironlaw.data.shards import TokenSplit
 from ironlaw.data.stream import StreamBatches
 from ironlaw.errors import UserError
 
@@ -73,17 +73,14 @@ class Loader:
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
         """Held-out text packed as the training text is; mixtures one source behind the other."""
-        dataset, config = self.dataset, self.config
-        bounds = dataset.validation_documents
+        held_out, config = self.dataset.validation, self.config
         if config.packing == "best_fit":
-            packed = self._pack(bounds)
-            if packed.number == 0:
+            rows = self._rows(held_out, 0)
+            if rows.per_epoch == 0:
                 raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
-            marks = dataset.validation_marks
-            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text, marks, config.pairs)
             return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
-        masked = bounds if config.masks_documents else None
-        return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
+        masked = held_out.bounds if config.masks_documents else None
+        return batches.evaluation_batches(held_out.tokens, self.sequence, sequences_per_batch, limit, masked)
 
     def facts(self) -> dict[str, Any]:
         """How the text became rows, for the ledger: fractions of positions and documents."""
@@ -105,17 +102,21 @@ class Loader:
         return Mixture(samples, self.dataset.weights, seed)
 
     def _samples_of(self, dataset: Dataset, needed: int, seed: int) -> Samples:
-        tokens: TokenArray = dataset.train
+        train = dataset.train
         if self.config.packing == "best_fit":
-            packed = self._pack(dataset.train_documents)
-            if packed.number < needed:
+            rows = self._rows(train, seed)
+            if rows.per_epoch < needed:
                 raise UserError(
-                    f"the training text packs into {packed.number:,} rows of {self.sequence} tokens but one batch "
+                    f"the training text packs into {rows.per_epoch:,} rows of {self.sequence} tokens but one batch "
                     f"needs {needed}: lower train.global_batch or model.context, or give more text in data.path"
                 )
-            return PackedRows(tokens, packed, seed, dataset.end_of_text, dataset.train_marks, self.config.pairs)
-        batches.check_enough(tokens, self.sequence, needed)
-        return TokenWindows(tokens, self.sequence, seed, needed, dataset.train_documents)
+            return rows
+        batches.check_enough(train.tokens, self.sequence, needed)
+        return TokenWindows(train.tokens, self.sequence, seed, needed, train.bounds)
+
+    def _rows(self, split: TokenSplit, seed: int) -> PackedRows:
+        packed, config = self._pack(split.bounds), self.config
+        return PackedRows(split.tokens, packed, seed, self.dataset.end_of_text, split.marks, config.pairs)
 
     def _pack(self, bounds: np.ndarray) -> Packed:
         if id(bounds) not in self._packed:

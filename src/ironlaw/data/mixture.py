@@ -18,13 +18,12 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Samples
 from ironlaw.data.config import DataConfig, SourceConfig
-from ironlaw.data.dataset import Dataset, Statistics
+from ironlaw.data.dataset import Dataset
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.shards import Progress, TokenArray, join, join_bounds
-from ironlaw.data.shared_tokenizer import shared_tokenizer
+from ironlaw.data.sample import shared_tokenizer
+from ironlaw.data.shards import Progress, join_splits
 from ironlaw.data.source import prepare_source
-from ironlaw.data.splits import SPLITS
-from ironlaw.data.unigram import unigram_loss
+from ironlaw.data.stats import unigram_loss
 from ironlaw.errors import UserError
 
 BLOCK = 4096
@@ -119,23 +118,21 @@ def prepare_mixture(
 
 def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = False) -> Dataset:
     """The dataset of several sources; `baseline`: with the trivial baseline, which reads all their tokens."""
-    train, validation = (join([getattr(part, split) for part in parts]) for split in SPLITS)
-    marks = [_join_marks(parts, split) for split in SPLITS]
+    train = join_splits([part.train for part in parts])
+    validation = join_splits([part.validation for part in parts])
     vocab = max(part.vocab for part in parts)
     return Dataset(
         train=train,
         validation=validation,
-        train_documents=join_bounds([part.train_documents for part in parts]),
-        validation_documents=join_bounds([part.validation_documents for part in parts]),
         vocab=vocab,
         end_of_text=parts[0].end_of_text,
         end_of_text_token=parts[0].end_of_text_token,
         tokenizer_path=parts[0].tokenizer_path,
-        statistics=_together([part.statistics for part in parts]),
-        train_marks=marks[0],
-        validation_marks=marks[1],
+        skipped=_sums([part.skipped for part in parts]),
+        seconds=_sums([part.seconds for part in parts]),
+        shards=sum(part.shards for part in parts),
         # Of answers alone it would be another one.
-        unigram_loss=unigram_loss(train, validation, vocab) if baseline and marks[0] is None else None,
+        unigram_loss=unigram_loss(train.tokens, validation.tokens, vocab) if baseline and train.marks is None else None,
         reused=all(part.reused for part in parts),
         name=" + ".join(part.name for part in parts),
         sources=tuple(parts),
@@ -143,20 +140,6 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
     )
 
 
-def _join_marks(parts: Sequence[Dataset], split: str) -> TokenArray | None:
-    found = [getattr(part, f"{split}_marks") for part in parts]
-    if all(one is None for one in found):
-        return None
-    every = [np.broadcast_to(np.uint8(0), len(getattr(part, split))) for part in parts]
-    return join([all_of if one is None else one for one, all_of in zip(found, every, strict=True)])
-
-
-def _together(all_of: list[Statistics]) -> Statistics:
-    def total(name: str, splits: Sequence[str] | None = None) -> dict[str, Any]:
-        keys = splits or sorted({key for one in all_of for key in getattr(one, name)})
-        return {key: sum(getattr(one, name).get(key, 0) for one in all_of) for key in keys}
-
-    return Statistics(
-        documents=total("documents", SPLITS), tokens=total("tokens", SPLITS), bytes=total("bytes", SPLITS),
-        skipped=total("skipped"), seconds=total("seconds"), shards=sum(one.shards for one in all_of),
-    )  # fmt: skip
+def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By name, of all parts."""
+    return {key: sum(part.get(key, 0) for part in parts) for key in sorted({key for part in parts for key in part})}

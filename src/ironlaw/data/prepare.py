@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+
+import numpy as np
 
 from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import CHATS, DataConfig, SourceConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.mixture import prepare_mixture
-from ironlaw.data.mock import mock
-from ironlaw.data.shards import Progress
-from ironlaw.data.shared_tokenizer import shared_tokenizer
+from ironlaw.data.sample import shared_tokenizer
+from ironlaw.data.shards import Progress, TokenSplit, token_dtype
 from ironlaw.data.source import Say, folder_name, prepare_source
 from ironlaw.data.stream import open_stream
 from ironlaw.errors import UserError
+
+_MOCK_TOKENS = 2**24
+_MOCK_DOCUMENT = 512  # tokens, on average: where documents are masked, so is mock data
 
 
 def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, say: Say | None = None) -> Dataset:
@@ -25,7 +30,7 @@ def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, sa
     """
     say = say or (lambda message: None)
     if config.mock:
-        return mock(config, vocab)
+        return _mock(config, vocab)
     given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
     if given is not None:
         tokenizers.check_fits(given, vocab)
@@ -61,3 +66,30 @@ def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple
         for corpus in chats:
             corpus.chat = text
     return sources
+
+
+def _mock(config: DataConfig, vocab: int) -> Dataset:
+    """Uniformly random tokens in memory: no files, no tokenizer, and ln(vocab) is the best loss there is."""
+    generator = np.random.default_rng(config.seed)
+    dtype = token_dtype(vocab)
+    tokens = generator.integers(0, vocab, _MOCK_TOKENS, dtype=dtype.newbyteorder("="))
+    cut = int(len(tokens) * (1 - config.validation_fraction))
+    parts = (tokens[:cut], tokens[cut:])
+    train, validation = (TokenSplit(part, _mock_documents(generator, len(part))) for part in parts)
+    return Dataset(
+        train=train,
+        validation=validation,
+        vocab=vocab,
+        end_of_text=0,
+        end_of_text_token=None,
+        tokenizer_path=None,
+        unigram_loss=math.log(vocab),
+        name="mock",
+    )
+
+
+def _mock_documents(generator: np.random.Generator, tokens: int) -> np.ndarray:
+    """Boundaries of documents whose lengths are spread as widely as those of text are: exponentially."""
+    lengths = 1 + generator.exponential(_MOCK_DOCUMENT, max(1, 2 * tokens // _MOCK_DOCUMENT)).astype(np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    return np.concatenate([bounds[bounds < tokens], [tokens]])

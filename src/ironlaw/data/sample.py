@@ -1,12 +1,17 @@
-"""Text to learn a tokenizer from: training documents only, from all over the source, the same ones every time."""
+"""Text to learn a tokenizer from: training documents only, from all over the source, the same ones every time; and one
+tokenizer for several sources, or for a source that is read while training."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from ironlaw.data import readers
-from ironlaw.data.corpus import Corpus, CorpusDocument, File
-from ironlaw.data.splits import Splitter, number
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.building import make
+from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.corpus import Corpus, CorpusDocument, File, no_text
+from ironlaw.data.splits import Splitter, number, split
 
 _SHARE = 2**20  # characters that any place may give
 _SPOTS = 64  # places at which the files of records are entered
@@ -64,3 +69,25 @@ def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[re
         yield None if isinstance(record.content, list | dict) else record.content  # conversations come with a tokenizer
         if stop is not None and record.next >= stop:
             return
+
+
+def shared_tokenizer(
+    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, Corpus]], all_text: bool = True
+) -> tokenizers.Tokenizer:
+    """Trained on text of every source by its weight, once."""
+    from tokenizers import __version__
+
+    key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]
+    key += [(corpus.fingerprint(), source.field, source.weight) for source, corpus in sources]
+    folder = config.cache_folder / f"tokenizer-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    weights = sum(source.weight for source, _ in sources)
+
+    def texts() -> Iterator[str]:
+        for source, corpus in sources:
+            splitter = split(corpus, config.validation_fraction, config.seed, all_text)
+            if not corpus.files:
+                raise no_text(source.path, corpus)
+            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * source.weight / weights))
+
+    make(folder, lambda place: tokenizers.train(texts(), vocab, place / "tokenizer.json"))
+    return tokenizers.load(folder / "tokenizer.json")

@@ -2,7 +2,7 @@
 
 A folder holds `index.json`, `tokenizer.json` and, for shard NNNNN and each split, `SPLIT-NNNNN.bin` (token ids,
 little-endian, nothing else) and `SPLIT-NNNNN_documents.npy` (int64, one more than documents: where each begins in the
-shard, and the end). Of conversations `SPLIT-NNNNN_marks.bin` has a byte per token (`open_marks`). Schema 1
+shard, and the end). Of conversations `SPLIT-NNNNN_marks.bin` has a byte per token (`TokenSplit.marks`). Schema 1
 had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it is still read.
 """
 
@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -256,31 +257,44 @@ class DamagedShards(UserError):
         self.wrong, self.index = wrong, index
 
 
-def open_tokens(folder: Path, index: dict[str, Any], split: Split) -> TokenArray:
-    """(tokens,) memory-mapped, read-only."""
-    dtype = np.dtype(index["dtype"])
-    return join([_map(folder / shard[split]["file"], dtype) for shard in index["shards"]])
+@dataclass(frozen=True)
+class TokenSplit:
+    """The documents of a split, behind one another."""
+
+    tokens: TokenArray  # (tokens,) unsigned, memory-mapped, read-only; the end-of-text tokens included
+    bounds: np.ndarray  # (documents + 1,) int64: where each document begins in `tokens`, and the end
+    bytes: int = 0  # of UTF-8 text; 0: the source held tokens, not text
+    # (tokens,) uint8: 1 is not learned, 2 belongs to the answer that was rejected; None: all are 0
+    marks: TokenArray | None = None
+
+    @property
+    def documents(self) -> int:
+        return len(self.bounds) - 1
+
+    def counts(self) -> dict[str, int]:
+        return {"documents": self.documents, "tokens": len(self.tokens), "bytes": self.bytes}
 
 
-def open_marks(folder: Path, index: dict[str, Any], split: Split) -> TokenArray | None:
-    """(tokens,) uint8: 1 is not learned, 2 belongs to the answer that was rejected; None: all are 0."""
-    shards = index["shards"]
-    if "marks_file" not in shards[0][split]:
-        return None
-    return join([_map(folder / shard[split]["marks_file"], np.dtype(np.uint8)) for shard in shards])
+def open_split(folder: Path, index: dict[str, Any], split: Split) -> TokenSplit:
+    """A split of a folder with this index; its shards as one."""
+    dtype, parts = np.dtype(index["dtype"]), []
+    for entry in (shard[split] for shard in index["shards"]):
+        marks = _map(folder / entry["marks_file"], np.dtype(np.uint8)) if "marks_file" in entry else None
+        bounds = np.load(folder / entry["documents_file"], mmap_mode="r")
+        parts.append(TokenSplit(_map(folder / entry["file"], dtype), bounds, entry["bytes"], marks))
+    return join_splits(parts)
 
 
-def open_documents(folder: Path, index: dict[str, Any], split: Split) -> np.ndarray:
-    """(documents + 1,) int64: where each document begins in `open_tokens`, and the end."""
-    return join_bounds([np.load(folder / shard[split]["documents_file"], mmap_mode="r") for shard in index["shards"]])
-
-
-def join_bounds(bounds: list[np.ndarray]) -> np.ndarray:
-    """Of tokens behind one another: those of each part, moved to where it begins."""
-    if len(bounds) == 1:
-        return bounds[0]
-    before = np.cumsum([0] + [int(b[-1]) for b in bounds])
-    return np.concatenate([[0], *(b[1:] + start for b, start in zip(bounds, before, strict=False))])
+def join_splits(parts: Sequence[TokenSplit]) -> TokenSplit:
+    """Of tokens behind one another."""
+    if len(parts) == 1:
+        return parts[0]
+    before = np.cumsum([0] + [int(part.bounds[-1]) for part in parts])
+    bounds = np.concatenate([[0], *(p.bounds[1:] + start for p, start in zip(parts, before, strict=False))])
+    marks = None
+    if any(part.marks is not None for part in parts):
+        marks = join([np.broadcast_to(np.uint8(0), len(p.tokens)) if p.marks is None else p.marks for p in parts])
+    return TokenSplit(join([part.tokens for part in parts]), bounds, sum(part.bytes for part in parts), marks)
 
 
 def _map(file: Path, dtype: np.dtype[Any]) -> np.ndarray:

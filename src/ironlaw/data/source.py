@@ -24,8 +24,8 @@ from ironlaw.data.config import DataConfig, SourceConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.sample import sample
 from ironlaw.data.splits import SPLITS
+from ironlaw.data.stats import loss_of_counts
 from ironlaw.data.tokenise import Tokeniser, worker_count
-from ironlaw.data.unigram import loss_of_counts
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, sha256
 
@@ -40,10 +40,7 @@ def prepare_source(
     """One source; without a tokenizer given one is trained on it."""
     folder = config.cache_folder / folder_name(config, vocab, source, corpus, given)
     reused = folder.exists()
-    if not reused:
-        with building.making(folder) as place:
-            if place != folder:
-                _build(config, vocab, source, corpus, given, place, progress, say)
+    building.make(folder, lambda place: _build(config, vocab, source, corpus, given, place, progress, say))
     try:
         # What was written just now was hashed on its way: only sizes are looked at.
         dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)

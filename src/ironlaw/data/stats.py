@@ -1,5 +1,6 @@
-"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose; and a
-batch taken apart again, each row's documents as text where there is a tokenizer."""
+"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose, the loss
+of a model that knows how often each token occurs and nothing else; and a batch taken apart again, each row's documents
+as text where there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ import numpy as np
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.packing import best_fit, concatenated, packed_report
-from ironlaw.data.splits import SPLITS, Split
+from ironlaw.data.shards import TokenArray, TokenSplit
+from ironlaw.data.splits import SPLITS
 from ironlaw.data.tokenizer import Tokenizer
-from ironlaw.data.unigram import token_counts
 
 SCHEMA_VERSION = 1
+_CHUNK = 2**24  # tokens counted at a time: bincount needs a 64-bit copy of them
 _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
     """A document for `--json` and for printing; packing is that of the training split at `sequence` tokens."""
     parts = dataset.sources or (dataset,)
-    statistics, bounds = dataset.statistics, dataset.train_documents
+    bounds = dataset.train.bounds
     return {
         "schema_version": SCHEMA_VERSION,
         "source": dataset.name,
@@ -32,41 +34,37 @@ def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
             "end_of_text": dataset.end_of_text,
             "end_of_text_token": dataset.end_of_text_token,
         },
-        "splits": {split: _split(dataset, split) for split in SPLITS},
-        "skipped": statistics.skipped,
-        "shards": statistics.shards,
+        "splits": {split: _split(getattr(dataset, split), dataset.vocab) for split in SPLITS},
+        "skipped": dataset.skipped,
+        "shards": dataset.shards,
         "disk_bytes": sum(file.stat().st_size for part in parts if part.folder for file in part.folder.iterdir()),
-        "seconds": statistics.seconds,
-        "stage_bytes_per_second": statistics.stage_bytes_per_second,
+        "seconds": dataset.seconds,
+        "stage_bytes_per_second": dataset.stage_bytes_per_second,
         "unigram_loss": dataset.unigram_loss,
         "unigram_bits_per_byte": None if dataset.unigram_loss is None else dataset.bits_per_byte(dataset.unigram_loss),
         "sequence": sequence,
         "packing": {"concat": concatenated(bounds, sequence), "best_fit": packed_report(best_fit(bounds, sequence))},
         "sources": [
-            {"source": part.name, "weight": weight, "folder": str(part.folder), "splits": _counts(part)}
+            {
+                "source": part.name,
+                "weight": weight,
+                "folder": str(part.folder),
+                "splits": {split: getattr(part, split).counts() for split in SPLITS},
+            }
             for part, weight in zip(dataset.sources, dataset.weights, strict=True)
         ],
     }
 
 
-def _split(dataset: Dataset, split: Split) -> dict[str, Any]:
-    bounds = dataset.train_documents if split == "train" else dataset.validation_documents
-    tokens = dataset.train if split == "train" else dataset.validation
-    lengths = np.diff(bounds)
-    counts = _counts(dataset)[split]
-    used = int(np.count_nonzero(token_counts(tokens, dataset.vocab)))
+def _split(split: TokenSplit, vocab: int) -> dict[str, Any]:
+    lengths, counts = np.diff(split.bounds), split.counts()
+    used = int(np.count_nonzero(token_counts(split.tokens, vocab)))
     sizes: dict[str, float] = {"mean": float(lengths.mean())} if len(lengths) else {}
     if len(lengths):
         found = np.quantile(lengths, list(_QUANTILES.values())).tolist()
         sizes |= dict(zip(_QUANTILES, found, strict=True)) | {"longest": int(lengths.max())}
     bytes_per_token = counts["bytes"] / counts["tokens"] if counts["bytes"] and counts["tokens"] else None
     return counts | {"bytes_per_token": bytes_per_token, "document_tokens": sizes, "vocabulary_used": used}
-
-
-def _counts(dataset: Dataset) -> dict[str, dict[str, int]]:
-    statistics = dataset.statistics
-    figures = ("documents", "tokens", "bytes")
-    return {split: {what: getattr(statistics, what)[split] for what in figures} for split in SPLITS}
 
 
 def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: int) -> list[dict[str, Any]]:
@@ -89,3 +87,29 @@ def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: 
         entry = {"row": number, "tokens": int(real.sum()), "padding": int((~real).sum()), "documents": documents}
         rows.append(entry)
     return rows
+
+
+def token_counts(tokens: TokenArray, vocab: int) -> np.ndarray:
+    """(vocab,) int64: how often each id occurs in `tokens` (any shape (n,), may be memory-mapped)."""
+    counts = np.zeros(vocab, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab)
+    return counts
+
+
+def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float | None:
+    """Cross-entropy of the validation tokens in nats per token; None when there are none.
+
+    Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
+    """
+    return loss_of_counts(token_counts(train, vocab), token_counts(validation, vocab))
+
+
+def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
+    """The same from how often each id occurs."""
+    total = int(validation.sum())
+    if total == 0:
+        return None
+    seen = train + 1.0
+    log_probability = np.log(seen) - np.log(seen.sum())
+    return float(-(validation @ log_probability) / total)

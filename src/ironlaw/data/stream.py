@@ -26,10 +26,10 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import check_world, empty, fill_window
 from ironlaw.data.config import DataConfig
-from ironlaw.data.dataset import Dataset, Statistics, Stream
+from ironlaw.data.dataset import Dataset, Stream
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.shards import token_dtype
-from ironlaw.data.shared_tokenizer import shared_tokenizer
+from ironlaw.data.sample import shared_tokenizer
+from ironlaw.data.shards import TokenSplit, token_dtype
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import append_json_line, read_json_lines, sha256
@@ -207,26 +207,19 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     if not corpus.files:
         raise corpora.no_text(source.path, corpus)
     tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
-    validation, bounds, text_bytes = _held_out(corpus, splitter, tokenizer, source.path)
+    validation = _held_out(corpus, splitter, tokenizer, source.path)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
     key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]
     folder = config.cache_folder / f"stream-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
     nothing = np.empty(0, dtype=token_dtype(tokenizer.vocab))
     return Dataset(
-        train=nothing,
+        train=TokenSplit(nothing, np.zeros(1, dtype=np.int64)),
         validation=validation,
-        train_documents=np.zeros(1, dtype=np.int64),
-        validation_documents=bounds,
         vocab=tokenizer.vocab,
         end_of_text=tokenizer.end_of_text,
         end_of_text_token=tokenizer.end_of_text_token,
         tokenizer_path=tokenizer.path,
-        statistics=Statistics(
-            documents={"train": 0, "validation": len(bounds) - 1},
-            tokens={"train": 0, "validation": len(validation)},
-            bytes={"train": 0, "validation": text_bytes},
-            skipped=corpus.skipped,
-        ),
+        skipped=corpus.skipped,
         name=source.path,
         stream=Stream(corpus, splitter, tokenizer, worker_count(config.workers, corpus.bytes), folder),
     )
@@ -234,8 +227,8 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
 
 def _held_out(
     corpus: corpora.Corpus, splitter: splitting.Splitter, tokenizer: tokenizers.Tokenizer, path: str
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tokens, bounds and bytes of the first held-out documents."""
+) -> TokenSplit:
+    """The first held-out documents."""
     chosen: list[TextPiece] = []
     held = 0
     for piece in pieces_of(corpus, splitter):
@@ -249,4 +242,4 @@ def _held_out(
     joined = _Joined(tokenizer)
     for piece, ids in zip(chosen, tokenizer.encode_many([str(piece.content) for piece in chosen]), strict=True):
         joined.add(piece, ids)
-    return joined.tokens(), np.array(joined.bounds), held
+    return TokenSplit(joined.tokens(), np.array(joined.bounds), held)

@@ -17,9 +17,8 @@ import numpy as np
 
 from ironlaw.cores import usable_cores
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data import worker
 from ironlaw.data.corpus import START, Corpus, Cursor, pieces
-from ironlaw.data.pool import ProcessPool, in_order
+from ironlaw.data.processes import ProcessPool, in_order
 from ironlaw.data.readers import Content
 from ironlaw.data.splits import Split, Splitter
 
@@ -121,13 +120,13 @@ class Tokeniser:
 
     def _by_processes(self, source: Iterator[TextPiece], tokenizer: tokenizers.Tokenizer) -> Iterator[Chunk]:
         pool = ProcessPool(
-            self._workers, "data.workers", worker.start, tokenizer.path, tokenizer.end_of_text_token
-        )  # fmt: skip
+            self._workers, "data.workers", tokenizers.start_worker, tokenizer.path, tokenizer.end_of_text_token
+        )
         try:
             chunks, ahead = self._chunks(source, self._chunk_bytes), 2 * self._workers + 1
             with pool.working():
-                for chunk, made in in_order(chunks, lambda c: pool.submit(worker.encode, _texts(c)), ahead):
-                    ids, lengths, seconds = made
+                submit = lambda c: pool.submit(tokenizers.encode_in_worker, _texts(c))  # noqa: E731
+                for chunk, (ids, lengths, seconds) in in_order(chunks, submit, ahead):
                     self.seconds += seconds / self._workers
                     parts = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
                     yield list(zip(chunk, _ids_of(chunk, parts), strict=True))

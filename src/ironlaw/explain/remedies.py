@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.precision_recipes import precision_recipes
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of
@@ -24,6 +26,7 @@ from ironlaw.explain.remedy import (
 )
 from ironlaw.ledger import Kind, Ledger
 from ironlaw.machine.profile import Profile
+from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.step import plan_run
 
 TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time
@@ -51,10 +54,35 @@ class Situation:
         return seconds / (training + seconds) if training and seconds is not None else None
 
 
-def _precisions(now: Situation) -> Iterable[Settings]:
+def _precisions(now: Situation) -> Iterable[Settings | Proposal]:
     """Of products; and of a frozen base, whose nf4 is dequantised for each of them."""
     wide: list[Settings] = [{"finetune.method": "lora"}] if now.config.finetune.method == "qlora" else []
-    return wide + [{"train.precision": p} for p in now.profile.matmul if p != now.plan.decided.precision]
+    measured = wide + [{"train.precision": p} for p in now.profile.matmul if p != now.plan.decided.precision]
+    return [*measured, *(_faster_formats(now) if now.profile.device != "cpu" else ())]
+
+
+def _faster_formats(now: Situation) -> Iterable[Proposal]:
+    """Fewer bits, where the catalogue says that the accelerator multiplies them and a library trains in them. Nobody
+    timed them here: the gain is that between two plans by catalogued rates."""
+    from ironlaw.train.parallel.planning import plan_on_accelerators
+
+    try:
+        accelerator, _ = accelerator_of(now.profile.name)
+        before = plan_on_accelerators(now.config, now.profile, ranks_of(now.run))
+    except UserError:  # nobody catalogued it
+        return
+    for name, recipe in precision_recipes().items():
+        settings: Settings = {"train.precision": name}
+        try:
+            if not recipe.library or not number_format(name).multiplied_by(accelerator):
+                continue
+            after = plan_on_accelerators(with_settings(now.config, settings), now.profile, ranks_of(now.run))
+        except UserError:  # not with this model, or these adapters
+            continue
+        gain, basis = 1 - after.step_seconds / before.step_seconds, f"planned by {accelerator.name}'s catalogued rates"
+        saved, step = (gain * now.plan.totals[of].value for of in ("total_seconds", "step_seconds"))
+        if after.fits:
+            yield Proposal(settings, gain, saved, step, before.peak_bytes - after.peak_bytes, basis)
 
 
 def _micro_batches(now: Situation) -> Iterable[Settings]:
@@ -156,7 +184,8 @@ def _fewer_checkpoints(now: Situation) -> Iterable[Proposal]:
 
 REMEDIES: tuple[RemedyKind, ...] = (
     RemedyKind(
-        "precision", "Train in another precision", "this machine was measured in it", Effect.ROUNDING,
+        "precision", "Train in another precision", "this machine was measured in it, or its units multiply it",
+        Effect.ROUNDING,
         "rounding differs: compare the loss of the first steps", _precisions,
     ),
     RemedyKind(

@@ -73,7 +73,7 @@ def _versions(names: Sequence[str]) -> dict[str, str | None]:
 
 def _of_torch(version: str | None) -> list[str]:
     if version is None:
-        return ["PyTorch is missing: pip install torch, for your device as https://pytorch.org/get-started says"]
+        return ["PyTorch is missing: pip install torch==2.13.0, for your device: https://pytorch.org/get-started"]
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     return [] if OLDEST_TORCH <= release <= NEWEST_TORCH else [f"PyTorch {version} is not tested: use 2.11 to 2.13"]
 

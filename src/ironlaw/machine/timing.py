@@ -15,11 +15,11 @@ from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
+from ironlaw.model.parameters import model_parameters
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.kinds import has_experts
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
-from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.program import training_operations
 
 COPY_RATE = "memory (copy rate)"

@@ -46,14 +46,3 @@ class LatentConfig(Section):
     def up_size(self, heads: int) -> int:
         """What the narrow vector becomes: of every head the key's part without positions, and the value."""
         return heads * (self.plain_size + self.value_size)
-
-    def narrow_parameters(self, hidden: int) -> int:
-        """Of the projections that narrow and of the norms of what they give: no rank has a part of them."""
-        query = 0 if self.query_rank is None else self.query_rank * (hidden + 1)
-        return query + hidden * self.down_size + self.key_value_rank
-
-    def parameters(self, hidden: int, heads: int) -> int:
-        """Of one block's attention: its projections and the norms between them."""
-        inputs = hidden if self.query_rank is None else self.query_rank
-        wide = inputs * heads * self.head_size + self.key_value_rank * self.up_size(heads)
-        return self.narrow_parameters(hidden) + wide + heads * self.value_size * hidden

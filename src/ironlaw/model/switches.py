@@ -85,8 +85,3 @@ class Switches(Section):
         """Fields of this class that are not at their defaults, but for a window in all layers."""
         fields = {name: field.default for name, field in Switches.model_fields.items() if name != "sliding_window"}
         return [name for name, default in fields.items() if getattr(self, name) != default]
-
-    @property
-    def norms_per_block(self) -> int:
-        """Over the residual stream: before and after branches."""
-        return self.parallel_norms or {"pre": 2, "post": 2, "sandwich": 4}[self.norm_place]

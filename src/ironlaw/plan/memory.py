@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.parameters import Parameter
 from ironlaw.plan.memory_walk import Peak, Walk
 from ironlaw.plan.offload import on_device, stream_bytes
 from ironlaw.workload.blocks import FP32
@@ -25,7 +26,6 @@ from ironlaw.workload.collectives import matrix_elements
 from ironlaw.workload.division import sharded
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_temporary_bytes
-from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program
 from ironlaw.workload.schedule import passes_of_rank
 from ironlaw.workload.sharding import (

@@ -102,8 +102,7 @@ class LiveRun:
     def planned(self, plan: Ledger, data: Any) -> None:
         """The head of the run: what was prepared, and what is expected."""
         self._data.close()
-        statistics, totals = data.statistics, plan.totals
-        train, validation = statistics.tokens["train"], statistics.tokens["validation"]
+        totals, train, validation = plan.totals, len(data.train.tokens), len(data.validation.tokens)
         source = "from the cache" if data.reused else "prepared"
         text = f"{units.count(train)} training" if train else "tokenised while training,"
         self.say(

@@ -27,13 +27,13 @@ from ironlaw.errors import UserError
 from ironlaw.files import read_json, sha256, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
+from ironlaw.model.parameters import model_parameters
 from ironlaw.train.history import read_sessions
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
 from ironlaw.train.state import Stateful, host_copy, unique_weights
 from ironlaw.workload.blocks import FP32
 from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
-from ironlaw.workload.parameters import model_parameters
 
 SCHEMA_VERSION = 2  # 1 had only the optimizer and torch's generators in training.pt; it is still read
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"
@@ -235,8 +235,12 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints with a final name, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """The checkpoints with a final name, oldest first. A copy under another name is somebody's own."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def name_of(step: int) -> str:

@@ -28,7 +28,7 @@ from torch import nn
 
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, write_text
+from ironlaw.files import known_json, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
@@ -186,7 +186,7 @@ class Checkpointer:
         paths = disk.complete(self.folder)
         kept = set(paths[-self.policy.keep :])
         every = self.policy.keep_every
-        kept |= {path for path in paths if every and int(path.name.removeprefix("step-")) % every == 0}
+        kept |= {path for path in paths if every and disk.step_of(path) % every == 0}
         if self.policy.keep_best:
             rated = [(loss, path) for path in paths if (loss := _validation_loss(path)) is not None]
             kept |= {path for _, path in sorted(rated)[: self.policy.keep_best]}
@@ -203,8 +203,5 @@ def _free_bytes(folder: Path) -> float:
 
 
 def _validation_loss(path: Path) -> float | None:
-    try:
-        loss = read_json(path / disk.INDEX)["validation_loss"]
-        return None if loss is None or loss != loss else float(loss)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    loss = known_json(path / disk.INDEX).get("validation_loss")
+    return float(loss) if isinstance(loss, int | float) and loss == loss else None

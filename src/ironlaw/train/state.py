@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class Stateful(Protocol):
@@ -62,19 +63,13 @@ def host_copy(tree: Any) -> Any:
     seen: dict[tuple[Any, ...], Tensor] = {}
     waiting: set[torch.device] = set()
 
-    def copy(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            key = (node.device, node.data_ptr(), node.shape, node.stride(), node.dtype)
-            if node.numel() == 0 or key not in seen:
-                seen[key] = _copied(node.detach(), waiting)
-            return seen[key]
-        if isinstance(node, dict):
-            return {name: copy(value) for name, value in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(copy(value) for value in node)
-        return node
+    def copy(tensor: Tensor) -> Tensor:
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() == 0 or key not in seen:
+            seen[key] = _copied(tensor.detach(), waiting)
+        return seen[key]
 
-    copied = copy(tree)
+    copied = tree_map_only(Tensor, copy, tree)
     for device in waiting:
         torch.cuda.synchronize(device)
     return copied

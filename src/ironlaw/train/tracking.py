@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from ironlaw.config import RunConfig, TrackingConfig
 from ironlaw.errors import UserError
@@ -20,9 +20,9 @@ from ironlaw.errors import UserError
 WAITING = 1000  # steps; beyond, the newest is dropped rather than the run held up
 
 
-class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+class Tracker(NamedTuple):
+    log: Callable[[int, Mapping[str, float]], object]  # step and values
+    close: Callable[[], object]
 
 
 def check_installed(config: TrackingConfig) -> None:
@@ -34,64 +34,54 @@ def check_installed(config: TrackingConfig) -> None:
             )
 
 
-class TensorBoard:
-    def __init__(self, config: RunConfig, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+def _tensorboard(config: RunConfig, folder: Path, first_step: int) -> Tracker:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
-        # Steps that a killed session wrote and this one takes again are hidden by `purge_step`.
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        self._writer.add_text("config", f"```\n{config.to_toml()}\n```", first_step)
+    # Steps that a killed session wrote and this one takes again are hidden by `purge_step`.
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+    writer.add_text("config", f"```\n{config.to_toml()}\n```", first_step)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    def __init__(self, config: RunConfig, folder: Path, first_step: int) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(
-            project=config.tracking.project, name=config.tracking.name or folder.name, dir=str(folder),
-            id=_run_id(folder), resume="allow", config=config.model_dump(mode="json"),
-        )  # fmt: skip
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(log, writer.close)
 
 
-class MLflow:
-    def __init__(self, config: RunConfig, folder: Path, first_step: int) -> None:
-        if "MLFLOW_TRACKING_URI" not in os.environ:  # a folder in the run, as the other files are
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow.tracking import MlflowClient
+def _weights_and_biases(config: RunConfig, folder: Path, first_step: int) -> Tracker:
+    import wandb
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
-        self._client: Any = MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(config.tracking.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(config.tracking.project)
-        known = folder / ".mlflow-run"
-        if known.is_file():  # a resumed run goes on in the same place
-            self._id = known.read_text(encoding="utf-8").strip()
-        else:
-            self._id = self._client.create_run(experiment, run_name=config.tracking.name or folder.name).info.run_id
-            known.write_text(self._id, encoding="utf-8")
-            for section, table in config.model_dump(mode="json").items():
-                for key, value in (table or {}).items() if isinstance(table, dict) else ():
-                    self._client.log_param(self._id, f"{section}.{key}", value)
+    run: Any = wandb.init(
+        project=config.tracking.project, name=config.tracking.name or folder.name, dir=str(folder),
+        id=_run_id(folder), resume="allow", config=config.model_dump(mode="json"),
+    )  # fmt: skip
+    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+
+def _mlflow(config: RunConfig, folder: Path, first_step: int) -> Tracker:
+    if "MLFLOW_TRACKING_URI" not in os.environ:  # a folder in the run, as the other files are
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
+    client: Any = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(config.tracking.project)
+    experiment = found.experiment_id if found else client.create_experiment(config.tracking.project)
+    known = folder / ".mlflow-run"
+    if known.is_file():  # a resumed run goes on in the same place
+        run = known.read_text(encoding="utf-8").strip()
+    else:
+        run = client.create_run(experiment, run_name=config.tracking.name or folder.name).info.run_id
+        known.write_text(run, encoding="utf-8")
+        for section, table in config.model_dump(mode="json").items():
+            for key, value in (table or {}).items() if isinstance(table, dict) else ():
+                client.log_param(run, f"{section}.{key}", value)
+
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            client.log_metric(run, name, value, step=step)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return Tracker(log, lambda: client.set_terminated(run))
 
 
 def _run_id(folder: Path) -> str:
@@ -102,9 +92,7 @@ def _run_id(folder: Path) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
-TRACKERS: dict[str, Callable[[RunConfig, Path, int], Tracker]] = {
-    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow,
-}  # fmt: skip
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases, "mlflow": _mlflow}
 
 
 class Tracking:
@@ -158,7 +146,7 @@ class Tracking:
     def _start(self, name: str, trackers: dict[str, Tracker]) -> None:
         trackers[name] = TRACKERS[name](self._config, self._folder, self._first)
 
-    def _safely(self, name: str, trackers: dict[str, Tracker], call: Callable[..., None], *arguments: Any) -> None:
+    def _safely(self, name: str, trackers: dict[str, Tracker], call: Callable[..., object], *arguments: Any) -> None:
         try:
             call(*arguments)
         except Exception as error:  # whatever a tracker does, the run is worth more

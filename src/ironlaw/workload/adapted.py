@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ironlaw.ledger import Kind
-from ironlaw.model.frozen import DEQUANTISED
+from ironlaw.model.frozen import DEQUANTISED, NF4_BLOCK
 from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
 from ironlaw.workload.operations import Operation, call, grown, product
 
@@ -53,11 +53,14 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
         if unasked and not rows:
             gradient = [replace(g, repeat=0, flops=None) for g in gradient]
         if op.matmul is not None and kind != "head" and own.method == "qlora":
-            yield _dequantise(shape, op)
-        yield replace(op, gradient=tuple(gradient))
-        if rows:
-            yield from _adapters(shape, op, rows)
-            unasked = False
+            yield _dequantise(shape, op, columns=op.matmul[2])
+        if not rows:
+            yield replace(op, gradient=tuple(gradient))
+            continue
+        dying, unasked = op.frees_temporary_bytes, False  # when the module returns
+        yield replace(op, gradient=tuple(gradient), frees_temporary_bytes=0)
+        *added, summed = _adapters(shape, op, rows)
+        yield from (*added, grown(summed, frees_temporary=dying))
 
 
 def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked: bool) -> Iterator[Operation]:
@@ -73,7 +76,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
         yield op
     else:
         if kind != "head" and own.method == "qlora":
-            yield _dequantise(shape, op)
+            yield _dequantise(shape, op, columns=op.matmul[1])
         yield from _adapters_backward(shape, op, rows, asked)
         if rows and not asked:
             op = replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0)
@@ -82,10 +85,12 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
         yield op
 
 
-def _dequantise(shape: Shape, op: Operation) -> Operation:
+def _dequantise(shape: Shape, op: Operation, columns: int) -> Operation:
+    """`columns` of the matrix, of which the last block may be a part only."""
     assert op.matmul is not None
     elements = op.matmul[1] * op.matmul[2]
-    size = DEQUANTISING_BYTES * min(elements, DEQUANTISED)
+    padded = elements // columns * -(-columns // NF4_BLOCK) * NF4_BLOCK
+    size = DEQUANTISING_BYTES * min(padded, DEQUANTISED)
     size += elements * shape.matmul_bytes if elements > DEQUANTISED else 0  # what is there of the matrix already
     moved = DEQUANTISING_BYTES * elements
     return call(f"{op.name}_dequantise", "add", elements, moved, temporary=size, frees_temporary=size)

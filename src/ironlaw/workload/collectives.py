@@ -27,10 +27,10 @@ from itertools import starmap
 from typing import NamedTuple
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import counted_together, replicas_of
 from ironlaw.workload.messages import context_messages
-from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes_of_rank

@@ -19,11 +19,10 @@ from ironlaw.model.frozen import NF4_BITS, NF4_BLOCK, SCALES_BLOCK
 from ironlaw.model.huggingface.entry import Entry
 from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.parameters import COLUMNS, ROWS, Parameter, model_parameters
 from ironlaw.schema import Section
 from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import COLUMNS, ROWS
-from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.sharding import local_shape_of
 
 ALL = "all-linear"  # PEFT's word

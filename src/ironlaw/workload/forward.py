@@ -18,8 +18,11 @@ from ironlaw.workload.blocks import (
     FP32,
     INDEX,
     Shape,
+    activation,
     attention,
+    cast,
     elementwise,
+    gate_product,
     norm_saved_bytes,
     qk_norm_saved_bytes,
     rotary_saved_bytes,
@@ -92,9 +95,8 @@ def scaled(shape: Shape, name: str) -> Operation:
 
 def block(shape: Shape) -> list[Operation]:
     """One block with a dense feed-forward network. Other orders than GPT-2's: `arrangements.py`."""
-    operations = attention_half(shape) + norm(shape, "ffn_norm", reader=network_reader(shape))
-    operations += feed_forward(shape, shape.model.ffn_size, "ffn") + joining(shape)
-    return [*operations, residual(shape)]
+    network = after_norm(shape, "ffn_norm", network_reader(shape), feed_forward(shape, shape.model.ffn_size, "ffn"))
+    return [*attention_half(shape), *network, *joining(shape), residual(shape)]
 
 
 def network_reader(shape: Shape) -> str:
@@ -105,8 +107,17 @@ def network_reader(shape: Shape) -> str:
 def attention_half(shape: Shape) -> list[Operation]:
     """Norm, attention and its residual addition."""
     reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
-    operations = norm(shape, "attention_norm", reader=reader) + attention_branch(shape) + joining(shape)
-    return [*operations, residual(shape)]
+    attention = after_norm(shape, "attention_norm", reader, attention_branch(shape))
+    return [*attention, *joining(shape), residual(shape)]
+
+
+def after_norm(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
+    """The norm and its branch. What autocast casts of the norm's result is a copy: the module's input in fp32 lives
+    until it returns."""
+    given = norm(shape, name, reader=reader)
+    waits = given[-1].frees_temporary_bytes if shape.casts else 0
+    given[-1], branch[-1] = grown(given[-1], frees_temporary=-waits), grown(branch[-1], frees_temporary=waits)
+    return [*given, *branch]
 
 
 def branch_gradient(shape: Shape) -> Size:
@@ -215,12 +226,7 @@ def feed_forward(
         shape, f"{name}_gate" if model.gated_ffn else f"{name}_up", model.hidden, width, keep=not relu, bias=bias,
         frees=normed if owns_input else 0,
     )  # fmt: skip
-    back = elementwise(shape, "activation", f"{model.activation}_backward", inner, 3, temporary=made,
-                       frees_saved=inner * w, frees_temporary=made)  # fmt: skip
-    operations.append(
-        elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w,
-                    frees_temporary=inner * w if relu else 0, gradient=[back])
-    )  # fmt: skip
+    operations.append(activation(shape, inner, made=made, frees=inner * w if relu else 0))
     if model.gated_ffn:
         stream = shape.tokens * model.hidden
         operations = gradient_last(
@@ -230,9 +236,7 @@ def feed_forward(
             operations.append(elementwise(shape, f"{name}_up_cast", "cast", stream, 3, saved=normed))
         operations += linear(shape, f"{name}_up", model.hidden, width, keep=True, bias=bias,
                              frees=normed if shape.casts else 0)  # fmt: skip
-        back = elementwise(shape, "gate_product", "multiply_backward", inner, 6, temporary=2 * inner * w,
-                           frees_saved=(1 if relu else 2) * inner * w, frees_temporary=inner * w)  # fmt: skip
-        operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w, gradient=[back]))
+        operations.append(gate_product(shape, inner, kept=1 if relu else 2))
     return operations + linear(
         shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias,
         frees=0 if relu and not model.gated_ffn else inner * w,
@@ -295,11 +299,7 @@ def full_head(shape: Shape) -> list[Operation]:
                  gradient=[back])
         )  # fmt: skip
     if shape.casts:
-        back = call("loss", "cast", logits, full + size, kind=Kind.LOSS, temporary=size, frees_temporary=full)
-        operations.append(
-            call("loss", "cast", logits, full + size, kind=Kind.LOSS, temporary=full, frees_temporary=size,
-                 gradient=[back])
-        )  # fmt: skip
+        operations.append(cast(shape, "loss", logits, wide=True, kind=Kind.LOSS, temporary=full, frees_temporary=size))
     # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
     back = call("loss", "loss_backward", logits, 4 * full, kind=Kind.LOSS, temporary=2 * full, frees_saved=full,
                 frees_temporary=full)  # fmt: skip

@@ -7,43 +7,22 @@ All that is not a product or a norm has one name, `rotary`: turning, padding, an
 
 from __future__ import annotations
 
-from typing import Any
-
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
-from ironlaw.workload.blocks import FP32, Shape, elementwise, norm_saved_bytes, rotary_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
 from ironlaw.workload.operations import (
-    COLUMNS,
-    ROWS,
     Operation,
-    Parameter,
     call,
     gradient_first,
     gradient_last,
     grown,
-    linear_parameters,
 )
 from ironlaw.workload.sizes import Size
 
 WIDE = ("query_up", "latent_up")
 """The products that give queries, keys and values: what `recompute.keep` calls qkv."""
-
-
-def latent_parameters(model: ModelConfig, name: str) -> list[Parameter]:
-    """Products that widen divide their heads over tensor parallel ranks; narrow vectors are whole on each."""
-    latent, hidden = _of(model), model.hidden
-    result = []
-    if latent.query_rank:
-        result += linear_parameters(f"{name}.query_down", latent.query_rank, hidden, partial=True)
-        result.append(Parameter(f"{name}.query_norm.weight", (latent.query_rank,), partial=True))
-    result += linear_parameters(f"{name}.query_up", model.query_size, latent.query_rank or hidden, divided=ROWS)
-    result += linear_parameters(f"{name}.latent_down", latent.down_size, hidden, partial=True)
-    result.append(Parameter(f"{name}.latent_norm.weight", (latent.key_value_rank,), partial=True))
-    up = latent.up_size(model.heads)
-    result += linear_parameters(f"{name}.latent_up", up, latent.key_value_rank, divided=ROWS)
-    return result + linear_parameters(f"{name}.out", hidden, model.mixed_size, divided=COLUMNS)
 
 
 def first_reader(model: ModelConfig) -> str:
@@ -167,17 +146,12 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     )  # fmt: skip
     if not shape.casts:
         return [operation]
-
-    def cast(name: str, **memory: Any) -> Operation:
-        return call(name, "cast", elements, full + reduced, **memory)
-
     # A copy of the input in fp32 waits instead of the input, and of the output one in the product's precision.
-    narrow = cast("latent_cast", temporary=reduced, frees_temporary=full)
-    wide = cast(f"{reader}_cast", temporary=full, frees_temporary=reduced)
+    frees = given * w if width == whole else 0
     return [
-        cast("latent_cast", saved=full, frees_temporary=given * w if width == whole else 0, gradient=[narrow]),
+        cast(shape, "latent_cast", elements, wide=True, saved=full, frees_temporary=frees),
         operation,
-        cast(f"{reader}_cast", saved=reduced, frees_temporary=full, gradient=[wide]),
+        cast(shape, f"{reader}_cast", elements, saved=reduced, frees_temporary=full),
     ]
 
 

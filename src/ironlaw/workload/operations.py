@@ -9,14 +9,12 @@ Nothing lists a backward pass: it is the gradients of the operations, the last o
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.model.config import ModelConfig
 from ironlaw.workload.sizes import Size
 
 
@@ -77,63 +75,6 @@ def grown(
         frees_saved_bytes=op.frees_saved_bytes + frees_saved,
         frees_temporary_bytes=op.frees_temporary_bytes + frees_temporary + passing,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One tensor of a model, and how it divides.
-
-    `embedding`: a lookup table, also where the output layer shares it. `divided`: by which degrees of a layout along
-    which dimensions. `partial`: whole on every tensor parallel rank, each of which sees a part of its gradient.
-    `width`: bytes of a number. `trained`: it has a gradient.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    embedding: bool = False
-    divided: tuple[tuple[str, int], ...] = ()
-    partial: bool = False
-    width: int = 4
-    trained: bool = True
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.width
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def is_block_matrix(self) -> bool:
-        """A matrix of a linear layer inside a block: what optimizers for matrices are meant for."""
-        return len(self.shape) == 2 and not self.embedding and not self.is_small and self.name.startswith("blocks.")
-
-    @property
-    def is_small(self) -> bool:
-        """A vector, or those of all experts together."""
-        return len(self.shape) < 2 or self.name.endswith("bias")
-
-
-ROWS, COLUMNS = (("tp", 0),), (("tp", 1),)
-
-
-def linear_parameters(
-    name: str, outputs: int, inputs: int, bias: bool = False, divided: tuple[tuple[str, int], ...] = (),
-    partial: bool = False,
-) -> list[Parameter]:  # fmt: skip
-    """The weight (outputs, inputs) of a linear layer; its bias divides with the rows."""
-    weight = Parameter(f"{name}.weight", (outputs, inputs), divided=divided, partial=partial)
-    own = ROWS if divided == ROWS else ()
-    return [weight, Parameter(f"{name}.bias", (outputs,), divided=own)] if bias else [weight]
-
-
-def feed_forward_parameters(model: ModelConfig, name: str, width: int) -> list[Parameter]:
-    """Up, gate where there is one, down."""
-    result = []
-    for which in ("up", "gate") if model.gated_ffn else ("up",):
-        result += linear_parameters(f"{name}.{which}", width, model.hidden, model.has_ffn_bias, divided=ROWS)
-    return result + linear_parameters(f"{name}.down", model.hidden, width, model.has_ffn_bias, divided=COLUMNS)
 
 
 def call(

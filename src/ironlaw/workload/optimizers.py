@@ -17,9 +17,9 @@ from pydantic import Field
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.parameters import Parameter
 from ironlaw.schema import Section
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.parameters import Parameter
 
 FP32 = 4
 BF16 = 2

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter, of_blocks
 from ironlaw.workload.blocks import FP32, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
@@ -29,7 +30,6 @@ from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import BF16, adamw_operations, update_operations
-from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
@@ -173,8 +173,7 @@ def _adapted(
     trained = adapters.trained(model, layers, layout)
     product_bytes = FP32 if recipe.precision == "fp32" else BF16
     frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
-    whole = [p for p in model_parameters(model, layers) if p.name.startswith("blocks.")]
-    scales, ranks = adapters.scale_bytes(whole, layout), layout.sharing
+    scales, ranks = adapters.scale_bytes(of_blocks(model, layers), layout), layout.sharing
     shards = [shard_of(p, model, layout.ep, ranks) for p in trained]
     if layout.zero < 3:
         return trained, shards, scales + sum(p.bytes for p in frozen)
@@ -278,7 +277,10 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
         return Layer("", kind, tuple(forward), tuple(backward))
     drop, recomputed, copies = dropped(shape, policy, kind), again(shape, policy, kind), weight_copies(shape, kind)
     freed = freed_after_backward(drop, recomputed, copies)
-    return Layer("", kind, (*forward, drop), (*backward, freed), tuple(recomputed), copies)
+    # The gradient that comes along the stream is cast for the last branch before that runs again.
+    before = 1 if backward[0].name == "residual_cast" else 0
+    recomputed = [*backward[:before], *recomputed]
+    return Layer("", kind, (*forward, drop), (*backward[before:], freed), tuple(recomputed), copies)
 
 
 def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter
 from ironlaw.workload.blocks import FP32, INDEX
 from ironlaw.workload.kinds import has_experts, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.optimizers import state_bytes
-from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.recipe import Recipe, StepBatch
 
 DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it

@@ -6,8 +6,8 @@ import pytest
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.serving.demand import demand_of
-from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.serving import Chunk, cache_bytes, forward_pass
 
 DENSE = {

@@ -168,6 +168,16 @@ def test_a_small_cache_sends_requests_back_and_all_of_them_end() -> None:
     assert tight.output_tokens_per_second < roomy.output_tokens_per_second
 
 
+def test_a_windowed_model_serves_prompts_that_are_longer_than_its_cache() -> None:
+    windowed = LLAMA.model_copy(update={"sliding_window": 256})
+    one = replace(served(), model=windowed)
+    request = parse_request("input=4096 output=64 concurrency=4")
+    played = play(one.system, request, 600.0, 64)
+    assert played.preemptions == 0 and 1 < played.decode_batch < 3
+    with pytest.raises(ValueError, match="holds no request of 4096"):
+        play(replace(served(), model=LLAMA).system, request, 600.0, 64)
+
+
 def test_a_request_longer_than_the_cache_never_fits() -> None:
     small = Served(LLAMA, accelerator("t4"), serving_engine("vllm"), ServingLayout(), Formats("bf16"))
     ledger = plan_serving(small, parse_request("input=512 output=64"))

@@ -28,7 +28,7 @@ def config_of(experts=None, **layout):
 @pytest.fixture
 def accelerators(machine_profile):
     bf16 = {"bf16": machine_profile.matmul["fp32"]} | machine_profile.matmul
-    return replace(machine_profile, device="NVIDIA H100 80GB HBM3", matmul=bf16, memory_bytes=80 * 2**30)
+    return replace(machine_profile, device="cuda", name="NVIDIA H100 80GB HBM3", matmul=bf16, memory_bytes=80 * 2**30)
 
 
 def test_its_collectives_are_those_of_the_program(accelerators, user_cache):
@@ -55,7 +55,7 @@ def test_gradients_sent_in_16_bits_are_half_as_many(accelerators, user_cache):
 
 def test_an_accelerator_that_nobody_catalogued_is_said_to_be_unknown(accelerators, user_cache):
     with pytest.raises(UserError, match="unknown accelerator"):
-        plan_on_accelerators(config_of(), replace(accelerators, device="Acme Turbo"), 8, 8)
+        plan_on_accelerators(config_of(), replace(accelerators, name="Acme Turbo"), 8, 8)
 
 
 @pytest.mark.parametrize(

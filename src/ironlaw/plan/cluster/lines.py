@@ -15,6 +15,7 @@ import numpy as np
 
 from ironlaw.ledger import Key, Kind, Line, Phase, merged
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds
 from ironlaw.plan.cluster.layout_table import code
@@ -26,7 +27,6 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, update_operations
-from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.program import training_operations
 from ironlaw.workload.recompute import AGAIN
 

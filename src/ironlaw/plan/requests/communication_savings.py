@@ -26,11 +26,11 @@ from typing import Any
 
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.parameters import Parameter, model_parameters
 
 MATERIAL = 0.02
 """Of the step, below which exposed data parallel communication is not worth a setting."""

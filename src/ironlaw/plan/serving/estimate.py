@@ -36,11 +36,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Served:
-    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests.
-
-    `drafted`: tokens for every pass, each of which stands with the chance `acceptance`; `draft`: the model that drafts
-    them, None for n-grams.
-    """
+    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests."""
 
     model: ModelConfig
     device: Accelerator
@@ -48,9 +44,9 @@ class Served:
     layout: ServingLayout
     formats: Formats
     budget: int = BUDGET_TOKENS
-    drafted: int = 0
-    acceptance: float = 0.0
-    draft: ModelConfig | None = None
+    drafted: int = 0  # tokens for every pass
+    acceptance: float = 0.0  # the chance that one of them stands
+    draft: ModelConfig | None = None  # the model that drafts them; None: n-grams
 
     @cached_property
     def system(self) -> System:
@@ -83,7 +79,7 @@ class Served:
     def most_requests(self, request: ServeRequest) -> int:
         """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
         longest; pages are handed out as they are needed, and only the last is partly empty."""
-        kept = float(self.system.demand.cached_tokens(request.length))
+        kept = float(self.system.held_tokens(request.length))
         if self.engine.paged:
             kept = math.ceil(kept / BLOCK_TOKENS) * BLOCK_TOKENS
         return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests) * self.layout.attention_dp))

@@ -13,14 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
+from ironlaw.model.parameters import Parameter
 from ironlaw.train.checkpoint import WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped
+from ironlaw.train.parallel.materialize import Parts
 from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.store import Parts, ShardedFiles
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import Parameter
 
 
 def _orders(model: nn.Module) -> dict[str, Tensor]:

@@ -1,13 +1,15 @@
-"""A layout put on a model, in this order. The order is the point: each line says why it stands where it does."""
+"""A layout put on a model, in this order (the order is the point: each line says why it stands where it does), and
+what a rank then holds."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -16,18 +18,44 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
+from ironlaw.model.parameters import Parameter
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import adapted, experts, gradient_compression, materialize, pipeline, tensor
-from ironlaw.train.parallel.applied import Applied
+from ironlaw.train.parallel import adapted, experts, materialize, pipeline, tensor
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import stages_of
 from ironlaw.workload.sharding import shards_hidden
+
+
+@dataclass
+class Applied:
+    """What this rank holds: `parts` by stage number as they are called, `plain` the transformers within."""
+
+    ranks: Ranks
+    parts: dict[int, nn.Module]
+    plain: dict[int, Transformer]
+    partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
+    copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
+
+    def __post_init__(self) -> None:
+        self.model = pipeline.joined(self.plain)  # everything here under the names of the whole model
+
+    @property
+    def stages(self) -> int:
+        return self.ranks.config.pp * self.ranks.config.virtual_stages
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for part in self.plain.values() for parameter in part.parameters()]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Of a distributed tensor, what this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def apply(
@@ -98,8 +126,9 @@ def apply(
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
     if fsdp:
+        reduced = torch.bfloat16 if config.communication.gradients == "bf16" else None  # weights stay as they are
         for part in plain.values():
-            shard(part, ranks, gradient_compression.reduction(config.communication))
+            shard(part, ranks, MixedPrecisionPolicy(reduce_dtype=reduced))
         if deferred:
             materialize.materialize(plain.values(), ranks.device, drawn)
     elif replicas:

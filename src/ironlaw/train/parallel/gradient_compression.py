@@ -13,22 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import CommunicationConfig, RunConfig
-from ironlaw.train.parallel.applied import Applied
+from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.communication import bucket_hook
 from ironlaw.train.parallel.plugin import StepPlugin
 
 EPSILON = 1e-8
 """Added to a column's length: gradients of a rank below PowerSGD's have columns of zeros."""
-
-
-def reduction(communication: CommunicationConfig) -> MixedPrecisionPolicy:
-    """FSDP2's policy: weights as they are, gradients reduced in bf16 where asked."""
-    return MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if communication.gradients == "bf16" else None)
 
 
 def of(applied: Applied, config: RunConfig) -> "PowerSGD | None":

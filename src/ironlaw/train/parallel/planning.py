@@ -57,13 +57,13 @@ def local_ranks(size: int) -> int:
 
 def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     """On every rank together: two of them on different hosts may have to be timed. The plan is rank 0's."""
+    size, local = ranks.size, local_ranks(ranks.size)
     if ranks.device.type != "cpu":
-        return plan_on_accelerators(config, profile, ranks.size, local_ranks(ranks.size)).ledger
-    local = local_ranks(ranks.size)
-    between = _between(local) if local < ranks.size else None
-    if not ranks.first:
-        return Ledger("plan")
-    return plan_config(config, profile, ranks.size, RankFabric(costs_here(profile), local, between)).ledger()
+        return ranks.first_does(lambda: plan_on_accelerators(config, profile, size, local).ledger)
+    between = _between(local) if local < size else None
+    return ranks.first_does(
+        lambda: plan_config(config, profile, size, RankFabric(costs_here(profile), local, between)).ledger
+    )
 
 
 def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> ClusterPlan:
@@ -87,7 +87,7 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
 
 def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cluster, str]:
     """The job's cluster by the catalogue, and what was assumed to find it."""
-    acc, assumed = accelerator_of(profile.device)
+    acc, assumed = accelerator_of(profile.name)
     usual = node(acc.default_node)
     return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
 

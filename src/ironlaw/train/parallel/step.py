@@ -24,20 +24,18 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
+from ironlaw.observe.measured import tree_bytes
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import described
-from ironlaw.train.parallel import communication, experts, pipeline
+from ironlaw.train.parallel import communication, experts, gradient_compression, outer, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
-from ironlaw.train.parallel.applied import local_part
-from ironlaw.train.parallel.apply import apply, build
+from ironlaw.train.parallel.apply import apply, build, local_part
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused
 from ironlaw.train.parallel.partition import RankPartition
-from ironlaw.train.parallel.persistent import beside_weights
-from ironlaw.train.parallel.plugins import plugins_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.state import Stateful
@@ -86,7 +84,8 @@ class LayoutStep(Step):
         self.has_loss = self.applied.stages - 1 in self.applied.plain
         self.overflowed = False  # the last step's gradient: the weights stay as they are
         self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
-        self.plugins = plugins_of(self.applied, config)
+        found = (of(self.applied, config) for of in (gradient_compression.of, outer.of))
+        self.plugins = [plugin for plugin in found if plugin is not None]
         tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
         for plugin in self.plugins:
             plugin.begin(next(iter(self.applied.parts.values())), self.local(tokens))
@@ -389,10 +388,13 @@ class LayoutStep(Step):
     # -- what is known of it ---------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> int:
-        """Of tensors this rank holds between steps, a batch included."""
-        held = super().persistent_bytes()
-        batch = 2 * 8 * self.share * self.config.sequence
-        return held + batch + beside_weights(self.applied, self.schedule, self.plugins)
+        """Of tensors this rank holds between steps: a batch, buckets, what plug-ins keep and stages receive into."""
+        total = super().persistent_bytes() + 2 * 8 * self.share * self.config.sequence
+        for part in self.applied.parts.values():
+            if isinstance(part, DistributedDataParallel):  # gradients are views of the buckets, which stay
+                total += sum(p.nbytes for p in part.parameters() if p.requires_grad)
+        received = list(pipeline.message_buffers(self.schedule))
+        return total + tree_bytes([plugin.held() for plugin in self.plugins]) + tree_bytes(received)
 
     def setting(self) -> dict[str, Any]:
         return super().setting() | {"layout": str(layout_of(self.mesh.config, self.micro_batch))}

@@ -8,7 +8,7 @@ rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
-from ironlaw.train.parallel.materialize import pieces, read_checkpoint
+from ironlaw.train.parallel.materialize import Parts, pieces, read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.parameters import Parameter, model_parameters
 
 NAME = "sharded"
 FOLDER = "shards"
-Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-
-
 Spread = StepPlugin | WeightAverage
 """States of which every rank has tensors of its own. They go the way of weights and moments, by name."""
 
@@ -74,7 +72,7 @@ class ShardedFiles:
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
         optimizer = states.get("optimizer")
         if optimizer is not None:
-            give_state(optimizer)  # type: ignore[arg-type]
+            _init_optim_state(optimizer)  # type: ignore[arg-type]  # tensors to read into: one update by nothing
         # Two tensors may read the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, Spread)]
@@ -123,21 +121,6 @@ def _known(folder: Path) -> dict[str, torch.Size]:
 def _of_one_process(folder: Path) -> dict[str, torch.Size]:
     """The states in a checkpoint of one process, as if each were a tensor."""
     return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
-
-
-def give_state(optimizer: torch.optim.Optimizer) -> None:
-    """State tensors to read into: one update by nothing."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def _host(tensor: Tensor) -> Tensor:

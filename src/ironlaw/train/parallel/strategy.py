@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ironlaw.config import RunConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.prepare import prepare
-from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.train.journal import write_event
@@ -37,19 +36,7 @@ class RankStrategy(Strategy):
         self.config, self.store, self.named = config, store, named
 
     def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        """All of them plan, because two may have to be timed for it; what rank 0 found holds."""
-        plan, error = Ledger("plan"), None
-        try:
-            plan = plan_job(config, profile, self.mesh)
-        except UserError as problem:
-            error = problem
-
-        def told() -> Ledger:
-            if error is not None:
-                raise error
-            return plan
-
-        return self.mesh.first_does(told)
+        return plan_job(config, profile, self.mesh)
 
     def prepare(
         self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
