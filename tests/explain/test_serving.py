@@ -113,9 +113,7 @@ def test_clients_of_a_load_that_is_played_wait_for_the_api_their_prompts_and_the
     (tmp_path / "requests.jsonl").write_text(2 * (json.dumps(asked) + "\n"))
     write(tmp_path, run)
     steps = tmp_path / "steps.jsonl"
-    steps.write_text(
-        steps.read_text().replace('"prefill_tokens": 0', '"prefill_tokens": 64')
-    )  # nothing was shared
+    steps.write_text(steps.read_text().replace('"prefill_tokens": 0', '"prefill_tokens": 64'))  # nothing was shared
     planned = explain_serving(tmp_path, machine_profile).planned_totals
     alone = MeasuredClock(MODEL, machine_profile, "fp32", run.facts["passes"]).parts(0, 0.0, 128)["prompts"]
     # The first is computed when it comes, 3 ms after it was sent; the second after it, beside its second token.
