@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -350,3 +351,22 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     found = np.percentile(np.asarray(values), [10, 50, 90, 95, 99])
     names = ("p10", "p50", "p90", "p95", "p99")
     return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}
+
+
+async def _crowds() -> None:
+    """Random prompts for a server that warms up. The first line of the standard input says where (a command line would
+    show its key to everybody), every other line is one crowd."""
+    url, key, vocab = sys.stdin.readline().split()
+    client, draws = Client(url, None, key, 60.0), random.Random(0)
+    print(flush=True)
+    for line in sys.stdin:
+        count, prompt, answer = map(int, line.split())
+        plan = Plan(0.0, prompt, answer)
+        prompts = [[draws.randrange(int(vocab)) for _ in range(prompt)] for _ in range(count)]
+        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_end=True) for one in prompts]
+        await asyncio.gather(*asked)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_crowds())
