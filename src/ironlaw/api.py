@@ -82,7 +82,7 @@ class PlanResult(PlanOutcome, Shown):
     output_tokens_per_second = Total("Of served requests: of all copies.")
 
     def _show(self, console: Console) -> None:
-        from ironlaw.report.outcome_view import plan_views
+        from ironlaw.report.cluster_view import plan_views
         from ironlaw.report.terminal import show
 
         for view in plan_views(self):

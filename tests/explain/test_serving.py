@@ -90,14 +90,36 @@ def test_passes_timed_at_the_start_set_the_level_and_curves_the_rest(machine_pro
     clock = MeasuredClock(MODEL, machine_profile, "fp32", passes)
     assert clock.parts(4, 64.0, 0) == pytest.approx({"decode": 2e-3, "prompts": 0.0, "sample": 1e-4, "host": 2e-4})
     assert 2e-3 < clock.parts(8, 64.0, 0)["decode"] < 5e-3 < clock.parts(16, 640.0, 0)["decode"]
-    assert clock.parts(0, 0.0, 128, 4)["prompts"] == pytest.approx(0.05)
-    mixed = clock.parts(4, 64.0, 124, 4)  # a pass over as many tokens, of which decode alone has its part
+    assert clock.parts(0, 0.0, 128, prompts=4)["prompts"] == pytest.approx(0.05)
+    mixed = clock.parts(4, 64.0, 124, prompts=4)  # a pass over as many tokens, of which decode alone has its part
     assert mixed["decode"] == pytest.approx(2e-3) and 0.04 < mixed["prompts"] + mixed["decode"] < 0.06
     long = MeasuredClock(
         MODEL, machine_profile, "fp32", [*passes, passes[1] | {"length": 320.0, "model_seconds": 3e-3}]
     )
     assert long.token_seconds == pytest.approx(1e-3 / (4 * 256))  # one pass behind 64 tokens, one behind 320
     assert long.parts(4, 192.0, 0)["decode"] == pytest.approx(2.5e-3, rel=0.05)
+
+
+def test_clients_of_a_load_that_is_played_wait_for_the_api_their_prompts_and_their_tokens(
+    tmp_path: Path, machine_profile: Profile
+) -> None:
+    prefill = {"phase": "prefill", "requests": 2, "tokens": 256, "length": 0.0, "model_seconds": 0.05}
+    decode = {"phase": "decode", "requests": 2, "tokens": 2, "length": 128.0, "model_seconds": 2e-3}
+    run = measured(
+        passes=[one | {"sample_seconds": 0.0, "host_seconds": 0.0} for one in (prefill, decode)], speculation="none",
+        request_seconds=3e-3, load={"concurrency": 2}, token_budget=512,
+    )  # fmt: skip
+    asked = {"at": 0.0, "prompt_tokens": 128, "output_tokens": 5, "error": None}
+    (tmp_path / "requests.jsonl").write_text(2 * (json.dumps(asked) + "\n"))
+    write(tmp_path, run)
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text(steps.read_text().replace('"prefill_tokens": 0', '"prefill_tokens": 64'))  # nothing was shared
+    planned = explain_serving(tmp_path, machine_profile).planned_totals
+    alone = MeasuredClock(MODEL, machine_profile, "fp32", run.facts["passes"]).parts(0, 0.0, 128)["prompts"]
+    # The first is computed when it comes, 3 ms after it was sent; the second after it, beside its second token.
+    assert planned["ttft_seconds"] == pytest.approx(3e-3 + 1.5 * alone, rel=0.1)
+    assert planned["tpot_seconds"] > 2e-3
+    assert planned["output_tokens_per_second"] == pytest.approx(10 / (3e-3 + 2 * alone + 4 * 2e-3), rel=0.1)
 
 
 def test_a_foreign_server_has_no_engine_steps(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.restore import load
 from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.rollback import drop_after
 from ironlaw.train.session import run_training
 from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
@@ -492,3 +493,11 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path)
     os.mkfifo(tmp_path / checkpoint.STATE)
     with pytest.raises(UserError, match="a pipe or a device"):
         checkpoint.sha256(tmp_path / checkpoint.STATE)
+
+
+def test_a_copy_under_another_name_is_neither_read_nor_dropped(tmp_path: Path) -> None:
+    for name in ("step-00000002", "step-00000004", "step-00000004-mine", "step-old"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000002", "step-00000004"]
+    drop_after(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004-mine", "step-old"}

@@ -19,8 +19,8 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import held_bytes
 from ironlaw.plan.step import plan_run
-from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore, leading_vectors
+from ironlaw.train.host_optimizer import Combined
 from ironlaw.train.optimizer import BITSANDBYTES, build_optimizer, described, set_learning_rate
 from ironlaw.train.parallel.pipeline import cut
 from ironlaw.train.parallel.tensor import split_projections

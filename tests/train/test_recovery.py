@@ -134,10 +134,18 @@ def test_three_in_a_row_stop_and_a_quiet_stretch_forgives() -> None:
 
 
 def test_only_checkpoints_of_the_branch_that_counts_are_usable() -> None:
-    recovery = Recovery(DEFAULT, [{"event": "rollback", "to_step": 100, "skipped_batches": [1, 2]}])
+    event = {"event": "rollback", "to_step": 100, "skipped_batches": [1, 2], "spike": {"first_step": 120}}
+    recovery = Recovery(DEFAULT, [event, {"note": "somebody else's"}])
     assert recovery.usable(100, 0) and recovery.usable(50, 0)
     assert not recovery.usable(120, 0)  # made before the run went back
     assert recovery.usable(120, 1)
+
+
+@pytest.mark.parametrize("change", [{"to_step": "7"}, {"skipped_batches": [1]}, {"spike": None}])
+def test_an_event_that_nobody_can_go_back_by_is_one_line(change: dict[str, Any]) -> None:
+    event = {"event": "rollback", "to_step": 7, "skipped_batches": [1, 2], "spike": {"first_step": 9}}
+    with pytest.raises(UserError, match="a rollback of no steps"):
+        Recovery(DEFAULT, [event | change])
 
 
 # -- a whole run -------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
 from ironlaw.machine import host
 from ironlaw.train.history import read_sessions
 from ironlaw.train.journal import Journal
 from ironlaw.train.result import Outcome
+from ironlaw.train.run_directory import RunDirectory
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -83,3 +85,23 @@ def test_a_run_killed_before_its_first_checkpoint(
     sessions = read_sessions(tmp_path / "run" / "sessions.jsonl")
     assert [(s.from_step, s.to_step, s.repeated_steps) for s in sessions] == [(0, 2, 2), (0, 3, 3), (0, 12, 0)]
     assert outcome.ledger.facts["wall_seconds"]["repeated"] > 0
+
+
+@pytest.mark.parametrize("line", [
+    '{"session": 1, "started": 5, "from_step": 0, "setting": {}}',
+    '{"session": 1, "started": "now", "from_step": "a", "setting": {}}', '{"session": [], "started": "now"}',
+])  # fmt: skip
+def test_a_line_of_no_session_is_said(tmp_path: Path, line: str) -> None:
+    (tmp_path / "sessions.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match="a line of no session"):
+        read_sessions(tmp_path / "sessions.jsonl")
+
+
+@pytest.mark.parametrize("change", ['"loss": []', '"loss": "low"', '"forward_seconds": null', '"step": 1.5'])
+def test_a_line_of_no_step_is_said(tmp_path: Path, change: str) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics_file.write_text('{"step": 1, "seconds": 0.1, "loss": "nan"}\n')
+    assert len(run.metrics()) == 1
+    run.metrics_file.write_text(f'{{"step": 1, "seconds": 0.1, "loss": 2.0, {change}}}\n')
+    with pytest.raises(UserError, match="of no step"):
+        run.metrics()

@@ -111,7 +111,7 @@ def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
             messages().print(note)
         print(more["emit"]["text"], end="")
     else:
-        from ironlaw.report.outcome_view import plan_views
+        from ironlaw.report.cluster_view import plan_views
 
         show(*plan_views(answer, why))
     if not answer.fits:

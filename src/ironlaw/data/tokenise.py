@@ -18,7 +18,7 @@ import numpy as np
 from ironlaw.cores import usable_cores
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.corpus import START, Corpus, Cursor, pieces
-from ironlaw.data.pool import ProcessPool, in_order
+from ironlaw.data.processes import ProcessPool, in_order
 from ironlaw.data.readers import Content
 from ironlaw.data.splits import Split, Splitter
 

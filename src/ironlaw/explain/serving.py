@@ -7,6 +7,7 @@ ours has on this machine (`plan/serving/here.py`); what it does not know is abse
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.here import MeasuredClock
+from ironlaw.plan.serving.simulate import SimulatedRequest, replay
 
 _PARTS = {"prompts": Phase.PREFILL, "decode": Phase.DECODE, "sample": Phase.SAMPLING, "host": Phase.HOST}
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST, Phase.IDLE)
@@ -42,10 +44,12 @@ class ServingFinding:
 
 @dataclass(frozen=True)
 class ServingExplanation:
-    """`planned`: seconds of a mean engine step by phase, absent where the plan does not know; `note` says why."""
+    """`planned`: seconds of a mean engine step by phase, absent where the plan does not know; `note` says why.
+    `planned_totals`: the same load played by the plan, under the run's names; empty where it cannot be."""
 
     run: Ledger
     planned: dict[Phase, float]
+    planned_totals: dict[str, float]
     note: str
     findings: list[ServingFinding]
 
@@ -57,7 +61,7 @@ class ServingExplanation:
                 {"phase": str(p), "measured_seconds": measured.get(p), "planned_seconds": self.planned.get(p)}
                 for p in PHASES
             ],
-            "unattributed": self.unattributed, "plan_note": self.note,
+            "planned_totals": self.planned_totals, "unattributed": self.unattributed, "plan_note": self.note,
             "findings": [asdict(finding) for finding in self.findings], "binds": self.findings[0].name,
             "totals": {name: total.to_json() for name, total in self.run.totals.items()}, "facts": self.run.facts,
         }  # fmt: skip
@@ -81,32 +85,64 @@ def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplan
     steps = read_json_lines(path / "steps.jsonl")
     if not steps or not run.phase_seconds:
         raise UserError(f"{path} has no engine steps: bench reads them from a server that `ironlaw serve` started")
-    planned, note = _planned(run, steps, profile)
-    return ServingExplanation(run, planned, note, find(run))
+    requests = [one for one in read_json_lines(path / "requests.jsonl") if one["output_tokens"] and not one["error"]]
+    return ServingExplanation(run, *_planned(run, steps, requests, profile), find(run))
 
 
-def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | None) -> tuple[dict[Phase, float], str]:
-    """The mean step's passes by the plan; nothing where the model or the machine cannot be planned, and why."""
+def _planned(
+    run: Ledger, steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]], profile: Profile | None
+) -> tuple[dict[Phase, float], dict[str, float], str]:
+    """The mean step's passes and the load's totals by the plan; nothing where the model or the machine cannot be
+    planned, and why."""
     try:
         profile, facts = profile or load_profile(), run.facts
         passes, weights = facts.get("passes") or (), str(facts.get("weights", "fp32"))
         clock = MeasuredClock(ModelConfig(**facts["model"]), profile, weights, passes)
         sums = dict.fromkeys(_PARTS.values(), 0.0)
         for step in steps:
-            decoding, requests = int(step["decode_tokens"]), int(step["requests"])
+            decoding = int(step["decode_tokens"])
             length = step["kv_tokens"] / max(1, decoding)
-            parts = clock.parts(decoding, length, int(step["prefill_tokens"]), max(1, requests - decoding))
+            parts = clock.parts(
+                decoding, length, int(step["prefill_tokens"]), prompts=max(1, int(step["requests"]) - decoding)
+            )
             for part, phase in _PARTS.items():
                 sums[phase] += parts.get(part, math.nan)
+        is_played = facts.get("request_seconds") and facts["speculation"] == "none"
+        totals = _played(clock, facts, steps, requests) if is_played else {}
     except (UserError, KeyError, TypeError, ValueError) as error:
-        return {}, f"not planned: {error}"
+        return {}, {}, f"not planned: {error}"
     notes = []
     if facts.get("threads") not in (None, profile.threads) and not passes:
         ratio = f"the server had {facts['threads']}: it may be off by their ratio"
         notes.append(f"planned for {profile.threads} threads, {ratio}")
     if weights not in profile.matmul and not passes:
         notes.append(f"{weights} products were not measured: {clock.precision}'s, by the bytes read")
-    return {p: s / len(steps) for p, s in sums.items() if not math.isnan(s)}, "; ".join(notes)
+    return {p: s / len(steps) for p, s in sums.items() if not math.isnan(s)}, totals, "; ".join(notes)
+
+
+def _played(
+    clock: MeasuredClock, facts: dict[str, Any], steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """What clients would feel if the same requests came to an engine that keeps the clock's time. Those that come
+    together reach it one after another."""
+    if not requests:
+        return {}
+    new = sum(step["prefill_tokens"] for step in steps) / sum(one["prompt_tokens"] for one in requests)
+    came, ready, at_once = list[SimulatedRequest](), 0.0, facts["load"]["concurrency"]
+    requests = sorted(requests, key=lambda one: float(one["at"]))
+    for one in requests:
+        ready = max(ready, one["at"]) + facts["request_seconds"]
+        known = round(one["prompt_tokens"] * max(0.0, 1.0 - new))  # shared with others, as a mean
+        came.append(SimulatedRequest(ready, one["prompt_tokens"], one["output_tokens"], cached=known))
+    is_closed = at_once is not None and at_once < len(came)
+    replay(clock, came, at_once if is_closed else None, facts["kv_tokens"], facts["batch"], facts["token_budget"])
+    began = [one.arrival if is_closed else asked["at"] for one, asked in zip(came, requests, strict=True)]
+    each = [(one.last - one.first) / (one.output - 1) for one in came if one.output > 1]
+    tokens, seconds = sum(one.output for one in came), max(one.last for one in came)
+    return {
+        "ttft_seconds": statistics.median(one.first - at for one, at in zip(came, began, strict=True)),
+        "output_tokens_per_second": tokens / seconds,
+    } | ({"tpot_seconds": statistics.median(each)} if each else {})
 
 
 # -- what binds --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 from ironlaw import units
 from ironlaw.ledger import Ledger
 from ironlaw.report.document import Cell, Document, Print, Row, bad, dim, good, interval, quantity, strong
-from ironlaw.report.plan_view import derivations, memory_inputs, model_inputs, totals
+from ironlaw.report.plan_view import derivations, memory_inputs, model_inputs, plan_view, totals, why_view
+from ironlaw.report.serving_view import serving_view
 
 More = Mapping[str, Any]
 
@@ -327,3 +328,14 @@ def _product(product: More) -> list[str]:
         units.si(product["flops"], "FLOP"), units.seconds(forward), units.seconds(backward),
         units.rate(3 * product["flops"] / (forward + backward), "FLOP"),
     ]  # fmt: skip
+
+
+def plan_views(outcome: Any, why: bool = False) -> list[Document]:
+    """Of a `PlanOutcome`: of training here or on a cluster, or of serving."""
+    ledger, more = outcome.ledger, outcome.more
+    assumed = assumed_view(more.get("assumed", []))
+    if "served" in more:
+        return [serving_view(ledger, more), assumed]
+    if "cluster" in more:
+        return [cluster_view(ledger, outcome.fits, more), *([cluster_why_view(ledger, more)] if why else [])]
+    return [plan_view(ledger, outcome.fits), ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

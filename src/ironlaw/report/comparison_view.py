@@ -37,10 +37,10 @@ def comparison_view(found: Found) -> Document:
     made.heading("Totals")
     rows: list[Row] = []
     for name in TOTALS:
-        row, show = found["totals"].get(name), labels.TOTALS[name][1]
+        row, (label, show) = found["totals"].get(name), labels.TOTALS[name]
         if row is not None and row["before"] is not None and row["after"] is not None:
             ratio = row["after"] / row["before"] - 1 if row["before"] else None
-            rows.append([labels.label(name), quantity(row["before"], show), quantity(row["after"], show),
+            rows.append([label, quantity(row["before"], show), quantity(row["after"], show),
                          units.signed_percent(ratio)])  # fmt: skip
     made.table(["", "A", "B", "change"], rows)
     _differences(made, "Step time by phase", found["phases"], units.seconds)

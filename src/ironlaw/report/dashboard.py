@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -52,12 +53,7 @@ class Dashboard:
         self._plan = plan
 
     def step(self, report: Any) -> None:
-        self._steps.append({
-            "step": report.step, "steps": report.steps, "loss": report.loss,
-            "validation_loss": report.validation_loss,
-            "seconds": report.seconds, "data": report.data_seconds, "resident": report.resident_bytes,
-            "recorded": report.recorded,
-        })  # fmt: skip
+        self._steps.append(asdict(report))
 
     def html(self) -> str:
         """The page as it stands."""
@@ -96,9 +92,9 @@ class Dashboard:
             cards.append(("MFU", units.percent(mfu, 0), "of what was measured here"))
         else:
             cards.append(("Step time", units.seconds(seconds), ""))
-        waited = sum(s["data"] for s in steps[-RECENT:]) / sum(s["seconds"] for s in steps[-RECENT:])
+        waited = sum(s["data_seconds"] for s in steps[-RECENT:]) / sum(s["seconds"] for s in steps[-RECENT:])
         cards.append(("Waiting for data", units.percent(waited), "of the step"))
-        cards.append(("Memory", units.bytes_(last["resident"]), "of this process"))
+        cards.append(("Memory", units.bytes_(last["resident_bytes"]), "of this process"))
         cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
         return cards
 

@@ -35,18 +35,18 @@ TOTALS: dict[str, tuple[str, Print]] = {
     "unigram_loss": ("Unigram model's loss", _loss),
 }
 
-# The totals as `Explanation.to_json` nests them.
-EXPLAINED: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("step_seconds", ("time", "step")),
-    ("tokens_per_second", ("time", "tokens_per_second")),
-    ("mfu", ("mfu",)),
-    ("peak_bytes", ("memory", "peak")),
-    ("resident_bytes", ("memory", "resident")),
-    ("total_seconds", ("time", "total")),
-    ("energy_joules", ("energy",)),
-    ("parameters", ("parameters",)),
-    ("flops_per_step", ("flops_per_step",)),
-)
+# The totals as `Explanation.to_json` nests them, and what each counts, in a line.
+EXPLAINED: dict[str, tuple[tuple[str, ...], str]] = {
+    "step_seconds": (("time", "step"), ""),
+    "tokens_per_second": (("time", "tokens_per_second"), "tokens trained on, per second of step time"),
+    "mfu": (("mfu",), "model FLOPs as a share of the machine's measured matmul rate"),
+    "peak_bytes": (("memory", "peak"), "at the highest moment of a step"),
+    "resident_bytes": (("memory", "resident"), "tensors, Python and its libraries"),
+    "total_seconds": (("time", "total"), "planned: steps and evaluations; measured: the whole command"),
+    "energy_joules": (("energy",), ""),
+    "parameters": (("parameters",), ""),
+    "flops_per_step": (("flops_per_step",), "matrix products, forward and backward"),
+}
 
 MEANINGS = {
     "data": "waiting for the next batch",
@@ -79,16 +79,6 @@ MEANINGS = {
     "checkpoint copy": "a checkpoint on its way to the disk",
 }
 
-# What a total counts, in a line.
-COUNTS = {
-    "tokens_per_second": "tokens trained on, per second of step time",
-    "mfu": "model FLOPs as a share of the machine's measured matmul rate",
-    "peak_bytes": "at the highest moment of a step",
-    "resident_bytes": "tensors, Python and its libraries",
-    "total_seconds": "planned: steps and evaluations; measured: the whole command",
-    "flops_per_step": "matrix products, forward and backward",
-}
-
 CHECKS = {
     "step_time": "Step time, plan against run",
     "peak_memory": "Peak memory, plan against run",
@@ -104,10 +94,6 @@ WALL = {
     "repeated": "steps taken again",
     "other": "everything else",
 }
-
-
-def label(name: str) -> str:
-    return TOTALS[name][0] if name in TOTALS else name.replace("_", " ")
 
 
 def error(value: float | None) -> str:

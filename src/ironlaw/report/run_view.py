@@ -88,9 +88,9 @@ def _headline(made: Document, found: Found) -> None:
         made.text(words, indent=2, role="dim")
     cards = []
     for name in CARDS:
-        row, show = _dig(found, dict(labels.EXPLAINED)[name]) or {}, labels.TOTALS[name][1]
+        row, (label, show) = _dig(found, labels.EXPLAINED[name][0]) or {}, labels.TOTALS[name]
         beside = NOT_PLANNED if row.get("planned") is None else f"planned {show(row['planned'])}"
-        cards.append((labels.label(name), quantity(row.get("measured"), show).text, beside))
+        cards.append((label, quantity(row.get("measured"), show).text, beside))
     loss, unigram = (quantity(found["losses"].get(name), "{:.3f}".format) for name in ("validation", "unigram"))
     cards.append(("Validation loss", loss.text, f"nats/token; unigram model {unigram.text}"))
     made.add(Cards(cards))
@@ -166,16 +166,15 @@ def _difference(seconds: float, least: float = 0.0) -> str:
 
 def _totals(made: Document, found: Found) -> None:
     rows: list[Row] = []
-    for name, path in labels.EXPLAINED:
-        row, show = _dig(found, path), labels.TOTALS[name][1]
+    for name, (path, counted) in labels.EXPLAINED.items():
+        row, (label, show) = _dig(found, path), labels.TOTALS[name]
         if row is None or (row["planned"] is None and row["measured"] is None):
             continue
         planned, measured = (
             quantity(row[side], show, absent, "strong", between(row.get(f"{side}_interval"), show))
             for side, absent in (("planned", NOT_PLANNED), ("measured", NOT_MEASURED))
         )
-        rows.append([Cell(labels.label(name), note=labels.COUNTS.get(name, "")), planned, measured,
-                     labels.error(row["error"])])  # fmt: skip
+        rows.append([Cell(label, note=counted), planned, measured, labels.error(row["error"])])
     made.table(
         ["", "planned", "measured", "plan error"], rows,
         caption="Plan error = (planned − measured) / measured. Below a figure: 80% of comparable runs (planned), 80% "

@@ -147,7 +147,9 @@ def server_view(found: dict[str, Any]) -> Document:
     made.title(f"{facts.get('name', 'a model')} served by {facts.get('engine', 'an engine')}")
     for name, (label, show) in _MEASURED.items():
         if name in totals:
-            made.text(f"{label}: {show(totals[name]['value'])}", indent=2)
+            planned = found["planned_totals"].get(name)
+            beside = f" ({show(planned)} planned)" if planned else ""
+            made.text(f"{label}: {show(totals[name]['value'])}{beside}", indent=2)
     made.heading("A mean engine step, measured beside planned")
     whole = sum(row["measured_seconds"] or 0.0 for row in found["phases"])
     rows: list[Row] = []

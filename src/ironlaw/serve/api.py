@@ -30,14 +30,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
-from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form
+from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form, Reader
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import State, grammar_of, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import Body, Chat, Completion
 from ironlaw.serve.request import Chosen, Piece, Request
-from ironlaw.serve.text import Reader
 
 _OPEN = ("/", "/health")  # without a key
 BODY_SECONDS = 60  # for a request to be sent whole

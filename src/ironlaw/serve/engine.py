@@ -73,6 +73,7 @@ class Engine:
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
         self.passes: list[dict[str, Any]] = []  # timed by `warmup.py`
+        self.request_seconds: float | None = None  # until one of several that come together waits: there too
         self.is_draining = False
         self.failure: str | None = None
         self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told

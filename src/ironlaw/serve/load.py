@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.files import read_text
+from ironlaw.files import parse_json, read_text
 
 _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
@@ -95,7 +96,7 @@ def read_trace(path: Path) -> list[Plan]:
     is_lines = text.lstrip().startswith("{")
     try:
         lines = [line for line in text.splitlines() if line.strip()]
-        rows: list[dict[str, Any]] = [*map(json.loads, lines)] if is_lines else [*csv.DictReader(lines)]
+        rows = [parse_json(line, "a line") for line in lines] if is_lines else list[Any](csv.DictReader(lines))
         plans = []
         for row in rows:
             when: Any = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
@@ -108,7 +109,9 @@ def read_trace(path: Path) -> list[Plan]:
             prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
             output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
             plans.append(Plan(at, int(prompt), int(output), row.get("prompt")))
-    except (KeyError, TypeError, ValueError) as error:
+            if not math.isfinite(at) or int(prompt) < 0 or int(output) < 0:
+                raise ValueError(f"a request of {prompt} and {output} tokens at {when}")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{path} is not a trace ({error}): write lines of timestamp, input_length and output_length"
         ) from None
@@ -348,3 +351,22 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     found = np.percentile(np.asarray(values), [10, 50, 90, 95, 99])
     names = ("p10", "p50", "p90", "p95", "p99")
     return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}
+
+
+async def _crowds() -> None:
+    """Random prompts for a server that warms up. The first line of the standard input says where (a command line would
+    show its key to everybody), every other line is one crowd."""
+    url, key, vocab = sys.stdin.readline().split()
+    client, draws = Client(url, None, key, 60.0), random.Random(0)
+    print(flush=True)
+    for line in sys.stdin:
+        count, prompt, answer = map(int, line.split())
+        plan = Plan(0.0, prompt, answer)
+        prompts = [[draws.randrange(int(vocab)) for _ in range(prompt)] for _ in range(count)]
+        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_end=True) for one in prompts]
+        await asyncio.gather(*asked)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_crowds())

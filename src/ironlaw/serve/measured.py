@@ -38,7 +38,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "speculation": config.speculation, "share_prefixes": config.share_prefixes, "context": engine.context,
         "preemptions": engine.scheduler.preemptions, "prefix_queried": engine.blocks.queried,
         "prefix_hits": engine.blocks.hits, "drafted": engine.drafted_tokens, "accepted": engine.accepted_tokens,
-        "passes": engine.passes,
+        "passes": engine.passes, "request_seconds": engine.request_seconds,
         "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }  # fmt: skip
 

@@ -1,97 +1,147 @@
 """Passes that a server takes for itself when it starts: a processor compiles its products for every number of rows, and
 how long they take is what the plan of this server starts from (`plan/serving/here.py`).
 
-They are requests to the whole server but for its socket: text, events and the event loop take their share of the
-interpreter beside the engine's thread, as they will under load.
+They answer clients in a process of their own, over a socket, as under load: text, events, sockets and those clients
+take their share of the interpreter and of the cores.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import random
+import secrets
 import statistics
+import sys
 import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+import torch
+import uvicorn
 
 from ironlaw.serve.api import create_app
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.measured import gaps
 
-PROMPT, LONG_PROMPT, ANSWER = 32, 128, 8  # tokens
+PROMPT, LONG_PROMPT, ANSWER = 32, 128, 16  # tokens
 LONG_BATCH = 16  # up to so many requests with long prompts as well: what a cached token costs is the same for all
 LONGEST_SECONDS = 2.0
+CLIENT_SECONDS = 60.0  # for clients to start, to ask, to be answered
 GROWTH = 0.7  # power of the batch that a round's time grows by: prompts by 1, the reading of weights by 0; assumed
 
 
 def warm_up(engine: Engine, seconds: float = LONGEST_SECONDS) -> None:
     """Batches of requests: far apart first, then between them, as long as there is time. `engine.passes` has what they
     took, by phase, tokens and length of the caches."""
-    config, began, longest = engine.config, time.monotonic(), engine.longest_prompt - ANSWER
-    if longest < 1:
-        return
-    prompt, long = min(PROMPT, longest), min(LONG_PROMPT, longest)
-    sizes = [1 << n for n in range(config.batch.bit_length())]
-    took: dict[int, float] = {}
-    for batch in sizes[::2] + sizes[1::2]:
-        expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
-        if time.monotonic() - began + expected >= seconds:
-            continue
-        steps = _steps(engine, batch, prompt)  # compiles
-        start = time.monotonic()
-        steps += _steps(engine, batch, prompt)
-        took[batch] = time.monotonic() - start
-        engine.passes += _passes("decode", steps) + _passes("prefill", steps)
-        if batch <= LONG_BATCH:
-            engine.passes += _passes("decode", _steps(engine, batch, long))
+    longest = engine.longest_prompt - ANSWER
+    if longest >= 1:
+        asyncio.run(_warm_up(engine, seconds, min(PROMPT, longest), min(LONG_PROMPT, longest)))
 
 
-def _steps(engine: Engine, batch: int, prompt: int) -> list[dict[str, Any]]:
-    """Of `batch` streamed answers by an engine of its own on the same model: pages, figures and shared beginnings of
-    the other stay as they are."""
-    config, draws, vocab = engine.config, random.Random(prompt), engine.model_config.vocab
-    blocks = 1 + batch * -(-(prompt + ANSWER) // config.block)
-    alone = {"speculation": "none", "blocks": blocks, "batch": batch, "api_keys": ()}
+async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> None:
+    """With an engine of its own on the same model: pages, figures and shared beginnings of the other stay as they
+    are."""
+    config, key, size = engine.config, secrets.token_hex(), engine.config.block
+    pages = (-(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
+    alone = {"speculation": "none", "blocks": 1 + max(pages), "api_keys": (key,)}
+    alone |= {"waiting": config.batch, "body_bytes": 2**20}  # a limit that somebody set is not for these clients
     beside = Engine(engine.served, config.model_copy(update=alone))
-    app = create_app(beside)
 
-    async def ask() -> None:
-        body = {"prompt": [draws.randrange(vocab) for _ in range(prompt)], "max_tokens": ANSWER, "temperature": 0,
-                "ignore_eos": True, "stream": True}  # fmt: skip
-        messages = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+    async def batch_of(clients: _Clients, batch: int, prompt: int) -> list[dict[str, Any]]:
+        """Steps of so many answers, whose prompts are computed together, as many as fit into a step."""
+        first, began = beside.trace.count, time.monotonic()
+        clients.ask(batch, prompt)
+        async with asyncio.timeout(CLIENT_SECONDS):
+            while beside.waiting < batch:
+                await asyncio.sleep(1e-4)
+        engine.request_seconds = (time.monotonic() - began) / batch
+        await asyncio.to_thread(_drive, beside)
+        await clients.answered()
+        steps = [step.to_json() for step in beside.trace.since(first)]
+        return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
 
-        async def receive() -> Any:
-            return next(messages, None) or await asyncio.Event().wait()
+    # Without clients nothing is timed, and the plan takes the machine's own figures.
+    with suppress(OSError):
+        async with _clients(beside, key) as clients:
+            began, took = time.monotonic(), dict[int, float]()
+            sizes = [1 << n for n in range(config.batch.bit_length())]
+            for batch in sizes[::2] + sizes[1::2]:
+                expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
+                if time.monotonic() - began + expected >= seconds:
+                    continue
+                await batch_of(clients, batch, prompt)  # compiles
+                start = time.monotonic()
+                steps = await batch_of(clients, batch, prompt)
+                took[batch] = time.monotonic() - start
+                engine.passes += _passes("decode", steps) + _passes("prefill", steps)
+                if batch <= LONG_BATCH:
+                    engine.passes += _passes("decode", await batch_of(clients, batch, long))
 
-        async def send(message: Any) -> None:
-            pass
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
-        await app(scope, receive, send)
+class _Clients:
+    """`ironlaw.serve.load` in a process of its own."""
 
-    async def ask_all() -> None:
-        app.state.server.outbox.attach(asyncio.get_running_loop())
-        asked = [asyncio.ensure_future(ask()) for _ in range(batch)]
-        while beside.waiting < batch and not any(one.done() for one in asked):
-            await asyncio.sleep(0)
-        beside.start()  # all prompts wait: they are computed together, as many as fit into a step
-        await asyncio.gather(*asked)
-        await asyncio.to_thread(beside.drain, 0.0)
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._asks, self._answers = process.stdin, process.stdout
 
-    asyncio.run(ask_all())
-    steps = [step.to_json() for step in beside.trace.steps]
-    return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
+    def tell(self, *words: object) -> None:
+        self._asks.write((" ".join(map(str, words)) + "\n").encode())
+
+    def ask(self, batch: int, prompt: int) -> None:
+        self.tell(batch, prompt, ANSWER)
+
+    async def answered(self) -> None:
+        """Until all have their answers; OSError where they do not get them."""
+        if not await asyncio.wait_for(self._answers.readline(), CLIENT_SECONDS):
+            raise ConnectionError("the clients have ended")
+
+
+@asynccontextmanager
+async def _clients(engine: Engine, key: str) -> AsyncIterator[_Clients]:
+    app = create_app(engine)
+    app.state.server.outbox.attach(asyncio.get_running_loop())
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup()
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    # In a session of its own: Ctrl-C is this process's to answer.
+    words = (sys.executable, "-P", "-m", "ironlaw.serve.load")
+    process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
+    try:
+        clients = _Clients(process)
+        clients.tell(url, key, engine.model_config.vocab)
+        await clients.answered()
+        yield clients
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await server.shutdown()
+
+
+def _drive(engine: Engine) -> None:
+    """Steps of what waits, as `Engine.start` takes them."""
+    torch.set_num_threads(engine.served.threads)
+    while engine.waiting or engine.running:
+        engine.step()
+        engine.after_step()
 
 
 def _passes(phase: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A typical one of those that are only `phase`, of the most tokens."""
+    """The mean of those that are only `phase`, of the most tokens; without the first that decodes, which follows
+    prompts."""
     most = max((step[f"{phase}_tokens"] for step in steps if step["phase"] == phase), default=0)
     steps = [step for step in steps if step["phase"] == phase and step[f"{phase}_tokens"] == most]
+    steps = steps[1:] if phase == "decode" else steps
     if not steps:
         return []
-    middle = min if phase == "prefill" else statistics.median  # one prompt a round, and the first compiles
-    model, sampling = (float(middle([s[f"{part}_seconds"] for s in steps])) for part in ("model", "sample"))
-    host = float(middle([s["seconds"] - s["model_seconds"] - s["sample_seconds"] + s["gap_seconds"] for s in steps]))
-    length = statistics.mean(s["kv_tokens"] / s["requests"] for s in steps)
-    return [{"phase": phase, "requests": steps[0]["requests"], "tokens": most, "length": length,
-             "model_seconds": model, "sample_seconds": sampling, "host_seconds": host}]  # fmt: skip
+    model, sampling, seconds, gap, cached = (
+        statistics.mean(step[name] for step in steps)
+        for name in ("model_seconds", "sample_seconds", "seconds", "gap_seconds", "kv_tokens")
+    )
+    requests = steps[0]["requests"]
+    return [{"phase": phase, "requests": requests, "tokens": most, "length": cached / requests, "model_seconds": model,
+             "sample_seconds": sampling, "host_seconds": seconds - model - sampling + gap}]  # fmt: skip

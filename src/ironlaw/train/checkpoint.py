@@ -235,8 +235,12 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints with a final name, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """The checkpoints with a final name, oldest first. A copy under another name is somebody's own."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def name_of(step: int) -> str:

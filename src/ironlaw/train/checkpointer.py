@@ -186,7 +186,7 @@ class Checkpointer:
         paths = disk.complete(self.folder)
         kept = set(paths[-self.policy.keep :])
         every = self.policy.keep_every
-        kept |= {path for path in paths if every and int(path.name.removeprefix("step-")) % every == 0}
+        kept |= {path for path in paths if every and disk.step_of(path) % every == 0}
         if self.policy.keep_best:
             rated = [(loss, path) for path in paths if (loss := _validation_loss(path)) is not None]
             kept |= {path for _, path in sorted(rated)[: self.policy.keep_best]}

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
@@ -45,7 +48,7 @@ def _to_repeated(wall: dict[str, float], lost: Sequence[dict[str, Any]]) -> None
 ENDING = ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps")  # known when a session ends
 
 
-@dataclass
+@dataclass(config=ConfigDict(strict=True, validate_assignment=True))
 class Session:
     """From one start of the command to its end. `repeated` are seconds of steps that had to be taken again."""
 
@@ -146,7 +149,7 @@ def read_sessions(path: Path) -> list[Session]:
                 session = found[line["session"]]
                 for name in ENDING:
                     setattr(session, name, line[name])
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             raise UserError(f"{path} has a line of no session: remove it, or give a new --out") from None
     return [found[number] for number in sorted(found)]
 

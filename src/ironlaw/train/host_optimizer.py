@@ -1,4 +1,5 @@
-"""An optimizer whose state, master weights and update are on the host, for devices whose memory they would fill.
+"""Several optimizers as one; and one whose state, master weights and update are on the host, for devices whose memory
+they would fill.
 
     optimizer = HostOptimizer(groups, build, stream)      # `build` makes PyTorch's own over the host's copies
     ...                                                 # backward, clip, as ever: gradients stay on the device
@@ -10,18 +11,49 @@ and its weights go back while the next is updated: three stages that overlap, of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ironlaw.train.combined import Combined
 from ironlaw.train.transfer import Arrival, TransferStream
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]
+
+
+class Combined(torch.optim.Optimizer):
+    """Two optimizers that share a model, used like one: matrices with one, the rest with the other."""
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return list(chain.from_iterable(part.param_groups for part in self.parts))
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
 
 
 @dataclass(frozen=True)

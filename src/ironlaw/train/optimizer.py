@@ -12,9 +12,8 @@ from torch import nn
 
 from ironlaw.errors import UserError
 from ironlaw.model.parameters import Parameter
-from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore
-from ironlaw.train.host_optimizer import HostOptimizer
+from ironlaw.train.host_optimizer import Combined, HostOptimizer
 from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ironlaw.config import RecoveryConfig
+from ironlaw.errors import UserError
 
 SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 
@@ -145,7 +146,9 @@ class Recovery:
 
     def __init__(self, config: RecoveryConfig, events: Iterable[dict[str, Any]]) -> None:
         self.config = config
-        self.turns = [event for event in events if event["event"] in ("rollback", "stop")]
+        self.turns = [event for event in events if event.get("event") in ("rollback", "stop")]
+        if not all(map(_is_turn, self.turns)):
+            raise UserError("events.jsonl has a rollback of no steps: remove that line, or give a new --out")
         self.skips = Skips(tuple(event["skipped_batches"]) for event in self.turns if event["event"] == "rollback")
         self.history: list[MeasuredStep] = []
 
@@ -212,3 +215,11 @@ class Recovery:
         self.turns.append(event)
         if event["event"] == "rollback":
             self.skips = self.skips.also(*event["skipped_batches"])
+
+
+def _is_turn(event: dict[str, Any]) -> bool:
+    """Whether a line of the events, which anybody may have written, says all that a rollback has to."""
+    skipped, spike = event.get("skipped_batches"), event.get("spike")
+    steps = [event.get("to_step"), spike.get("first_step") if isinstance(spike, dict) else None]
+    numbers = [*steps, *(skipped if isinstance(skipped, list) and len(skipped) == 2 else [None])]
+    return all(isinstance(number, int) for number in numbers)

@@ -57,14 +57,16 @@ def validate(
 
     Collectives need every rank: one without a batch of its own works on another's, and does not count it.
     """
-    batches = list(loader.validation(step.evaluation_rows, most * step.evaluation_batches))
+    pipelined = step.schedule is not None  # evaluates batches of the step's own size only
+    rows, count = (step.share, 1) if pipelined else (step.micro_batch, step.micro_batches)
+    batches = list(loader.validation(rows, most * count * mesh.dp))
+    if pipelined:  # of less text than one batch: none
+        batches = [batch for batch in batches if len(batch.inputs) == rows]
     total, tokens = 0.0, 0.0
     with step.evaluating():
         for first in range(0, len(batches), mesh.dp):
             mine = first + mesh.index("dp")
-            counts = mine < len(batches) and step.takes(batches[mine])
-            if not step.takes(batches[0]):
-                break  # less text than one batch
+            counts = mine < len(batches)
             losses, counted = step.evaluate(to_device(batches[mine] if counts else batches[0]))
             total, tokens = (total + losses, tokens + counted) if counts else (total, tokens)
     total, tokens = mesh.sum([total, tokens])

@@ -84,7 +84,7 @@ def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[Rollback, C
 def drop_after(folder: Path, step: int) -> None:
     """Checkpoints of the branch that was given up."""
     for path in disk.complete(folder):
-        if int(path.name.removeprefix("step-")) > step:
+        if disk.step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -64,7 +64,7 @@ class RunDirectory:
         """Complete lines only: a run that was killed may have left half of its last one."""
         entries = read_lines(self.metrics_file)
         for number, entry in enumerate(entries, 1):
-            if not isinstance(entry.get("step"), int) or not isinstance(entry.get("seconds"), float | int):
+            if not isinstance(entry.get("step"), int) or "seconds" not in entry or not _has_numbers(entry):
                 raise UserError(f"line {number} of {self.metrics_file} is of no step: remove it, or give a new --out")
         return entries
 
@@ -72,6 +72,13 @@ class RunDirectory:
         """Drop the metrics of steps that a resumed run will take again."""
         kept = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= step]
         write_text(self.metrics_file, "".join(kept))
+
+
+def _has_numbers(entry: dict[str, Any]) -> bool:
+    """Where a session that goes on reads them; those that are not finite are text."""
+    names = ("loss", "grad_norm", "resident_bytes", "seconds")
+    read = [value for name, value in entry.items() if name in names or name.endswith("_seconds")]
+    return all(isinstance(value, float | int) or value in ("nan", "inf", "-inf") for value in read)
 
 
 def default_name(model: str) -> Path:

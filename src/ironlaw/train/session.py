@@ -62,10 +62,7 @@ def run_training(
     mesh.first_does(lambda: check_library(config.optimizer.name))
     run = mesh.first_does(lambda: find_run(out, config, resume))
     with contextlib.ExitStack() as held:
-
-        def lock() -> None:
-            held.enter_context(locked(run.path))
-
+        lock = lambda: held.enter_context(locked(run.path))  # noqa: E731
         there = mesh.first_does(run.path.is_dir)
         if there:  # before its checkpoints are looked at; a new run is locked once there is a directory
             mesh.first_does(lock)

@@ -295,20 +295,6 @@ class Step:
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
-    @property
-    def evaluation_rows(self) -> int:
-        """Sequences of one batch of `evaluate`, of a replica."""
-        return self.micro_batch if self.schedule is None else self.share
-
-    @property
-    def evaluation_batches(self) -> int:
-        """Batches of `evaluate` that all replicas together take in place of a global batch."""
-        return self.mesh.dp * (self.micro_batches if self.schedule is None else 1)
-
-    def takes(self, batch: Batch[Any]) -> bool:
-        """Whether `evaluate` computes a batch of this size."""
-        return self.schedule is None or len(batch.inputs) == self.share  # a pipeline: of the step's own size only
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         self.model.eval()

@@ -56,7 +56,7 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1)  # decay of the first moment (the mean gradient)
     beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
     eps: float = Field(1e-8, gt=0)  # added to the root of the second moment
-    # The gradient's in sgd, momentum, rmsprop and adam; decoupled in the others.
+    # sgd, momentum, rmsprop and adam add it to the gradient; the others decouple it.
     weight_decay: float = Field(0.1, ge=0)
     momentum: float | None = Field(None, ge=0, lt=1)  # momentum 0.9, muon 0.95 unless given
     no_decay: tuple[str, ...] | None = None  # patterns of names; norms, biases and embeddings unless given

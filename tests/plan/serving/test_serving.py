@@ -174,7 +174,7 @@ def test_a_windowed_model_serves_prompts_that_are_longer_than_its_cache() -> Non
     request = parse_request("input=4096 output=64 concurrency=4")
     played = play(one.system, request, 600.0, 64)
     assert played.preemptions == 0 and 1 < played.decode_batch < 3
-    with pytest.raises(ValueError, match="holds no request of 4160"):
+    with pytest.raises(ValueError, match="holds no request of 4096"):
         play(replace(served(), model=LLAMA).system, request, 600.0, 64)
 
 

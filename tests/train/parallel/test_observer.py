@@ -10,7 +10,7 @@ import pytest
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 from ironlaw.observe.clock import StepClock
-from ironlaw.train.parallel.observer import OTHER, merge
+from ironlaw.train.parallel.observer import OTHER, RankObserver, merge
 
 
 def rank(number: int, forward: float, waited: float, position: int = 0) -> dict[str, Any]:
@@ -62,3 +62,12 @@ def test_waiting_inside_a_phase_is_not_that_phase(monkeypatch: pytest.MonkeyPatc
         now[0] += 0.5
     assert times.phase_seconds == {Phase.COMMUNICATION: 1.0, Phase.FORWARD: 2.0, Phase.HOST: 0.5}
     assert times.wall_seconds == 3.5 and times.waited_seconds == {"tp all_reduce": 1.0}
+
+
+def test_collectives_overlap_again_after_a_recording_that_a_spike_has_ended() -> None:
+    observer: Any = RankObserver.__new__(RankObserver)
+    observer.traffic = SimpleNamespace(settle=False, start_over=lambda: None)
+    with pytest.raises(KeyError), observer.recording():
+        assert observer.traffic.settle
+        raise KeyError("back to an earlier step")
+    assert not observer.traffic.settle

@@ -2,6 +2,7 @@
 
     clock = MeasuredClock(model, load_profile(), "fp32", passes)
     clock.parts(decoding=8, length=300.0, new=0)      # seconds by what they are spent on
+    replay(clock, requests, at_once=8, ...)           # of `simulate.py`: a whole load of this engine
 
 The server times some passes when it starts (`serve/warmup.py`): a line through them says how long a pass of so many
 tokens takes, curves how much longer or shorter it is where chunks or caches have another length.
@@ -47,7 +48,8 @@ class MeasuredClock:
         self.known: dict[tuple[int, int, int, int], dict[str, float]] = {}
         self.passes = {phase: sorted((p for p in passes if p["phase"] == phase), key=lambda p: float(p["tokens"]))
                        for phase in ("decode", "prefill")}  # fmt: skip
-        self.cached_tokens = demand_of(model).cached_tokens
+        demand = demand_of(model)
+        self.cached_tokens, self.windowed, self.window = demand.cached_tokens, demand.windowed, demand.window
         self.token_seconds = self._token_seconds()
 
     def _token_seconds(self) -> float | None:
@@ -83,12 +85,16 @@ class MeasuredClock:
         reading = (self.token_seconds or 0.0) * decoding * float(self.cached_tokens(length))
         return self._pass("decode", [Chunk(1, behind)] * decoding) + reading
 
-    def parts(self, decoding: int, length: float, new: int, prompts: int = 1) -> dict[str, float]:
+    def holds(self, length: float) -> float:
+        """As `serve/blocks.py`: pages behind a window are free again where all layers have one."""
+        return length if self.windowed < 1 else min(length, self.window)
+
+    def parts(self, decoding: int, length: float, new: int, cached: float = 0.0, prompts: int = 1) -> dict[str, float]:
         """Seconds of a token of each of `decoding` sequences behind `length` others, and of `new` tokens of so many
         prompts beside them: decode, prompts, and, where passes were timed, sampling and host."""
         key = (decoding, round(length / LENGTHS), new, prompts)
         if key not in self.known:
-            tokens, chunks = [Chunk(1, key[1] * LENGTHS)] * decoding, [Chunk(max(1, new // prompts))] * prompts
+            tokens, chunks = [Chunk(1, key[1] * LENGTHS)] * decoding, [Chunk(max(1, new // max(1, prompts)))] * prompts
             found = {"decode": self._decode(decoding, key[1] * LENGTHS) if decoding else 0.0, "prompts": 0.0}
             if new:  # what they add to a pass over all tokens, whose weights and launches decoding alone has too
                 found["prompts"] = max(0.0, self._pass("prefill", [*tokens, *chunks]) - found["decode"])
@@ -100,13 +106,13 @@ class MeasuredClock:
         return self.known[key]
 
     def _at(self, phase: str, tokens: int, values: Sequence[float]) -> float:
-        """On the line through what some passes were timed at, extended by its last piece where that rises."""
+        """On the line through what some passes were timed at, extended as steeply as all of them rise together."""
         by_tokens: dict[int, list[float]] = {}
         for one, value in zip(self.passes[phase], values, strict=True):
             by_tokens.setdefault(one["tokens"], []).append(value)
         at, means = [*by_tokens], [statistics.mean(found) for found in by_tokens.values()]
         if len(at) > 1 and tokens > at[-1]:
-            slope = max(0.0, (means[-1] - means[-2]) / (at[-1] - at[-2]))
+            slope = max(0.0, float(np.polyfit(at, means, 1)[0]))
             return means[-1] + slope * (tokens - at[-1])
         return float(np.interp(tokens, at, means))
 

@@ -2,15 +2,17 @@
 
 Every step gives a token to each running request and fills what is left of the budget with chunks of waiting prompts,
 first come first served; a request is let in while the cache has room for what it needs next, and the latest is sent
-back to the queue, to be computed again, where it has none. The clock is `timing.pass_parts`.
+back to the queue, to be computed again, where it has none. The clock is `timing.pass_parts`, or what was timed here
+(`here.MeasuredClock`).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
@@ -29,14 +31,31 @@ MOST_SECONDS = 1e7
 
 
 @dataclass
-class _Request:
+class SimulatedRequest:
     arrival: float
+    input: int  # tokens of its prompt
     output: int  # tokens of its answer
     cached: int = 0  # tokens in the cache
     produced: int = 0
     again: int = 0  # tokens produced before it was sent back, part of what is computed again
     first: float = 0.0
     last: float = 0.0
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute before the next one is drawn; 0 or less where it decodes."""
+        return self.input + self.again - self.cached
+
+
+class Clock(Protocol):
+    def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
+        """Seconds of a step by what they are spent on: a token of each of `decoding` sequences behind `length` others,
+        and `new` of so many `prompts` behind `cached` ones."""
+        ...
+
+    def holds(self, length: float) -> float:
+        """Tokens of room in the cache that a sequence of `length` takes."""
+        ...
 
 
 @dataclass
@@ -66,41 +85,45 @@ def play(
     requests: int = REQUESTS,
     seed: int = 0,
 ) -> Played:
-    """`requests` arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done.
+    """`requests` arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
+    requests, draw = _enough(requests, system, request), Random(seed)
+    arrivals, coming = _arrivals(request.rate, requests, draw), []
+    for at in arrivals:
+        length = max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
+        coming.append(SimulatedRequest(at if request.rate else 0.0, request.input, length, cached=request.prefix))
+    at_once = None if request.rate else request.concurrency or 1
+    return replay(_Clock(system), coming, at_once, kv_tokens, most_requests, budget)
+
+
+def replay(
+    clock: Clock, requests: Iterable[SimulatedRequest], at_once: int | None, kv_tokens: float, most_requests: int,
+    budget: int,
+) -> Played:  # fmt: skip
+    """`requests` at their arrivals, or, in a closed loop, `at_once` of them and another whenever one ends.
 
     ValueError where the cache of `kv_tokens` holds not even one of them.
     """
-    closed, clock_of = request.rate is None, _Clock(system)
-    holds = partial(_windowed, system.windowed_pages, system.demand.window)
-    concurrency = request.concurrency or 1
-    requests = _enough(requests, system, request)
-    draw = Random(seed)
-    arrivals, later = _arrivals(request.rate, requests, draw), 0
-    if closed:
-        arrivals, later = deque([0.0] * concurrency), requests - concurrency
-
-    def length() -> int:
-        return max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
-
-    clock, waiting = 0.0, deque[_Request]()
-    running: list[_Request] = []
-    done: list[_Request] = []
+    coming, waiting = deque(requests), deque[SimulatedRequest]()
+    for _ in range(min(at_once or 0, len(coming))):
+        waiting.append(coming.popleft())
+    now, total = 0.0, len(coming) + len(waiting)
+    running: list[SimulatedRequest] = []
+    done: list[SimulatedRequest] = []
     spent: dict[str, float] = {}
     made: list[tuple[float, int]] = []
     steps = decode_steps = batch = usage = queue = preempted = 0.0
-    new_prompt = request.input - request.prefix
-    while len(done) < requests and clock < MOST_SECONDS:
-        while arrivals and arrivals[0] <= clock:
-            waiting.append(_Request(arrivals.popleft(), length(), cached=request.prefix))
+    while len(done) < total and now < MOST_SECONDS:
+        while at_once is None and coming and coming[0].arrival <= now:
+            waiting.append(coming.popleft())
         if not running and not waiting:
-            clock = max(clock, arrivals[0])
+            now = max(now, coming[0].arrival)
             continue
         kept = held = 0.0
-        decoding: list[_Request] = []
-        prefilling: list[_Request] = []
+        decoding: list[SimulatedRequest] = []
+        prefilling: list[SimulatedRequest] = []
         for one in running:
-            whole = one.cached >= request.input + one.again
-            kept += holds(one.cached + whole)
+            whole = one.left <= 0
+            kept += clock.holds(one.cached + whole)
             (decoding if whole else prefilling).append(one)
             held += one.cached if whole else 0
         while kept > kv_tokens and len(running) > 1:  # the latest goes back, and is computed again
@@ -108,51 +131,52 @@ def play(
             preempted += 1
             side = decoding if decoding and decoding[-1] is last else prefilling
             side.pop()
-            kept -= holds(last.cached + (side is decoding))
+            kept -= clock.holds(last.cached + (side is decoding))
             held -= last.cached if side is decoding else 0
             last.again, last.cached = last.produced, 0
             waiting.appendleft(last)
-        left, chunk, behind = budget - len(decoding), 0, 0.0
+        left, chunk, behind, prompts = budget - len(decoding), 0, 0.0, 0
         while left > 0:
+            is_place = waiting and len(running) < most_requests
             if prefilling:
                 one = prefilling.pop(0)
-            elif waiting and len(running) < most_requests and kept + holds(min(left, new_prompt)) <= kv_tokens:
+            elif is_place and kept + clock.holds(min(left, waiting[0].left)) <= kv_tokens:
                 one = waiting.popleft()
                 running.append(one)
             else:
                 break
-            part = min(left, request.input + one.again - one.cached)
+            part = min(left, one.left)
             behind += one.cached * part
-            kept += holds(one.cached + part) - holds(one.cached)
+            kept += clock.holds(one.cached + part) - clock.holds(one.cached)
             one.cached += part
-            chunk, left = chunk + part, left - part
+            chunk, left, prompts = chunk + part, left - part, prompts + 1
         if not decoding and not chunk:  # nothing will ever move
-            raise ValueError(f"a cache of {kv_tokens:.0f} tokens holds no request of {request.length}")
+            raise ValueError(f"a cache of {kv_tokens:.0f} tokens holds no request of {waiting[0].input}")
         mean = held / len(decoding) if decoding else 0.0
-        parts = clock_of.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0)
-        clock += sum(parts.values())
+        parts = clock.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0, prompts)
+        now += sum(parts.values())
         for name, value in parts.items():
             spent[name] = spent.get(name, 0.0) + value
         before = len(made) and made[-1][1]
         steps, usage, queue = steps + 1, usage + kept / max(kv_tokens, 1.0), queue + len(waiting)
         decode_steps, batch = decode_steps + bool(decoding), batch + len(decoding)
         for one in list(running):
-            if one.cached < request.input + one.again:
+            if one.left > 0:
                 continue
             one.produced += 1
             before += 1
             one.cached += 1
             if one.produced == 1:
-                one.first = clock
+                one.first = now
             if one.produced >= one.output:
-                one.last = clock
+                one.last = now
                 running.remove(one)
                 done.append(one)
-                if later:
-                    later -= 1
-                    waiting.append(_Request(clock, length(), cached=request.prefix))
-        made.append((clock, before))
-    return _summary(done, request, spent, made, steps, decode_steps, batch, usage, queue, int(preempted))
+                if at_once is not None and coming:
+                    waiting.append(coming.popleft())
+                    waiting[-1].arrival = now
+        made.append((now, before))
+    return _summary(done, at_once is not None, spent, made, steps, decode_steps, batch, usage, queue, int(preempted))
 
 
 class _Clock:
@@ -163,13 +187,16 @@ class _Clock:
         # Of one cached token, the draft model's too.
         self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
 
-    def parts(self, decoding: int, length: float, new: int, cached: float) -> dict[str, float]:
+    def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
         key = (decoding, new, round(cached / 128))
         if key not in self.known:
             parts = pass_parts(self.system, float(decoding), 1.0, float(new), cached)
             self.known[key] = {name: float(value) for name, value in parts.items()}
         kept = _windowed(self.system.demand.windowed, self.system.demand.window, length)
         return self.known[key] | {"cache": decoding * kept * self.cache_seconds}
+
+    def holds(self, length: float) -> float:
+        return _windowed(self.system.windowed_pages, self.system.demand.window, length)
 
 
 def _windowed(share: float, window: float, length: float) -> float:
@@ -195,8 +222,8 @@ def _enough(requests: int, system: System, request: ServeRequest) -> int:
 
 
 def _summary(
-    done: list[_Request], request: ServeRequest, spent: dict[str, float], made: list[tuple[float, int]], steps: float,
-    decode_steps: float,    batch: float, usage: float, queue: float, preempted: int,
+    done: list[SimulatedRequest], closed: bool, spent: dict[str, float], made: list[tuple[float, int]], steps: float,
+    decode_steps: float, batch: float, usage: float, queue: float, preempted: int,
 ) -> Played:  # fmt: skip
     done.sort(key=lambda r: r.arrival)
     edge = len(done) // 10
@@ -205,7 +232,7 @@ def _summary(
     tpot = np.array([(r.last - r.first) / max(r.output - 1, 1) for r in seen])
     times, produced = (np.array(column, dtype=float) for column in zip(*made, strict=True))
     first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
-    half, closed = len(ttft) // 2, request.rate is None
+    half = len(ttft) // 2
     late = half > 10 and not closed and np.median(ttft[half:]) > 2 * np.median(ttft[:half]) + 0.2
     rate = produced[-1] / times[-1]
     if last > first and not late:  # the middle, without the queue's filling and emptying
@@ -214,7 +241,7 @@ def _summary(
         ttft_seconds={f"p{p}": float(np.percentile(ttft, p)) for p in (50, 90, 99)},
         tpot_seconds={f"p{p}": float(np.percentile(tpot, p)) for p in (50, 90, 99)} | {"mean": float(tpot.mean())},
         output_tokens_per_second=float(rate),
-        requests_per_second=float(rate) / request.output,
+        requests_per_second=float(rate * len(done) / produced[-1]),
         decode_batch=batch / max(decode_steps, 1.0),
         step_seconds=sum(spent.values()) / max(steps, 1.0),
         kv_usage=usage / max(steps, 1.0),

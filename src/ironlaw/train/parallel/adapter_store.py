@@ -16,9 +16,10 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter
 from ironlaw.train.checkpoint import WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped
+from ironlaw.train.parallel.materialize import Parts
 from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.store import Parts, ShardedFiles
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 

@@ -8,7 +8,8 @@ one process has them, one block. Drawing takes as long as on one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.names import COPY, by_parts, mark_fused, named_tensors
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
+
+Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+"""Tensors that one of one process is divided into where there are ranks, with their names on disk."""
 
 
 def shapes(config: ModelConfig) -> Transformer:
@@ -57,18 +61,10 @@ def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool 
 def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]) -> None:
     """Whole tensors by their names in one process, one at a time, into the parts. `source` is told which are wanted."""
     parts = list(parts)
-    targets: dict[str, list[Tensor]] = {}
-    for part in parts:
-        for name, tensor in _named(part):
-            targets.setdefault(name, []).append(tensor)
-
-    def wanted(name: str) -> bool:
-        return name in targets or name.replace(".qkv.", ".qkv.query.") in targets
-
-    for name, whole in source(wanted):
-        for piece, tensor in pieces(name, whole, parts[0].config):
-            for target in targets.get(piece, ()):
-                copy_part(target, tensor)
+    targets = {name: tensor for part in parts for name, tensor in named_tensors(part)}
+    known = {name.removeprefix("weights/").removesuffix(COPY).replace(".qkv.query.", ".qkv.") for name in targets}
+    for name, whole in source(known.__contains__):
+        put(f"weights/{name}", whole, targets, partial(pieces, config=parts[0].config))
 
 
 def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
@@ -85,11 +81,6 @@ def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transf
         store.read(found.path, joined, {})
     else:
         fill(parts, lambda wanted: read_weights(folder, config, wanted))
-
-
-def _named(part: Transformer) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in named_tensors(part):
-        yield name.removesuffix(COPY).removeprefix("weights/"), tensor
 
 
 def _reset_buffers(part: Transformer, device: torch.device) -> None:
@@ -139,27 +130,28 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
         local.copy_(whole[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))])
 
 
+def put(name: str, whole: Tensor, targets: Mapping[str, Tensor], parts: Parts) -> None:
+    """This rank's part of the `parts` of a whole tensor into those of `targets` that have their names."""
+    for part, tensor in parts(name, whole):
+        for target in (targets.get(part), targets.get(part + COPY)):
+            if target is not None:
+                copy_part(target, tensor)
+
+
 @torch.no_grad()
 def read_checkpoint(
     folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, alone: Sequence[Parameter],
-    parts: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]],
+    parts: Parts,
 ) -> dict[str, Any]:  # fmt: skip
     """A checkpoint of one process, which had the tensors `alone`, into those in `wanted` (names as in `store.py`), by
     the `parts` of each; returns its small states."""
-
-    def into(name: str, whole: Tensor) -> None:
-        for part, tensor in parts(name, whole):
-            for target in (wanted.get(part), wanted.get(part + COPY)):
-                if target is not None:
-                    copy_part(target, tensor)
-
     saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in tuple(file.keys()):
-            into(f"weights/{name}", file.get_tensor(name))
+            put(f"weights/{name}", file.get_tensor(name), wanted, parts)
     average = saved.get("average", {}).get("tensors", ())
     for parameter, whole in zip(alone, average, strict=False):
-        into(f"average/{parameter.name}", whole)
+        put(f"average/{parameter.name}", whole, wanted, parts)
     if optimizer is None:
         return saved
     if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here
@@ -169,5 +161,5 @@ def read_checkpoint(
     for index, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                into(f"optimizer/{order[index]}/{key}", value)
+                put(f"optimizer/{order[index]}/{key}", value, wanted, parts)
     return saved

@@ -64,9 +64,11 @@ class RankObserver(Observer):
     def recording(self) -> Iterator[None]:
         """Collectives are waited for where they are called; what is counted meanwhile is not told."""
         self.traffic.settle, self._first_ended_ns = True, 0
-        yield
-        self.traffic.settle = False
-        self.traffic.start_over()
+        try:
+            yield
+        finally:  # a loss spike may end it, and the run goes on
+            self.traffic.settle = False
+            self.traffic.start_over()
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
         """Operations are those of a mean rank. The peak is that of the first of the steps, before anything is done

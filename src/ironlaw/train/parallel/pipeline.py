@@ -24,23 +24,19 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     nn.Module.__init__(part)
     part.config, part.partition, part.dropout_seed = model.config, model.partition, model.dropout_seed
     part.loss_chunk = model.loss_chunk
-    first, last = stage == 0, stage == stages - 1
-    part.embedding = model.embedding if first else None
-    part.positions = model.positions if first else None
-    part.embedding_norm = model.embedding_norm if first else None
+    for name in ("embedding", "positions", "embedding_norm"):
+        setattr(part, name, getattr(model, name) if stage == 0 else None)
     part.blocks = nn.ModuleList()
     for layer in layers_of(len(model.blocks), stages, virtual)[stage]:
         part.blocks.add_module(str(layer), model.blocks[layer])
-    part.final_norm = model.final_norm if last else None
-    head = model.head if last else None
-    if last and stages > 1 and model.config.tied:
+    for name in ("final_norm", "head"):
+        setattr(part, name, getattr(model, name) if stage == stages - 1 else None)
+    if stage == stages - 1 and stages > 1 and model.config.tied:
         # A copy, kept equal: both stages add up their gradients (`step.py`).
-        rows, columns = model.head.weight.shape
-        head = Linear(columns, rows, bias=False, device="meta")
         weight = model.head.weight
-        head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-        head.bias = model.head.bias
-    part.head = head  # type: ignore[assignment]
+        part.head = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        part.head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        part.head.bias = model.head.bias
     for name, buffer in model.named_buffers(recurse=False):
         part.register_buffer(name, buffer, persistent=False)
     return part

@@ -8,7 +8,7 @@ rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ironlaw.files import sha256
 from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
-from ironlaw.train.parallel.materialize import pieces, read_checkpoint
+from ironlaw.train.parallel.materialize import Parts, pieces, read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
@@ -34,9 +34,6 @@ from ironlaw.workload.optimizers import OptimizerConfig
 
 NAME = "sharded"
 FOLDER = "shards"
-Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-
-
 Spread = StepPlugin | WeightAverage
 """States of which every rank has tensors of its own. They go the way of weights and moments, by name."""
 
