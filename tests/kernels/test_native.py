@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ironlaw.kernels.library import FORMATS
 from ironlaw.kernels.native import CNorm, Shapes, compiled
 from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
 from ironlaw.model.config import ModelConfig
@@ -25,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("store", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("store", FORMATS, ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_attention_in_pages_is_attention_to_what_was_gathered(
     rule: str, store: torch.dtype, tmp_path_factory: pytest.TempPathFactory

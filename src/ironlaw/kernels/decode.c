@@ -19,15 +19,28 @@ typedef bf16 stored;
 #elif STORE == INT8
 typedef int8_t stored;
 #define LOAD(x) ((float)(x))
+#elif STORE == INT4 /* two to a byte, the first in the low bits, 8 added to each */
+typedef uint8_t stored;
+#define LOAD(x) (x)
 #else
 typedef uint8_t stored;
 static float fp8_values[256]; /* of e4m3, filled by `prepare` */
 #define LOAD(x) fp8_values[x]
 #endif
 
+#if STORE == INT4
+#define WIDTH(size) (((size) + 1) / 2)
+#define ROW(name, from, size) \
+    float name[size];         \
+    for (int d = 0; d < (size); d++) name[d] = ((from)[d / 2] >> d % 2 * 4 & 15) - 8.0f
+#else
+#define WIDTH(size) (size)
+#define ROW(name, from, size) const stored *name = from
+#endif
+
 typedef struct { /* of one layer */
     stored *keys, *values;
-    const float *key_scales, *value_scales; /* one for each row, of 8-bit formats */
+    const float *key_scales, *value_scales; /* one for each row, of 8 and 4 bits */
     const float *slopes, *sinks;            /* one for each query head, or NULL */
     float scale, cap;                       /* cap 0: none */
     int32_t window;                         /* 0: none */
@@ -78,7 +91,7 @@ static inline void attend_page(const Layer *layer, long row, int from, int to, i
                                float o[][VALUE], float *most, float *sum, int head) {
     float s[GROUP][PAGE];
     for (int t = from; t < to; t++) {
-        const stored *k = layer->keys + (row + t) * KEY;
+        ROW(k, layer->keys + (row + t) * WIDTH(KEY), KEY);
         for (int g = 0; g < GROUP; g++) {
             float dot = 0;
             for (int d = 0; d < KEY; d++) dot += q[g][d] * LOAD(k[d]);
@@ -104,7 +117,7 @@ static inline void attend_page(const Layer *layer, long row, int from, int to, i
         for (int t = 0; layer->value_scales && t < PAGE; t++) s[g][t] *= layer->value_scales[row + t];
     }
     for (int t = from; t < to; t++) {
-        const stored *v = layer->values + (row + t) * VALUE_STRIDE;
+        ROW(v, layer->values + (row + t) * WIDTH(VALUE_STRIDE), VALUE);
         float value[VALUE];
         for (int d = 0; d < VALUE; d++) value[d] = LOAD(v[d]);
         for (int g = 0; g < GROUP; g++)
@@ -130,8 +143,8 @@ static void attend_some(const Layer *layer, const Step *step, const activation *
             long row = row_of(step, n, start, h), next = row + PAGE;
             if (h + 1 == end && start + PAGE <= last) next = row_of(step, n, start + PAGE, head);
             if (h + 1 < end || start + PAGE <= last) { /* pages lie anywhere: no processor guesses where the next is */
-                fetch(layer->keys + next * KEY, PAGE * KEY * sizeof(stored));
-                fetch(layer->values + next * VALUE_STRIDE, PAGE * VALUE_STRIDE * sizeof(stored));
+                fetch(layer->keys + next * WIDTH(KEY), PAGE * WIDTH(KEY) * sizeof(stored));
+                fetch(layer->values + next * WIDTH(VALUE_STRIDE), PAGE * WIDTH(VALUE_STRIDE) * sizeof(stored));
             }
             attend_page(layer, row, from, to, last - start, q + h * GROUP, o + h * GROUP, most + h * GROUP,
                         sum + h * GROUP, h * GROUP);

@@ -26,7 +26,8 @@ _FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-
           "-fassociative-math", "-freciprocal-math", "-fno-semantic-interposition",
           "-fno-tree-pre")  # fmt: skip
 # -fno-tree-pre: or GCC gives the bound of `exponential` a branch of its own, and no loop with it becomes vectors.
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}  # by their numbers in C
+INT4 = torch.uint8  # stands for codes of 4 bits, two to a byte, for which PyTorch has no type
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, INT4: 4}  # by numbers in C
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
 
 

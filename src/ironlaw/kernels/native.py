@@ -71,7 +71,7 @@ class Native:
         self._attend = function(library.attend, *where, pointer, long, pointer)
         self._turn = function(library.turn, pointer, long, INT, pointer, pointer, INT, INT)
         self._norm = function(library.norm, ctypes.POINTER(CNorm), pointer, pointer, long, long)
-        self.keeps = hasattr(library, "keep")  # 8-bit formats are scaled by PyTorch
+        self.keeps = hasattr(library, "keep")  # 8 and 4 bits are scaled by PyTorch
         if self.keeps:
             self._keep = function(library.keep, *where, pointer, long, pointer, long)
         self.block = None  # a whole one, where products are compiled too

@@ -6,7 +6,7 @@
 #define BF16 1
 #define INT8 2
 #define FP8 3
-#define INT4 4 /* of weights */
+#define INT4 4
 
 typedef uint16_t bf16;
 

@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, address, function, library
+from ironlaw.kernels.library import FLOAT, FORMATS, INT, INT4, LONG, POINTER, address, function, library
 
 _TILE, GROUP = 32, 32  # as in `product.c`
-INT4 = torch.uint8  # stands for codes of 4 bits
-_FORMATS = FORMATS | {INT4: 4}
 NO_MEMORY = "product: no memory for a copy of the rows"
 ACTIVATIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "silu", "gelu", "gelu_tanh"))}
 
@@ -45,7 +43,7 @@ class Products:
     def __init__(self, compiled: Any) -> None:
         compiled.formats.restype = INT
         known = compiled.formats()
-        self.formats = {dtype for dtype, number in _FORMATS.items() if known >> number & 1}
+        self.formats = {dtype for dtype, number in FORMATS.items() if known >> number & 1}
         if self.formats:
             arguments = (POINTER, POINTER, POINTER, POINTER, LONG, INT)
             self.product = function(compiled.product, *arguments, memory_for=NO_MEMORY)
@@ -96,7 +94,7 @@ class Weight:
             address(sums, torch.int32, len(whole)),
             address(groups, torch.half, len(whole) // _TILE, inputs // GROUP, _TILE),
         )
-        self.struct = CLinear(self.packed.data_ptr(), *at, inputs, outputs, _FORMATS[self.dtype])
+        self.struct = CLinear(self.packed.data_ptr(), *at, inputs, outputs, FORMATS[self.dtype])
         self._at = ctypes.byref(self.struct)
 
     @property

@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ironlaw.kernels.library import address
+from ironlaw.kernels.library import INT4, address
 from ironlaw.kernels.native import CLayer, CStep, Native
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.rotary import turn
 from ironlaw.model.scores import alibi_slopes, capped
 
-INT4 = torch.uint8  # stands for codes of 4 bits, two to a byte, for which PyTorch has no type
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}  # of formats with scales
 
 

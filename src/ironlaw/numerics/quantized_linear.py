@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ironlaw.kernels.product import GROUP, INT4, Weight, multiplies
+from ironlaw.kernels.library import INT4
+from ironlaw.kernels.product import GROUP, Weight, multiplies
 from ironlaw.model.packed import NativeLinear, ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import CompressedWeight

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ironlaw.catalog.formats import number_format
+from ironlaw.kernels.library import INT4
 from ironlaw.kernels.native import Shapes, compiled
-from ironlaw.model.cached import INT4, Few, Group, LayerCache, Now, Pages
+from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
 from ironlaw.model.compiled import compiled_blocks
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe import ExpertLinear
@@ -24,8 +25,8 @@ from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.request import Request, Sampling
 from ironlaw.serve.trace import bucket
 
-KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-KV_TYPES["int4"] = INT4
+KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8,
+            "int4": INT4}  # fmt: skip
 # Pages that a group may read for nothing, because its sequences are not equally long, before it is divided in two:
 # about what one more attention call costs in each layer.
 _SPARE_PAGES = 64
