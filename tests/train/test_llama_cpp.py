@@ -1,5 +1,5 @@
 """llama.cpp computes from our GGUF files what we compute from the run. LLAMA_CPP_PYTHON names an interpreter that has
-the package `xllamacpp`, in an environment of its own; this one's unless given."""
+the package `llama-cpp-python`, in an environment of its own; this one's unless given."""
 
 from __future__ import annotations
 
@@ -21,24 +21,18 @@ from ironlaw.train.restore import load_for_inference
 from ..conftest import TINY_LLAMA
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON", sys.executable)
-# Log probability of each token after the ones before it; the server gives those of the likeliest, here of all.
+# Log probability of each token after the ones before it.
 THEIRS = """
 import json, sys
-import xllamacpp
-tokens, size = json.loads(sys.argv[2]), int(sys.argv[3])
-parameters = xllamacpp.CommonParams()
-parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = sys.argv[1], 256, 1, False
-parameters.cpuparams.n_threads = 1
-server = xllamacpp.Server(parameters)
-found = {}
-for n in range(1, len(tokens)):
-    asked = {"prompt": tokens[:n], "n_predict": 1, "n_probs": size, "temperature": 0.0, "samplers": []}
-    answer = server.handle_completions(asked)
-    answer = answer if isinstance(answer, dict) else json.loads(answer)
-    choice = (answer[0] if isinstance(answer, list) else answer)["choices"][0]
-    if choice["logprobs"] is not None:  # the likeliest token ends the text
-        found[n] = {top["id"]: top["logprob"] for top in choice["logprobs"]["content"][0]["top_logprobs"]}[tokens[n]]
-print("found", json.dumps(found))
+import numpy as np
+from llama_cpp import Llama
+tokens = json.loads(sys.argv[2])
+model = Llama(sys.argv[1], n_ctx=256, logits_all=True, verbose=False, n_threads=1)
+model.eval(tokens)
+logits = np.array(model.scores[: len(tokens)], dtype=np.float64)
+logits -= logits.max(1, keepdims=True)
+of_each = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+print("found", json.dumps([of_each[n, token] for n, token in enumerate(tokens[1:])]))
 """
 
 
@@ -49,8 +43,8 @@ def test_llama_cpp_has_our_perplexity(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     pytest.importorskip("gguf")
-    if subprocess.run([PYTHON, "-c", "import xllamacpp"], capture_output=True).returncode:
-        pytest.skip("there is no xllamacpp: LLAMA_CPP_PYTHON names an interpreter that has it")
+    if subprocess.run([PYTHON, "-c", "import llama_cpp"], capture_output=True).returncode:
+        pytest.skip("there is no llama-cpp-python: LLAMA_CPP_PYTHON names an interpreter that has it")
     config = tiny_config(TINY_LLAMA | {"hidden": 64, "ffn": 128, "context": 64}, train={"steps": 60})
     train(config, tmp_path / "run")
     for words in (
@@ -63,12 +57,11 @@ def test_llama_cpp_has_our_perplexity(
     tokens = torch.randint(3, 300, (48,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         of_each = torch.log_softmax(model(tokens[None])[0], -1)
-    words = [PYTHON, "-c", THEIRS, str(tmp_path / "out" / "model.gguf"), json.dumps(tokens.tolist()), "300"]
+    words = [PYTHON, "-c", THEIRS, str(tmp_path / "out" / "model.gguf"), json.dumps(tokens.tolist())]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("found")]
     assert lines, done.stderr[-2000:]
-    theirs = {int(n): value for n, value in json.loads(lines[0].removeprefix("found")).items()}
-    assert len(theirs) > 20
-    ours = [float(of_each[n - 1, tokens[n]]) for n in theirs]
-    perplexities = [math.exp(-sum(found) / len(theirs)) for found in (ours, list(theirs.values()))]
+    theirs = json.loads(lines[0].removeprefix("found"))
+    ours = [float(of_each[n, token]) for n, token in enumerate(tokens[1:])]
+    perplexities = [math.exp(-sum(found) / len(theirs)) for found in (ours, theirs)]
     assert perplexities[1] == pytest.approx(perplexities[0], rel=0.01), perplexities

@@ -30,9 +30,12 @@ static float fp8_values[256]; /* of e4m3, filled by `prepare` */
 
 #if STORE == INT4
 #define WIDTH(size) (((size) + 1) / 2)
-#define ROW(name, from, size) \
-    float name[size];         \
-    for (int d = 0; d < (size); d++) name[d] = ((from)[d / 2] >> d % 2 * 4 & 15) - 8.0f
+#define ROW(name, from, size)                       \
+    float name[2 * WIDTH(size)];                    \
+    for (int d = 0; d < WIDTH(size); d++) {         \
+        name[2 * d] = ((from)[d] & 15) - 8;         \
+        name[2 * d + 1] = ((from)[d] >> 4) - 8;     \
+    }
 #else
 #define WIDTH(size) (size)
 #define ROW(name, from, size) const stored *name = from
