@@ -34,7 +34,7 @@ def sharded() -> RunConfig:
 
 
 def run_of(config: RunConfig, fabric: RankFabric) -> Ledger:
-    plan = plan_step(config, make_profile(), Layout(dp=2, zero=3, micro_batch=2), fabric, 2).ledger()
+    plan = plan_step(config, make_profile(), Layout(dp=2, zero=3, micro_batch=2), fabric, 2).ledger
     return Ledger("run", facts=plan.facts)
 
 

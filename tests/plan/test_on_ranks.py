@@ -53,7 +53,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
 ) -> None:
     chosen = parse_layout(layout + " micro_batch=2")
     plan = plan_step(config(family), machine_profile, chosen, RankFabric(COSTS))
-    ledger = plan.ledger()
+    ledger = plan.ledger
     alone = plan_run(config(family), machine_profile)
     model, flops = config(family).model, alone.totals["flops_per_step"].value
     if model.latent is not None:  # every tensor parallel rank computes the narrow vectors, forward and backward
@@ -162,10 +162,9 @@ def test_what_is_recomputed_and_how_the_loss_is_computed_is_the_configs(layout: 
     wanted = build_config(document | {"recompute": {"mode": "every", "every": 2}})
     chosen = parse_layout(layout + " micro_batch=2")
     plan = plan_step(wanted, machine_profile, chosen, RankFabric(COSTS), 2)
-    alone, ledger = plan_run(wanted, machine_profile), plan.ledger()
+    alone, ledger = plan_run(wanted, machine_profile), plan.ledger
     assert ledger.decided.recompute and ledger.decided.loss_chunk
     assert ledger.decisions == alone.decisions
     assert (
-        ledger.totals["flops_per_step"].value
-        >= planned(machine_profile, layout).ledger().totals["flops_per_step"].value
+        ledger.totals["flops_per_step"].value >= planned(machine_profile, layout).ledger.totals["flops_per_step"].value
     )

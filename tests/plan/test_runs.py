@@ -13,6 +13,7 @@ from ironlaw.plan.cluster.jobs import candidates_of_jobs
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.evaluate import of_runs
 from ironlaw.plan.measured.network import described_node, resized
+from ironlaw.plan.measured.parsing import read_table
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.measured.validate import validate
 
@@ -210,6 +211,13 @@ def test_another_file_format_is_named(tmp_path):
     path.write_text("")
     with pytest.raises(UserError, match="header"):
         read_runs(path)
+
+
+def test_a_small_table_does_not_limit_what_others_read(tmp_path):
+    before = csv.field_size_limit()
+    (tmp_path / "runs.csv").write_text("scenario,weight_format\ndecode,bf16\n")
+    read_table(tmp_path / "runs.csv")
+    assert csv.field_size_limit() >= before
 
 
 def test_other_separators_orders_and_marks(tmp_path):

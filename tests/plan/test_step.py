@@ -45,7 +45,7 @@ def test_a_process_is_a_layout_of_ones(
 ) -> None:
     wanted = config(model, **settings)
     alone = plan_run(wanted, machine_profile)
-    one = plan_step(wanted, machine_profile, Layout(micro_batch=2), RankFabric(COSTS)).ledger()
+    one = plan_step(wanted, machine_profile, Layout(micro_batch=2), RankFabric(COSTS)).ledger
     assert one.lines == alone.lines and one.memory == alone.memory and one.totals == alone.totals
     assert one.decisions == alone.decisions
 
@@ -73,7 +73,7 @@ def test_plan_rehearsal_and_the_plan_of_a_run_say_the_same(
     monkeypatch.setattr(answers, "load_costs", lambda: COSTS)
     asked = answers.result_on_ranks(wanted, Options(ranks=4)).ledger
     run = plan_config(wanted, machine_profile, 4, fabric)
-    assert asked.to_json() == run.ledger().to_json()
+    assert asked.to_json() == run.ledger.to_json()
     # A rehearsal builds the program of the same layout, and holds its collectives and its peak against the trainer's.
     rehearsed = step(wanted.model, batch_of(wanted), run.layout, recipe_of(wanted, "fp32"))
     assert [peak_memory(rehearsed, p).total for p in range(run.layout.pp)] == [s.memory.total for s in run.stages]
@@ -88,7 +88,7 @@ def test_every_rank_of_a_layout_has_the_keys_of_a_process_and_its_collectives(
         "zero": Layout(dp=4, zero=3, micro_batch=2), "tp": Layout(dp=2, tp=2, sp=True, micro_batch=2),
         "cp": Layout(dp=2, cp=2, micro_batch=2), "pp": Layout(dp=2, pp=2, micro_batch=2),
     }[layout]  # fmt: skip
-    plan = plan_step(config(), machine_profile, chosen, RankFabric(COSTS)).ledger()
+    plan = plan_step(config(), machine_profile, chosen, RankFabric(COSTS)).ledger
     alone = plan_run(config(), machine_profile)
     more = {line.key for line in plan.lines} - {line.key for line in alone.lines}
     assert {line.key for line in alone.lines} <= {line.key for line in plan.lines}

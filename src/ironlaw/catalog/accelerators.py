@@ -32,49 +32,33 @@ _BRANDS = frozenset({"rtx", "gtx", "apple", "jetson", "tpu"})
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator as software sees it bought: a package or card, not a die. Absent figures are `None`.
+    """One accelerator as software sees it bought: a package or card, not a die. Absent figures are `None`."""
 
-    name:                     the catalog's name, and the data file's.
-    product, vendor:          the name on the box; nvidia, amd, intel, google or apple.
-    generation:               volta, turing, ampere, ada, hopper, blackwell, cdna2, cdna3, cdna4, ...
-    constants:                the generation that single operations were measured on, where a chip was measured apart
-                              from others that software treats alike; empty: `generation`.
-    memory_kind:              HBM3, GDDR6X, LPDDR5 (shared with the CPU where `unified_memory`).
-    memory_bytes:             bytes a program can see in total; the note says whether measured or nominal.
-    memory_bytes_per_second:  peak of the memory interface, bytes/s.
-    l2_bytes:                 last-level cache on the compute die, bytes.
-    compute_units:            SMs, CUs or the vendor's equivalent that are enabled.
-    clock_hz:                 highest (boost) clock, Hz.
-    tdp_watts:                board or package power limit, W.
-    link_name:                scale-up link: NVLink 4, xGMI, ICI; empty when there is none but PCIe.
-    link_bytes_per_second:    that link, one direction, all lanes of one accelerator together, bytes/s.
-    pcie_bytes_per_second:    host link, one direction, bytes/s.
-    host_link_bytes_per_second:  a faster link to the host's memory (NVLink-C2C), one direction, bytes/s.
-    default_node:             name of the node this accelerator is planned in unless told otherwise.
-    peak_flops_per_second:    dense FLOP/s (OP/s for int8) by dtype; matrix units where they exist.
-    note:                     what is particular about the part.
-    """
-
-    name: str
-    product: str
-    vendor: str
-    generation: str
-    default_node: str
+    name: str  # the catalog's name, and the data file's
+    product: str  # the name on the box
+    vendor: str  # nvidia, amd, intel, google or apple
+    generation: str  # volta, turing, ampere, ada, hopper, blackwell, cdna2, cdna3, cdna4, ...
+    default_node: str  # name of the node this accelerator is planned in unless told otherwise
+    # The generation that single operations were measured on, where a chip was measured apart from others that software
+    # treats alike; empty: `generation`.
     constants: str = ""
-    memory_kind: str = ""
+    memory_kind: str = ""  # HBM3, GDDR6X, LPDDR5 (shared with the CPU where `unified_memory`)
     unified_memory: bool = False
-    link_name: str = ""
-    memory_bytes: Figure | None = None
-    memory_bytes_per_second: Figure | None = None
-    l2_bytes: Figure | None = None
-    compute_units: Figure | None = None
-    clock_hz: Figure | None = None
-    tdp_watts: Figure | None = None
+    link_name: str = ""  # scale-up link: NVLink 4, xGMI, ICI; empty when there is none but PCIe
+    memory_bytes: Figure | None = None  # bytes a program can see in total; the note says whether measured or nominal
+    memory_bytes_per_second: Figure | None = None  # peak of the memory interface, bytes/s
+    l2_bytes: Figure | None = None  # last-level cache on the compute die, bytes
+    compute_units: Figure | None = None  # SMs, CUs or the vendor's equivalent that are enabled
+    clock_hz: Figure | None = None  # highest (boost) clock, Hz
+    tdp_watts: Figure | None = None  # board or package power limit, W
+    # That link, one direction, all lanes of one accelerator together, bytes/s.
     link_bytes_per_second: Figure | None = None
-    pcie_bytes_per_second: Figure | None = None
+    pcie_bytes_per_second: Figure | None = None  # host link, one direction, bytes/s
+    # A faster link to the host's memory (NVLink-C2C), one direction, bytes/s.
     host_link_bytes_per_second: Figure | None = None
+    # Dense FLOP/s (OP/s for int8) by dtype; matrix units where they exist.
     peak_flops_per_second: dict[str, Figure] = field(default_factory=dict)
-    note: str = ""
+    note: str = ""  # what is particular about the part
 
     @property
     def measured_generation(self) -> str:

@@ -16,21 +16,14 @@ from ironlaw.catalog.figures import read_toml
 
 @dataclass(frozen=True, slots=True)
 class PowerRange:
-    """Thermal design power per physical core over a family of processors.
+    """Thermal design power per physical core over a family of processors."""
 
-    low, high: watts per physical core: the family's lowest and highest TDP/cores.
-    family:    what matched, as one writes it.
-    models:    how many listed models the range was taken over.
-    source:    key of `sources.toml`.
-    note:      how the range was taken.
-    """
-
-    low: float
+    low: float  # watts per physical core: the family's lowest and highest TDP/cores
     high: float
-    family: str
-    models: int
-    source: str
-    note: str = ""
+    family: str  # what matched, as one writes it
+    models: int  # how many listed models the range was taken over
+    source: str  # key of `sources.toml`
+    note: str = ""  # how the range was taken
 
 
 def cpu_power(model_name: str) -> PowerRange | None:

@@ -25,16 +25,11 @@ DATA = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number and where it comes from.
+    """One number and where it comes from."""
 
-    value:  in SI units; the field that holds the figure names the unit (bytes, bytes/s, FLOP/s, W, Hz).
-    source: key of `sources.toml`; `source(key)` gives title and address.
-    note:   what a reader must know to use the number: a convention, or how a conflict was settled.
-    """
-
-    value: float
-    source: str
-    note: str = ""
+    value: float  # in SI units; the field that holds the figure names the unit (bytes, bytes/s, FLOP/s, W, Hz)
+    source: str  # key of `sources.toml`; `source(key)` gives title and address
+    note: str = ""  # what a reader must know to use the number: a convention, or how a conflict was settled
 
     def __float__(self) -> float:
         return float(self.value)

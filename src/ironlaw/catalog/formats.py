@@ -18,53 +18,35 @@ from ironlaw.catalog.figures import read_toml, source, unknown
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """One format. Numbers of one element: `bits` to `special`; of a block: `block` to `tensor_scale`.
-
-    name, title, source:  `source` is a key of `sources.toml`.
-    bits:                 of one element, without its share of scales.
-    exponent_bits, mantissa_bits, special:  of a float; None of integers and tables of values.
-    integers:             lowest and highest, of an integer format.
-    values:               what each code means, of a format that is a table.
-    element_name:         the format of a block's numbers; empty where they are this format's own.
-    block:                rows and columns that share a scale, 0 for all of them; None where there is no scale.
-    weight_block:         the same of weights, where it differs.
-    scale:                format of the scale.
-    rule:                 "floor": 2^(floor(log2 of the largest) - the element's greatest exponent) (OCP MX 1.0, 6.3);
-                          "largest": the largest magnitude becomes the element's largest;
-                          "signed": the number of largest magnitude becomes the lowest integer.
-    tensor_scale:         one more fp32 scale of the whole tensor.
-    held_as:              format of the tensors between products; empty where a step does not compute in this format.
-    peak:                 key of an accelerator's catalogued rate; empty where no hardware multiplies it.
-    block_scaled:         products only where matrix units apply block scales themselves.
-    rate_of:              format at whose rate a run is planned on hardware without a peak for this one; may be empty.
-    kernels_of:           format whose measured kernels stand in; empty where its own were measured.
-    vendor:               whose hardware alone multiplies it; may be empty.
-    capability:           first NVIDIA compute capability that multiplies it.
-    """
+    """One format. Numbers of one element: `bits` to `special`; of a block: `block` to `tensor_scale`."""
 
     name: str
     title: str
-    source: str
-    bits: int
+    source: str  # key of `sources.toml`
+    bits: int  # of one element, without its share of scales
     sign: bool = True
-    exponent_bits: int | None = None
+    exponent_bits: int | None = None  # of a float; None of integers and tables of values
     mantissa_bits: int | None = None
     special: str = "none"
-    integers: tuple[int, int] | None = None
-    values: tuple[float, ...] = ()
-    element_name: str = ""
+    integers: tuple[int, int] | None = None  # lowest and highest, of an integer format
+    values: tuple[float, ...] = ()  # what each code means, of a format that is a table
+    element_name: str = ""  # the format of a block's numbers; empty where they are this format's own
+    # Rows and columns that share a scale, 0 for all of them; None where there is no scale.
     block: tuple[int, int] | None = None
-    weight_block: tuple[int, int] | None = None
-    scale: str = ""
+    weight_block: tuple[int, int] | None = None  # the same of weights, where it differs
+    scale: str = ""  # format of the scale
+    # "floor": 2^(floor(log2 of the largest) - the element's greatest exponent) (OCP MX 1.0, 6.3); "largest": the
+    # largest magnitude becomes the element's largest; "signed": the number of largest magnitude becomes the lowest
+    # integer.
     rule: str = ""
-    tensor_scale: bool = False
-    held_as: str = ""
-    peak: str = ""
-    block_scaled: bool = False
-    rate_of: str = ""
-    kernels_of: str = ""
-    vendor: str = ""
-    capability: tuple[int, int] | None = None
+    tensor_scale: bool = False  # one more fp32 scale of the whole tensor
+    held_as: str = ""  # format of the tensors between products; empty where a step does not compute in this format
+    peak: str = ""  # key of an accelerator's catalogued rate; empty where no hardware multiplies it
+    block_scaled: bool = False  # products only where matrix units apply block scales themselves
+    rate_of: str = ""  # format at whose rate a run is planned on hardware without a peak for this one; may be empty
+    kernels_of: str = ""  # format whose measured kernels stand in; empty where its own were measured
+    vendor: str = ""  # whose hardware alone multiplies it; may be empty
+    capability: tuple[int, int] | None = None  # first NVIDIA compute capability that multiplies it
 
     @property
     def element(self) -> NumberFormat:

@@ -15,33 +15,23 @@ from ironlaw.catalog.figures import Figure, figure, read_toml, unknown
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A power grid.
+    """A power grid."""
 
-    name:             country or region, lower case with dashes.
-    title:            as one writes it.
-    kg_co2_per_kwh:   kilograms of CO2 per kilowatt-hour generated; the note says whether life-cycle CO2
-                      equivalent or stack emissions only.
-    year:             the year the figure describes.
-    """
-
-    name: str
-    title: str
+    name: str  # country or region, lower case with dashes
+    title: str  # as one writes it
+    # Kilograms of CO2 per kilowatt-hour generated; the note says whether life-cycle CO2 equivalent or stack emissions
+    # only.
     kg_co2_per_kwh: Figure
-    year: int
+    year: int  # the year the figure describes
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """One price somebody asked.
+    """One price somebody asked."""
 
-    usd:      US dollars; per accelerator-hour for rent (its share of the host included), else per unit.
-    date:     when it was asked, as exact as known: 2025-06, 2026-05-22.
-    provider: who asked it.
-    """
-
-    usd: Figure
-    date: str
-    provider: str
+    usd: Figure  # US dollars; per accelerator-hour for rent (its share of the host included), else per unit
+    date: str  # when it was asked, as exact as known: 2025-06, 2026-05-22
+    provider: str  # who asked it
 
 
 @dataclass(frozen=True, slots=True)

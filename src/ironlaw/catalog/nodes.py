@@ -23,38 +23,25 @@ MAX_ACCELERATORS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A typical host. Absent figures are `None`.
+    """A typical host. Absent figures are `None`."""
 
-    name, product:                 the catalog's name (the data file's) and the usual one.
-    accelerators:                  per node (one operating system image).
-    scale_up_accelerators:         accelerators that reach each other over the scale-up link without the
-                                   network: 8 in a DGX, 72 in an NVL72 rack, 1 where only PCIe links them.
-    fabric:                        infiniband, roce, efa, ethernet, slingshot, ici, or empty: not known.
-    nics:                          network cards (or rails) for training traffic, per node.
-    nic_bytes_per_second:          each of them, one direction, bytes/s.
-    host_watts:                    everything but the accelerators at full load, W: CPUs, memory, switches,
-                                   network cards, fans, power supply losses.
-    system_watts:                  the whole node at its maximum, W.
-    host_memory_bytes:             memory of the processors, bytes.
-    host_memory_rate:              peak of all its channels together, bytes/s.
-    oversubscription:              what the nodes can send over what the network's upper level carries; 1: all of it.
-    note:                          what is particular about it.
-    """
-
-    name: str
-    product: str
-    accelerators: int
+    name: str  # the catalog's name, and the data file's
+    product: str  # the usual name
+    accelerators: int  # per node (one operating system image)
+    # Accelerators that reach each other over the scale-up link without the network: 8 in a DGX, 72 in an NVL72 rack, 1
+    # where only PCIe links them.
     scale_up_accelerators: int
-    fabric: str = ""
-    nics: Figure | None = None
-    nic_bytes_per_second: Figure | None = None
+    fabric: str = ""  # infiniband, roce, efa, ethernet, slingshot, ici, or empty: not known
+    nics: Figure | None = None  # network cards (or rails) for training traffic, per node
+    nic_bytes_per_second: Figure | None = None  # each of them, one direction, bytes/s
+    # Everything but the accelerators at full load, W: CPUs, memory, switches, network cards, fans, power supply losses.
     host_watts: Figure | None = None
-    system_watts: Figure | None = None
-    host_memory_bytes: Figure | None = None
-    host_memory_rate: Figure | None = None
-    oversubscription: float = 1.0
+    system_watts: Figure | None = None  # the whole node at its maximum, W
+    host_memory_bytes: Figure | None = None  # memory of the processors, bytes
+    host_memory_rate: Figure | None = None  # peak of all its channels together, bytes/s
+    oversubscription: float = 1.0  # what the nodes can send over what the network's upper level carries; 1: all of it
     source: str = ""
-    note: str = ""
+    note: str = ""  # what is particular about it
 
     @property
     def network_bytes_per_second(self) -> float | None:

@@ -17,28 +17,21 @@ from ironlaw.catalog.formats import NumberFormat, number_format
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """input, weight, gradient: formats of what is multiplied; see `precision_recipes.toml` for the rest.
-
-    rotation:   numbers per random Hadamard rotation of the weight gradient's operands; 0: none.
-    headroom:   factor of gradients before they are rounded, undone after.
-    history:    micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself.
-    keep_last:  share of the last blocks that compute in `held_as`.
-    library:    what runs it on the device's own units; empty: it is emulated everywhere.
-    """
+    """How a step rounds; fields without a word here are explained in `precision_recipes.toml`."""
 
     name: str
     title: str
     source: str
-    input: NumberFormat
+    input: NumberFormat  # format of what is multiplied, as of the two that follow
     weight: NumberFormat
     gradient: NumberFormat
     square_weights: bool = False
     stochastic: bool = False
-    rotation: int = 0
-    headroom: float = 1.0
-    history: int = 0
-    keep_last: float = 0.0
-    library: str = ""
+    rotation: int = 0  # numbers per random Hadamard rotation of the weight gradient's operands; 0: none
+    headroom: float = 1.0  # factor of gradients before they are rounded, undone after
+    history: int = 0  # micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself
+    keep_last: float = 0.0  # share of the last blocks that compute in `held_as`
+    library: str = ""  # what runs it on the device's own units; empty: it is emulated everywhere
 
     @property
     def weight_block(self) -> tuple[int, int] | None:

@@ -15,18 +15,13 @@ from ironlaw.catalog.figures import read_toml, unknown
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """Bits per weight with its share of scales.
-
-    wide:     embedding and output layer stay in 16 bits; else `bits` is the mean over the whole file.
-    experts:  only experts are stored so, everything else in 16 bits.
-    source:   key of `sources.toml`.
-    """
+    """Bits per weight with its share of scales."""
 
     name: str
     bits: float
-    source: str
-    wide: bool = False
-    experts: bool = False
+    source: str  # key of `sources.toml`
+    wide: bool = False  # embedding and output layer stay in 16 bits; else `bits` is the mean over the whole file
+    experts: bool = False  # only experts are stored so, everything else in 16 bits
     note: str = ""
 
     @property

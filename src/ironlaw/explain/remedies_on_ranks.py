@@ -35,14 +35,10 @@ def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Led
     ranks, fabric = ranks_of(run), fabric_of(run) if profile.device == "cpu" else None
 
     def replan(config: RunConfig) -> Ledger:
-        plan: Any
-        if fabric is None:
-            plan = plan_on_accelerators(config, profile, ranks)
-        else:
-            plan = plan_config(config, profile, ranks, fabric)
+        plan = plan_config(config, profile, ranks, fabric) if fabric else plan_on_accelerators(config, profile, ranks)
         if not plan.fits:
             raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
-        return plan.ledger if fabric is None else plan.ledger()
+        return plan.ledger
 
     return replan
 

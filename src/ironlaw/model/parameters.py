@@ -15,20 +15,15 @@ from ironlaw.model.dimensions import Dimensions
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of a model, and how it divides.
-
-    `embedding`: a lookup table, also where the output layer shares it. `divided`: by which degrees of a layout along
-    which dimensions. `partial`: whole on every tensor parallel rank, each of which sees a part of its gradient.
-    `width`: bytes of a number. `trained`: it has a gradient.
-    """
+    """One tensor of a model, and how it divides."""
 
     name: str
     shape: tuple[int, ...]
-    embedding: bool = False
-    divided: tuple[tuple[str, int], ...] = ()
-    partial: bool = False
-    width: int = 4
-    trained: bool = True
+    embedding: bool = False  # a lookup table, also where the output layer shares it
+    divided: tuple[tuple[str, int], ...] = ()  # by which degrees of a layout along which dimensions
+    partial: bool = False  # whole on every tensor parallel rank, each of which sees a part of its gradient
+    width: int = 4  # bytes of a number
+    trained: bool = True  # it has a gradient
 
     @property
     def bytes(self) -> int:
@@ -57,13 +52,14 @@ def elements_of(parameters: Iterable[Parameter]) -> Any:
     return sum(parameter.elements for parameter in parameters)
 
 
-def model_parameters(model: Dimensions, layers: Iterable[int] | None = None) -> list[Parameter]:
-    """Every tensor of `Transformer(model).named_parameters()`; a tied output layer is the embedding. `layers`: of
-    blocks, theirs alone."""
-    result = of_embedding(model)
-    for layer in range(model.layers) if layers is None else layers:
-        result += of_block(model, f"blocks.{layer}", experts=model.moe is not None and model.moe.in_layer(layer))
-    return result + of_head(model)
+def model_parameters(model: Dimensions) -> list[Parameter]:
+    """Every tensor of `Transformer(model).named_parameters()`; a tied output layer is the embedding."""
+    return of_embedding(model) + of_blocks(model, range(model.layers)) + of_head(model)
+
+
+def of_blocks(model: Dimensions, layers: Iterable[int]) -> list[Parameter]:
+    experts = {layer: model.moe is not None and model.moe.in_layer(layer) for layer in layers}
+    return [p for layer, has in experts.items() for p in of_block(model, f"blocks.{layer}", experts=has)]
 
 
 def of_embedding(model: Dimensions) -> list[Parameter]:

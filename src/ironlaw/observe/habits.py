@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -83,10 +83,8 @@ NAMED: dict[str, tuple[str, ...]] = {
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> what the code that it is about calls, or sets."""
-SEEN = {name: name for name in ("update_by_hand", "evaluation_frequent", "checkpoint_frequent")} | {
-    "precision": "forward pass"
-}
-"""Rule -> what is seen in the loop where it begins."""
+SEEN = {name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")} | {"precision": "forward pass"}
+"""Rule, or part of the loop -> what is seen in the loop where it begins."""
 
 
 @dataclass
@@ -171,7 +169,7 @@ class Habits:
         self.gradients.updates(optimizer)
         frame = user_frame()
         self.loop = frame.f_code if frame is not None else None
-        self.sees("update_by_hand")
+        self.sees("update")
 
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """What `zero_grad` was given: whether gradients become zeros instead of nothing."""
@@ -219,6 +217,8 @@ class Habits:
                 for mode in MODES if mode.name in self.on
             ],
             "float64": self._float64(),
+            "bf16": self._bf16(precision),
+            "optimizer_made": self.most_seen("optimizer made"),
             "memory_growth": self._growth(),
             "zeroed_gradients": self.most_seen("gradients zeroed"),
             "retained_graphs": self.most_seen("graph retained"),
@@ -283,6 +283,14 @@ class Habits:
         """Of the steps after the first few in which the compiler ran, above the median step."""
         usual = statistics.median(steps)
         return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
+
+    def _bf16(self, precision: str | None) -> dict[str, Any] | None:
+        """Share of a forward and backward pass that autocast to bf16 would save; None where it is not fp32, or cannot
+        be tried."""
+        if precision != "fp32" or self.call is None or self.partition is None:
+            return None
+        now, then = self.call.passes(), replace(self.call, autocast=torch.bfloat16).passes()
+        return {"saved": share_saved(now, then)} if now is not None and then is not None else None
 
     def _float64(self) -> dict[str, Any] | None:
         """Share of a forward and backward pass that fp32 weights would save; None where no weight is float64."""

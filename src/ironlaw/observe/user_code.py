@@ -134,18 +134,28 @@ def padding_line(files: Sequence[str]) -> str | None:
 def growing_line(name: str, files: Sequence[str]) -> str | None:
     """Where something is put into `name`, or added to it."""
     for file, node in _nodes(files):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROW:
-            if _last_name(node.func.value) == name:
-                return f"{file}:{node.lineno}"
-        elif isinstance(node, ast.AugAssign) and _last_name(node.target) == name:
+        match node:
+            case ast.Call(func=ast.Attribute(attr=attr, value=into)):
+                grows = attr in _GROW and name in _names(into)
+            case ast.AugAssign(target=target):
+                grows = name in _names(target)
+            case ast.Assign(targets=targets, value=value):
+                parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple | ast.List) else (t,))]
+                into_it = any(isinstance(p, ast.Subscript) and name in _names(p.value) for p in parts)
+                again = any(_last_name(n) == name for n in ast.walk(value))
+                grows = into_it or (again and any(_last_name(p) == name for p in parts))
+            case _:
+                continue
+        if grows:
             return f"{file}:{node.lineno}"
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                into = isinstance(target, ast.Subscript) and _last_name(target.value) == name
-                grows = _last_name(target) == name and any(_last_name(n) == name for n in ast.walk(node.value))
-                if into or grows:
-                    return f"{file}:{node.lineno}"
     return None
+
+
+def _names(node: ast.AST) -> tuple[str | None, ...]:
+    """Of `losses` that, of `history["loss"]` both."""
+    if isinstance(node, ast.Subscript):
+        return _last_name(node.slice), *_names(node.value)
+    return (_last_name(node),)
 
 
 def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, bool] | None:

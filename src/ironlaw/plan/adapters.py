@@ -47,7 +47,7 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
         assumed.append(Assumption("layout", f"dp {cluster.count}, ZeRO {zero}", "the first that fits of 0 and 3", ""))
     if not requested.has_file:
         assumed.append(Assumption("recomputation", mode, "the first that fits of none and full", "a config file"))
-    return PlanOutcome(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+    return PlanOutcome.of(ledger, assumed)
 
 
 def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:

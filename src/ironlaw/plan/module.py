@@ -1,6 +1,6 @@
 """The plan of any torch module: traced on fake tensors, then timed on this machine or on a catalogued accelerator.
 
-    ledger, fits = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
+    ledger = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
 
 One process (a replica on each of several accelerators), one micro-batch per step, AdamW on every trained parameter,
 gradients in the parameters' own type. The module decides the rest: what it recomputes, which types it uses. torch is
@@ -63,16 +63,14 @@ class PlannedTarget:
         return 1 if self.cluster is None else self.cluster.count
 
 
-def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> tuple[Ledger, bool]:
-    """The plan of `package.module:factory` with inputs as `name=8x2048:int64`, and whether it fits where it is to run.
+def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> Ledger:
+    """The plan of `package.module:factory` with inputs as `name=8x2048:int64`.
 
     `on` is "this" or accelerators of the catalogue; `real` as in `trace`.
     """
     if not inputs:
         raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
-    build = resolve_module(spec)
-    ledger = plan_module(build, read_inputs(inputs), on, name=spec, real=real)
-    return ledger, fits(ledger)
+    return plan_module(resolve_module(spec), read_inputs(inputs), on, name=spec, real=real)
 
 
 def plan_module(

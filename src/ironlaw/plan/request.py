@@ -21,7 +21,6 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import plan_run
-from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, assume_unsaid, settle
 
 
@@ -41,8 +40,8 @@ def plan_request(
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.module import plan_traced
 
-        ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
-        return PlanOutcome(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
+        ledger = plan_traced(what, options.inputs, on, real=options.real or None)
+        return PlanOutcome.of(ledger, (Assumption(*one) for one in ledger.facts["assumed"]))
     try:
         requested = resolve(what, overrides)
     except UserError as refusal:
@@ -96,7 +95,7 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
         ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
         ("global batch", given.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
     )
-    return PlanOutcome(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+    return PlanOutcome.of(ledger, assumed)
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
@@ -170,7 +169,5 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
         from ironlaw.plan.requests.ranks import result_on_ranks
 
         answer = result_on_ranks(settled, options)
-    else:
-        ledger = plan_run(settled, load_profile())
-        answer = PlanOutcome(ledger, fits(ledger))
-    return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})
+        return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})
+    return PlanOutcome.of(plan_run(settled, load_profile()), assumed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
-from ironlaw.plan.work import WorkOptions
+from ironlaw.plan.totals import fits
+from ironlaw.plan.work import Assumption, WorkOptions
 from ironlaw.workload.layout import Layout
 
 
@@ -42,6 +43,12 @@ class PlanOutcome:
     ledger: Ledger
     fits: bool
     more: dict[str, Any] = field(default_factory=dict)
+    layout: Layout | None = None  # of a cluster
+
+    @classmethod
+    def of(cls, ledger: Ledger, assumed: Iterable[Assumption]) -> PlanOutcome:
+        """A plan of one process, or of replicas alike."""
+        return cls(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
     def to_json(self) -> dict[str, Any]:
         """`fits` and the totals at the top, each {value, interval, origin, basis}; the whole ledger below."""

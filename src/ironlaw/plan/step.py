@@ -4,7 +4,7 @@
     fabric = RankFabric(load_costs())                                          # ranks that are all on this machine
     fabric = RankFabric(load_costs(), ranks_per_host=1, between=Link(latency_seconds=2e-4, bytes_per_second=125e6))
     plan = plan_step(config, load_profile(), Layout(dp=4, zero=3, micro_batch=2), fabric)
-    plan.step_seconds, plan.stages[0].communication, plan.ledger()
+    plan.step_seconds, plan.stages[0].communication, plan.ledger
 
 A single process is `Layout()`: no collective, no pipeline. The program says what is computed, sent and held
 (`workload/program.py`); operations are timed by the measured machine, collectives by `machine/links.py`. On CPUs FSDP,
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class StepPlan:
         context, (_, held, _) = held_by_process(self.profile, self.config)
         return self.local_ranks * (context + held * self.peak_bytes) <= self.profile.memory_bytes
 
+    @cached_property
     def ledger(self) -> Ledger:
         """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
         fullest = max(self.stages, key=lambda stage: stage.memory.total)
@@ -249,7 +251,7 @@ def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | Non
             f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
-    return plan_step(config, profile, now=now).ledger()
+    return plan_step(config, profile, now=now).ledger
 
 
 def plan_step(

@@ -100,7 +100,8 @@ def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -
     calculated, totals = Origin.CALCULATED, ledger.totals
     step = sum(line.seconds or 0.0 for line in ledger.lines)
     low, high = _bounds(ledger, step, system)
-    flops, again = model_flops(ledger), recomputed_flops(ledger)
+    flops = model_flops(ledger)
+    again = sum(line.flops or 0 for line in ledger.lines if line.operation.endswith(AGAIN))
     rate, tensors = system.peak_flops_per_second, sum(ledger.memory_bytes().values())
     totals["parameters"] = Estimate(parameters, calculated, "sum over the modules' shapes, shared ones once")
     totals["flops_per_step"] = Estimate(
@@ -144,10 +145,6 @@ def fits(ledger: Ledger) -> bool:
 def model_flops(ledger: Ledger) -> int:
     """Products of forward and backward, each once: neither what is recomputed nor the optimizer's own."""
     return sum(line.flops or 0 for line in ledger.lines if _of_the_model(line))
-
-
-def recomputed_flops(ledger: Ledger) -> int:
-    return sum(line.flops or 0 for line in ledger.lines if line.operation.endswith(AGAIN))
 
 
 def _of_the_model(line: Line) -> bool:

@@ -10,7 +10,7 @@ Symbols as in `forward.py`. Norms work in fp32: in reduced precision a branch's 
 from __future__ import annotations
 
 from ironlaw.ledger import Kind
-from ironlaw.workload.blocks import FP32, Shape, elementwise, norm_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes
 from ironlaw.workload.forward import attention_branch, feed_forward, network_reader
 from ironlaw.workload.layers import input_cast, joined_gradient, joining, norm, residual
 from ironlaw.workload.operations import Operation, call, changed, gradient_first, gradient_last
@@ -18,10 +18,10 @@ from ironlaw.workload.operations import Operation, call, changed, gradient_first
 
 def norms_after(shape: Shape) -> list[Operation]:
     """A block with a norm after each branch, and perhaps before it."""
-    model, cast = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
+    model, narrow = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
     kept = not (shape.casts or shape.conventions.fused)
-    attention = attention_branch(shape, keep=kept, consumes=cast)
-    network = feed_forward(shape, model.ffn_size, "ffn", keep=kept, consumes=cast)
+    attention = attention_branch(shape, keep=kept, consumes=narrow)
+    network = feed_forward(shape, model.ffn_size, "ffn", keep=kept, consumes=narrow)
     return [
         *_read(shape, "attention_norm", "qkv", attention), *_after(shape, "attention_after"),
         *_read(shape, "ffn_norm", network_reader(shape), network), *_after(shape, "ffn_after"),
@@ -41,7 +41,7 @@ def _after(shape: Shape, name: str) -> list[Operation]:
     Backward, the stream's gradient stays; the branch's is made of it.
     """
     elements, joins = shape.stream_tokens * shape.model.hidden, joining(shape)
-    full, cast = elements * shape.stream_bytes, elements * shape.matmul_bytes
+    full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
     # A composed RMSNorm's passing tensors: elsewhere larger ones hide them.
     passing = 3 * full if shape.model.norm == "rmsnorm" and not shape.fused_rmsnorm else 0
@@ -52,14 +52,11 @@ def _after(shape: Shape, name: str) -> list[Operation]:
     )  # fmt: skip
     operations = []
     if shape.casts:
-        narrow = elementwise(shape, f"{name}_cast", "cast", elements, 3, temporary=cast, frees_temporary=full)
-        operations.append(
-            elementwise(shape, f"{name}_cast", "cast", elements, 3, saved=full, frees_temporary=cast, gradient=[narrow])
-        )
+        operations.append(cast(shape, f"{name}_cast", elements, wide=True, saved=full, frees_temporary=narrow))
     operations.append(
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM, temporary=full,
-            saved=statistics + cast * shape.conventions.fused, on_stream=True, gradient=[back],
+            saved=statistics + narrow * shape.conventions.fused, on_stream=True, gradient=[back],
         )
     )  # fmt: skip
     joined = changed(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())
@@ -71,7 +68,7 @@ def _after(shape: Shape, name: str) -> list[Operation]:
 def side_by_side(shape: Shape) -> list[Operation]:
     """A block whose branches read the same stream. The stream of between the branches is kept by nobody."""
     model, elements = shape.model, shape.stream_tokens * shape.model.hidden
-    full, cast = elements * shape.stream_bytes, elements * shape.matmul_bytes
+    full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     one, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
     operations = norm(shape, "attention_norm", reader="qkv")
     if one:
@@ -89,4 +86,4 @@ def side_by_side(shape: Shape) -> list[Operation]:
     )  # fmt: skip
     # In fp32 attention has read the same normed tensor, and frees it.
     operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
-    return [*operations, *joining(shape), changed(between, frees_temporary_bytes=cast + full)]
+    return [*operations, *joining(shape), changed(between, frees_temporary_bytes=narrow + full)]

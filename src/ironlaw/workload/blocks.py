@@ -272,6 +272,33 @@ def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: f
     return call(name, kernel, elements, tensors * elements * shape.matmul_bytes, **memory)
 
 
+def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memory: Any) -> Operation:
+    """From fp32 to the precision of the products, or `wide` the other way; its gradient is cast back."""
+    full, narrow, kind = elements * FP32, elements * shape.matmul_bytes, memory.get("kind", Kind.ELEMENTWISE)
+    made, gone = (narrow, full) if wide else (full, narrow)
+    back = call(name, "cast", elements, full + narrow, kind=kind, temporary=made, frees_temporary=gone)
+    return call(name, "cast", elements, full + narrow, gradient=[back], **memory)
+
+
+def activation(shape: Shape, elements: Size, *, made: Size | None = None, frees: Size = 0) -> Operation:
+    """It keeps what it is given. `made`: bytes of its gradient and of what that is made of."""
+    kernel, size = shape.model.activation, elements * shape.matmul_bytes
+    made = size if made is None else made
+    back = elementwise(shape, "activation", f"{kernel}_backward", elements, 3, temporary=made, frees_saved=size,
+                       frees_temporary=made)  # fmt: skip
+    return elementwise(shape, "activation", f"{kernel}_forward", elements, 2, saved=size, frees_temporary=frees,
+                       gradient=[back])  # fmt: skip
+
+
+def gate_product(shape: Shape, elements: Size, *, kept: int = 2, passing: Size = 0) -> Operation:
+    """Of the activation's result and the other half of a gated network, `kept` of which die here in the backward
+    pass; the next product keeps what it gives. `passing`: bytes that its backward pass has for a while."""
+    size = elements * shape.matmul_bytes
+    back = elementwise(shape, "gate_product", "multiply_backward", elements, 6, temporary=2 * size + passing,
+                       frees_saved=kept * size, frees_temporary=size + passing)  # fmt: skip
+    return elementwise(shape, "gate_product", "multiply", elements, 3, saved=size, gradient=[back])
+
+
 def attention(shape: Shape) -> Operation:
     """Forward QK^T and PV; backward the two gradients of each. A flash kernel recomputes the scores on top; that is
     work of the implementation, not of the model, and is not counted."""

@@ -18,8 +18,11 @@ from ironlaw.workload.blocks import (
     FP32,
     INDEX,
     Shape,
+    activation,
     attention,
+    cast,
     elementwise,
+    gate_product,
     norm_saved_bytes,
     qk_norm_saved_bytes,
     rotary_saved_bytes,
@@ -223,12 +226,7 @@ def feed_forward(
         shape, f"{name}_gate" if model.gated_ffn else f"{name}_up", model.hidden, width, keep=not relu, bias=bias,
         frees=normed if owns_input else 0,
     )  # fmt: skip
-    back = elementwise(shape, "activation", f"{model.activation}_backward", inner, 3, temporary=made,
-                       frees_saved=inner * w, frees_temporary=made)  # fmt: skip
-    operations.append(
-        elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w,
-                    frees_temporary=inner * w if relu else 0, gradient=[back])
-    )  # fmt: skip
+    operations.append(activation(shape, inner, made=made, frees=inner * w if relu else 0))
     if model.gated_ffn:
         stream = shape.tokens * model.hidden
         operations = gradient_last(
@@ -238,9 +236,7 @@ def feed_forward(
             operations.append(elementwise(shape, f"{name}_up_cast", "cast", stream, 3, saved=normed))
         operations += linear(shape, f"{name}_up", model.hidden, width, keep=True, bias=bias,
                              frees=normed if shape.casts else 0)  # fmt: skip
-        back = elementwise(shape, "gate_product", "multiply_backward", inner, 6, temporary=2 * inner * w,
-                           frees_saved=(1 if relu else 2) * inner * w, frees_temporary=inner * w)  # fmt: skip
-        operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w, gradient=[back]))
+        operations.append(gate_product(shape, inner, kept=1 if relu else 2))
     return operations + linear(
         shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias,
         frees=0 if relu and not model.gated_ffn else inner * w,
@@ -303,11 +299,7 @@ def full_head(shape: Shape) -> list[Operation]:
                  gradient=[back])
         )  # fmt: skip
     if shape.casts:
-        back = call("loss", "cast", logits, full + size, kind=Kind.LOSS, temporary=size, frees_temporary=full)
-        operations.append(
-            call("loss", "cast", logits, full + size, kind=Kind.LOSS, temporary=full, frees_temporary=size,
-                 gradient=[back])
-        )  # fmt: skip
+        operations.append(cast(shape, "loss", logits, wide=True, kind=Kind.LOSS, temporary=full, frees_temporary=size))
     # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
     back = call("loss", "loss_backward", logits, 4 * full, kind=Kind.LOSS, temporary=2 * full, frees_saved=full,
                 frees_temporary=full)  # fmt: skip

@@ -7,12 +7,10 @@ All that is not a product or a norm has one name, `rotary`: turning, padding, an
 
 from __future__ import annotations
 
-from typing import Any
-
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
-from ironlaw.workload.blocks import FP32, Shape, elementwise, norm_saved_bytes, rotary_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
 from ironlaw.workload.operations import (
     Operation,
@@ -148,17 +146,12 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     )  # fmt: skip
     if not shape.casts:
         return [operation]
-
-    def cast(name: str, **memory: Any) -> Operation:
-        return call(name, "cast", elements, full + reduced, **memory)
-
     # A copy of the input in fp32 waits instead of the input, and of the output one in the product's precision.
-    narrow = cast("latent_cast", temporary=reduced, frees_temporary=full)
-    wide = cast(f"{reader}_cast", temporary=full, frees_temporary=reduced)
+    frees = given * w if width == whole else 0
     return [
-        cast("latent_cast", saved=full, frees_temporary=given * w if width == whole else 0, gradient=[narrow]),
+        cast(shape, "latent_cast", elements, wide=True, saved=full, frees_temporary=frees),
         operation,
-        cast(f"{reader}_cast", saved=reduced, frees_temporary=full, gradient=[wide]),
+        cast(shape, f"{reader}_cast", elements, saved=reduced, frees_temporary=full),
     ]
 
 

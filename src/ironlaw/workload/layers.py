@@ -6,7 +6,7 @@ Symbols as in `forward.py`.
 from __future__ import annotations
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.blocks import FP32, Shape, dropout, elementwise, norm_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.conventions import Casts
 from ironlaw.workload.operations import Operation, call, changed, product
 from ironlaw.workload.sizes import Size
@@ -123,11 +123,9 @@ def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
     """Of what a linear layer reads of the stream's width, which keeps its copy; `frees` bytes of what was cast."""
     if not shape.casts:
         return []
-    elements, w = shape.stream_tokens * shape.model.hidden, shape.matmul_bytes
-    full, cast = elements * shape.stream_bytes, elements * w
-    back = call(f"{reader}_cast", "cast", elements, full + cast, temporary=full, frees_temporary=cast)
-    saved = 0 if shape.head_is_frozen and reader == "head" else cast
-    return [call(f"{reader}_cast", "cast", elements, full + cast, saved=saved, frees_temporary=frees, gradient=[back])]
+    elements = shape.stream_tokens * shape.model.hidden
+    saved = 0 if shape.head_is_frozen and reader == "head" else elements * shape.matmul_bytes
+    return [cast(shape, f"{reader}_cast", elements, saved=saved, frees_temporary=frees)]
 
 
 def joined_gradient(shape: Shape) -> Operation:

@@ -103,9 +103,8 @@ class Layout:
         return replace(self, accumulation=global_batch // (self.dp * self.micro_batch))
 
     def __str__(self) -> str:
-        defaults = Layout()
-        shown = [f"{k}={_word(v)}" for k, v in vars(self).items() if v != getattr(defaults, k) or k == "dp"]
-        return " ".join(shown)
+        shown = {k: v for k, v in vars(self).items() if v != getattr(Layout, k) or k == "dp"}
+        return " ".join(f"{k}={int(v) if isinstance(v, bool) else v}" for k, v in shown.items())
 
     def to_json(self) -> dict[str, Any]:
         """`Layout(**layout.to_json())` is the same."""
@@ -214,10 +213,6 @@ class Layout:
         reason = self.reason_invalid(model, sequence=sequence, global_batch=global_batch, accelerators=accelerators)
         if reason:
             raise UserError(f"layout '{self}' cannot run: {reason}")
-
-
-def _word(value: Any) -> str:
-    return {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
 
 
 def parse_layout(text: str) -> Layout:

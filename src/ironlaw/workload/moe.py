@@ -16,7 +16,7 @@ import numpy as np
 
 from ironlaw.ledger import Phase
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.workload.blocks import FP32, INDEX, Shape, elementwise
+from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product
 from ironlaw.workload.conventions import OURS
 from ironlaw.workload.forward import activated, attention_half, branch_gradient, feed_forward, network_reader
 from ironlaw.workload.layers import joining, linear, norm, product_gradients, quantising, residual, weight_cast
@@ -75,11 +75,6 @@ def row_factor(moe: MoEConfig, ep: Size, imbalance: Size = 0.0) -> Size:
     if moe.capacity_factor is not None:
         return moe.capacity_factor
     return np.where(np.asarray(ep) > 1, np.where(np.asarray(imbalance) > 0, imbalance, IMBALANCE), 1.0)
-
-
-def rows_of_a_rank(moe: MoEConfig, ep: Size, split: Size, imbalance: Size = 0.0) -> Size:
-    """Rows per token of a rank's micro-batch: fewer where experts are split over less than tp, `split` of it."""
-    return moe.experts_per_token * row_factor(moe, ep, imbalance) * split
 
 
 def is_exchanged(ep: Size, split: Size, tp: Size) -> Any:
@@ -203,28 +198,19 @@ def _grouped(
 def _experts(shape: Shape) -> list[Operation]:
     """Dispatch, the experts' network on their rows, combine."""
     model, moe, w = shape.model, _of(shape), shape.matmul_bytes
-    count, width, activation = rows(shape), model.expert_ffn_size, model.activation
+    count, width = rows(shape), model.expert_ffn_size
     stream, inner, wide = shape.tokens * model.hidden, count * width, count * model.hidden * w
-    together = activation == "clamped_swiglu"  # gate and product are one, and keep what they are given
+    together = model.activation == "clamped_swiglu"  # gate and product are one, and keep what they are given
     operations = _dispatch(shape)
     first = "expert_gate" if model.gated_ffn else "expert_up"
     network = _grouped(shape, first, model.hidden, width, keep=True, frees=wide, consumes=inner * w)
     if not together:
-        back = elementwise(shape, "activation", f"{activation}_backward", inner, 3, temporary=inner * w,
-                           frees_saved=inner * w, frees_temporary=inner * w)  # fmt: skip
-        network.append(
-            elementwise(shape, "activation", f"{activation}_forward", inner, 2, saved=inner * w, gradient=[back])
-        )
+        network.append(activation(shape, inner))
     if model.gated_ffn:
         met = elementwise(shape, "dispatch", "add_in_place", count * model.hidden, 3, frees_temporary=wide)
         network = gradient_last(network, met)
         network += _grouped(shape, "expert_up", model.hidden, width, keep=True, frees=0, consumes=inner * w)
-        passing = 5 * inner * w if together else 0  # its factors, one by one
-        back = elementwise(
-            shape, "gate_product", "multiply_backward", inner, 6, temporary=2 * inner * w + passing,
-            frees_saved=2 * inner * w, frees_temporary=inner * w + passing,
-        )  # fmt: skip
-        network.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w, gradient=[back]))
+        network.append(gate_product(shape, inner, passing=5 * inner * w if together else 0))  # its factors, one by one
     # `combine` keeps what the experts give.
     network += _grouped(shape, "expert_down", width, model.hidden, keep=True, frees=inner * w, consumes=wide)
     operations += network + _combine(shape)
@@ -238,11 +224,8 @@ def _dispatch(shape: Shape) -> list[Operation]:
     """Tokens to rows; backward, rows to tokens, choice by choice."""
     model, w, count = shape.model, shape.matmul_bytes, rows(shape)
     k, stream, wide = _of(shape).experts_per_token, shape.tokens * model.hidden, count * model.hidden * w
-    cast = stream * w if shape.casts else 0
-    operations = []
-    if shape.casts:
-        back = elementwise(shape, "dispatch_cast", "cast", stream, 3, temporary=stream * FP32, frees_temporary=cast)
-        operations.append(elementwise(shape, "dispatch_cast", "cast", stream, 3, temporary=cast, gradient=[back]))
+    copy = stream * w if shape.casts else 0
+    operations = [cast(shape, "dispatch_cast", stream, temporary=copy)] if shape.casts else []
     gathered = elementwise(
         shape, "dispatch", "embedding_forward", k * stream, 2, temporary=2 * stream * w,
         frees_saved=shape.tokens * k * INDEX + _mask_bytes(shape),
@@ -250,7 +233,7 @@ def _dispatch(shape: Shape) -> list[Operation]:
     added = elementwise(shape, "dispatch", "add_in_place", k * stream, 3, frees_temporary=stream * w + wide)
     operations.append(
         elementwise(
-            shape, "dispatch", "embedding_forward", count * model.hidden, 2, saved=wide, frees_temporary=cast,
+            shape, "dispatch", "embedding_forward", count * model.hidden, 2, saved=wide, frees_temporary=copy,
             gradient=[gathered, added],
         )
     )  # fmt: skip
@@ -321,11 +304,8 @@ def _shared_experts(shape: Shape) -> list[Operation]:
         gate = linear(shape, "shared_gate", model.hidden, 1, keep=True, bias=False) if gated else []
         return feed_forward(shape, model.shared_ffn_size, "shared_ffn") + gate
     elements, size = shape.tokens * model.hidden, shape.tokens * model.hidden * w
-    operations = []
-    if shape.casts:
-        name = f"shared_{network_reader(shape)}_cast"
-        back = elementwise(shape, name, "cast", elements, 3, temporary=elements * FP32, frees_temporary=size)
-        operations.append(elementwise(shape, name, "cast", elements, 3, saved=size, gradient=[back]))
+    name = f"shared_{network_reader(shape)}_cast"
+    operations = [cast(shape, name, elements, saved=size)] if shape.casts else []
     # Without a scale the gradient of the sum is the branch's own, which `combine` still needs.
     operations += feed_forward(
         shape, model.shared_ffn_size, "shared_ffn", consumes=size if gated else 0, owns_input=shape.casts, summed=False

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.model.parameters import Parameter, of_blocks
 from ironlaw.workload.blocks import FP32, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
@@ -173,8 +173,7 @@ def _adapted(
     trained = adapters.trained(model, layers, layout)
     product_bytes = FP32 if recipe.precision == "fp32" else BF16
     frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
-    whole = [p for p in model_parameters(model, layers) if p.name.startswith("blocks.")]
-    scales, ranks = adapters.scale_bytes(whole, layout), layout.sharing
+    scales, ranks = adapters.scale_bytes(of_blocks(model, layers), layout), layout.sharing
     shards = [shard_of(p, model, layout.ep, ranks) for p in trained]
     if layout.zero < 3:
         return trained, shards, scales + sum(p.bytes for p in frozen)

@@ -128,7 +128,8 @@ def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operat
     """The end of a block's forward pass: all goes but the result, what the policy keeps, and cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32 // (shape.division.tp if shape.division.sp else 1)
-    held = result + kept_bytes(shape, policy) + weight_copies(shape, kind) + _generator_bytes(shape)
+    held = result + kept_bytes(shape, policy) + weight_copies(shape, kind)
+    held += GENERATOR_BYTES if shape.model.dropout else 0
     return _memory("drop", Phase.FORWARD, saved - held)
 
 
@@ -137,10 +138,6 @@ def freed_after_backward(dropped: Operation, recomputed: Sequence[Operation], we
     than where nothing is recomputed."""
     left = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
     return _memory("kept results", Phase.BACKWARD, left - weight_copies)
-
-
-def _generator_bytes(shape: Shape) -> int:
-    return GENERATOR_BYTES if shape.model.dropout else 0
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:

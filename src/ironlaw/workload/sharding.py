@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.parameters import ROWS, Parameter, model_parameters
+from ironlaw.model.parameters import ROWS, Parameter, of_blocks, of_embedding, of_head
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import changed
@@ -60,17 +60,10 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool
     stages = layout.pp * layout.virtual_stages
     layers = layers_of(model.layers, stages, layout.virtual_stages)[stage]
     first, last = stage == 0, stage == stages - 1
-    found = []
-    for parameter in model_parameters(model, layers):
-        part = parameter.name.partition(".")[0]
-        here = {
-            "embedding": first, "positions": first, "embedding_norm": first, "final_norm": last, "head": last
-        }  # fmt: skip
-        if here.get(part, True):
-            found += _divided(parameter, model, layout, fused)
+    whole = (of_embedding(model) if first else []) + of_blocks(model, layers) + (of_head(model) if last else [])
     if last and not first and model.tied:
-        found += _divided(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS), model, layout, fused)
-    return found
+        whole.append(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS))
+    return [part for parameter in whole for part in _divided(parameter, model, layout, fused)]
 
 
 def _divided(parameter: Parameter, model: ModelConfig, layout: Layout, fused: bool) -> list[Parameter]:

@@ -120,7 +120,6 @@ class Efficiency:
     default_attention: str
     streaming: StreamingConstants
     collectives: CollectiveConstants | None
-    collectives_nvl72: CollectiveConstants | None = None  # the same in an island of a whole rack
     default_library: Mapping[str, str] = field(default_factory=dict)
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:

@@ -55,7 +55,6 @@ def load_efficiency(generation: str) -> Efficiency:
     streaming = one(StreamingConstants, "streaming")
     if streaming is None:
         raise ValueError(f"{generation}.toml has no [streaming]")
-    rack = document.get("collectives_nvl72")
     return Efficiency(
         generation=generation,
         matmul=each(MatmulConstants, "matmul"),
@@ -63,7 +62,6 @@ def load_efficiency(generation: str) -> Efficiency:
         default_attention=document.get("default_attention", parent.default_attention if parent else ""),
         streaming=streaming,
         collectives=one(CollectiveConstants, "collectives"),
-        collectives_nvl72=_group(CollectiveConstants, rack) if rack else None,
         default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
     )
 

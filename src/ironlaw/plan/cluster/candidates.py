@@ -29,7 +29,7 @@ from ironlaw.workload.division import is_sharded, local_shape
 from ironlaw.workload.kinds import both_passes, forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import rows_of_a_rank
+from ironlaw.workload.moe import row_factor
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.recompute import keepable
 from ironlaw.workload.sizes import Size, divided, is_array, larger
@@ -108,7 +108,9 @@ class Candidates:
             if model.moe.shared_experts:
                 widths["shared_ffn"] = model.shared_ffn_size / tp
             update["moe"] = model.moe.model_copy(update=widths)
-            rows = rows_of_a_rank(model.moe, self.ep, divided(self.expert_tp, tp), self.imbalance)
+            # Fewer than its tokens' where experts are split over less than tp.
+            own = model.moe.experts_per_token * row_factor(model.moe, self.ep, self.imbalance)
+            rows = own * divided(self.expert_tp, tp)
         return Shape(
             model.model_copy(update=update), self.micro_batch, self.sequence,
             "fp32" if engine.element_bytes == 4 else "bf16", fused_rmsnorm=True, conventions=engine, cp=self.cp,

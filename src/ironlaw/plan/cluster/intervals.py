@@ -104,13 +104,9 @@ def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, fl
     return -spread / known["skew"], spread * known["skew"]
 
 
-def interval_factors(
-    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False,
-    precision: str = "",
-) -> tuple[float, float]:  # fmt: skip
-    """The same for a plan of one engine on so many accelerators of one generation."""
-    where = distance(quantity, engine, generation, accelerators, parameters, experts, precision)
-    return spread_factors(factors()[quantity], where)
+def interval_factors(quantity: str, *of: Any) -> tuple[float, float]:
+    """The same of a plan; `of`: as `distance` takes them."""
+    return spread_factors(factors()[quantity], distance(quantity, *of))
 
 
 def format_shares(engine: TrainingEngine, accelerator: Accelerator, beside: Mapping[str, int]) -> dict[str, float]:

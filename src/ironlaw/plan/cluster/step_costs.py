@@ -53,17 +53,13 @@ class StepCosts:
     dp_across: Array  # of dp_reduce: over copies of the sharded state
     dp_gather: Array
     ep_layer: Array  # one exchange of rows between expert parallel ranks, there or back; mean over all layers
-    ep_crosses: npt.NDArray[np.bool_]
     fsdp_gather_layer: Array
     fsdp_scatter_layer: Array
     optimizer: Array
     host_update: Array  # of an offloaded optimizer: the processor's update, or the way back of the weights if longer
     host_gradients: Array  # their way to the host
     host_layer: Array  # one block's kept activations of one micro-batch, to the host or back
-    tp_crosses: npt.NDArray[np.bool_]  # whether the traffic of this kind leaves the island
-    cp_crosses: npt.NDArray[np.bool_]
-    dp_crosses: npt.NDArray[np.bool_]
-    pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
+    crosses: dict[str, npt.NDArray[np.bool_]]  # whether traffic of a kind leaves the island; pp: of some pair of stages
 
 
 def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, owned: Array) -> Array:
@@ -135,13 +131,13 @@ def block_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
     return StepCosts(
         small_collectives=small_collectives(candidates, system),
         pp_message=np.where(candidates.pp > 1, np.where(stage_fills_island, far, near), 0.0),
-        tp_crosses=candidates.tp > island,
-        cp_crosses=candidates.tp * candidates.cp > island,
-        dp_crosses=candidates.tp * candidates.cp * candidates.dp > island,
-        pp_crosses=candidates.accelerators > island,
-        ep_crosses=candidates.expert_tp * candidates.ep > island,
+        crosses={
+            "tp": candidates.tp > island, "cp": candidates.tp * candidates.cp > island,
+            "dp": candidates.tp * candidates.cp * candidates.dp > island, "pp": candidates.accelerators > island,
+            "ep": candidates.expert_tp * candidates.ep > island,
+        },
         **blocks,
-    )
+    )  # fmt: skip
 
 
 OF_STATE = (

@@ -147,7 +147,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     passes = 2 + candidates.recomputed_share
     tp_exposed = costs.tp_collectives * passes * costs.tp_collective * slow["tp"] * (1 - engine.tp_hidden)
     exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows go out and come back
-    beside = np.where(costs.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
+    beside = np.where(costs.crosses["ep"], engine.ep_hidden_across, engine.ep_hidden) * exchange
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = context_kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
@@ -186,7 +186,7 @@ def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) 
     kernels = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
     kernels = kernels * (1 + candidates.launches * candidates.expert_share + candidates.latent_launches)
     exchanges = np.where(candidates.ep > 1, candidates.expert_share, 0.0)
-    across_nodes = (candidates.pp > 1) & costs.pp_crosses
+    across_nodes = (candidates.pp > 1) & costs.crosses["pp"]
     collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, candidates.tp, 0.0)
     collective = np.where(candidates.tp > 1, collective, 0.0) + engine.host_collective_seconds * exchanges
     return np.asarray(kernels + 2 * (2 + candidates.recomputed_share) * collective)
@@ -240,8 +240,8 @@ def assemble(
     """Step time from its ingredients and the engine's constants."""
     layers = layers or stage_layers(candidates, engine.partition)
     slow = {
-        kind: np.where(getattr(costs, f"{kind}_crosses"), engine.network_slowdown, engine.island_slowdown)
-        for kind in ("tp", "cp", "ep", "dp", "pp")
+        kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
+        for kind, crosses in costs.crosses.items()
     }
     micro_batches, layer = candidates.accumulation, _layer(costs, candidates, engine, slow)
     head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic

@@ -17,7 +17,7 @@ from typing import cast, get_args
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.model.parameters import Parameter, elements_of, of_blocks, of_embedding, of_head
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, OptimizerName, state_bytes, update_operations
 
@@ -47,15 +47,13 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
         raise UserError(f"unknown optimizer '{name}': {did_you_mean(name, NAMES)}")
     if name in ("adam", "adamw"):
         return ADAMW
-    parameters = model_parameters(model.model_copy(update={"layers": 1}))
-    block = [p for p in parameters if p.name.startswith("blocks.")]
-    ends = [p for p in parameters if not p.name.startswith("blocks.")]
+    block, ends = of_blocks(model, [0]), of_embedding(model) + of_head(model)
     config = OptimizerConfig(name=cast(OptimizerName, name))
     products = [op for op in update_operations(block, config, cuda=True) if op.matmul is not None]
     return UpdateCost(
         name,
-        block_state_bytes=state_bytes(block, config) / _elements(block),
-        end_state_bytes=state_bytes(ends, config) / _elements(ends),
+        block_state_bytes=state_bytes(block, config) / elements_of(block),
+        end_state_bytes=state_bytes(ends, config) / elements_of(ends),
         block_bytes=_moved(block, config),
         end_bytes=_moved(ends, config),
         matrices=tuple((*op.matmul, op.repeat) for op in products if op.matmul is not None),
@@ -63,15 +61,11 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
     )
 
 
-def _elements(parameters: list[Parameter]) -> int:
-    return sum(parameter.elements for parameter in parameters)
-
-
 def _moved(parameters: list[Parameter], config: OptimizerConfig) -> float:
     """Bytes per parameter of element-wise kernels, in place of AdamW's."""
     own = _streamed(update_operations(parameters, config, cuda=True))
     usual = _streamed(update_operations(parameters, OptimizerConfig(), cuda=True))
-    return ADAMW_BYTES + (own - usual) / _elements(parameters)
+    return ADAMW_BYTES + (own - usual) / elements_of(parameters)
 
 
 def _streamed(operations: list[Operation]) -> float:

@@ -30,19 +30,15 @@ from ironlaw.workload.layout import Layout
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """`excludes`: why a layout cannot be written, or None; `write`: the text and notes that go with it.
-
-    `engine`: whose constants a plan for that trainer uses unless told otherwise; `optimizers`: those that its options
-    name, or that a script passes to it.
-    """
+    """What another trainer is told of a plan."""
 
     name: str
     format: str
-    engine: str
+    engine: str  # whose constants a plan for that trainer uses unless told otherwise
     precisions: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    excludes: Callable[[Layout, ModelConfig], str | None]
-    write: Callable[[ClusterRequest, Layout], tuple[str, list[str]]]
+    optimizers: tuple[str, ...]  # those that its options name, or that a script passes to it
+    excludes: Callable[[Layout, ModelConfig], str | None]  # why a layout cannot be written, or None
+    write: Callable[[ClusterRequest, Layout], tuple[str, list[str]]]  # the text, and notes that go with it
 
     def cannot(self, layout: Layout, model: ModelConfig, optimizer: str = "adamw") -> str | None:
         """Why these options cannot say the layout of this model under this optimizer, or None."""

@@ -48,7 +48,8 @@ def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
     first = stream.readline()
     stream.seek(0)
     separator = max(",;\t", key=first.count)
-    csv.field_size_limit(len(content) + 1)  # a note may be as long as the file
+    # A note may be as long as the file; the limit is that of the whole process, which others read tables in.
+    csv.field_size_limit(max(csv.field_size_limit(), len(content) + 1))
     reader = csv.DictReader(stream, delimiter=separator)
     reader.fieldnames = names = [(name or "").strip().lower() for name in reader.fieldnames or []]
     return names, ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)

@@ -60,8 +60,8 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
 
         request = replace(request, excluded=excluded)
     request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
-    if trainer and answer.fits:
-        answer.more["emit"] = emit(trainer.name, request, parse_layout(answer.more["layout"]["text"]))
+    if trainer and answer.fits and answer.layout:
+        answer.more["emit"] = emit(trainer.name, request, answer.layout)
     return answer
 
 

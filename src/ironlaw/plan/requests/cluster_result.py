@@ -66,7 +66,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         more["margin"]["choice"] = choice
     else:
         more |= _when_it_does_not(request, plan)
-    return PlanOutcome(ledger, plan.fits, more)
+    return PlanOutcome(ledger, plan.fits, more, layout.filled(request.global_batch))
 
 
 def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, ClusterPlan, str]:

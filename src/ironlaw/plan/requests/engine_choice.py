@@ -19,7 +19,6 @@ from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.plan.requests.advice import fastest
 from ironlaw.plan.requests.cluster_result import result_on_cluster
 from ironlaw.plan.work import Assumption
-from ironlaw.workload.layout import parse_layout
 
 OTHERS = 2
 """Other engines that an answer is compared with: those with the most runs checked on this generation."""
@@ -81,8 +80,8 @@ def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[C
 
 def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str, Any]]:
     """The same work under other engines: the chosen layout, or their own best where they cannot run it."""
-    layout = parse_layout(answer.more["layout"]["text"])
-    found = []
+    layout, found = answer.layout, list[dict[str, Any]]()
+    assert layout is not None
     for name in list(evidence(request.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
         other = replace(request, engine=name)
         with suppress(UserError):

@@ -30,7 +30,7 @@ def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
             )
             raise UserError(f"this trainer cannot run layout '{layout}' on {ranks} ranks: leave --layout out")
         plan = plan_step(config, profile, layout, fabric, ranks)
-        return PlanOutcome(plan.ledger(), plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
+        return PlanOutcome(plan.ledger, plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
     runnable = options.runnable
 
     def runs(layout: Layout) -> bool:
@@ -43,7 +43,7 @@ def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
         "searched": choice.tried,
         "candidates": [_candidate(plan) for plan in choice.plans[:SHOWN]],
     }
-    return PlanOutcome(choice.best.ledger(), choice.best.fits, more)
+    return PlanOutcome(choice.best.ledger, choice.best.fits, more)
 
 
 def _given(config: RunConfig, text: str | None, ranks: int) -> Layout:

@@ -24,34 +24,23 @@ Number = Any
 
 @dataclass(frozen=True)
 class Demand:
-    """layers, hidden, vocab:  of the model.
-    dense:        weights that every pass reads: all but the embedding table and experts.
-    table:        weights of the embedding table where it is not the output layer's too.
-    head:         weights of the output layer, within `dense`.
-    experts:      weights of all routed experts; 0 without.
-    expert_share: experts a token visits over experts of a layer.
-    chosen, expert_layers:  experts a token visits in a layer, and layers that have some.
-    cached:       elements of keys and values (or the narrow vector of latent attention) a token leaves, all layers.
-    windowed:     share of them in layers that keep `window` tokens only.
-    heads_cached: key/value heads, the most ranks that can divide the cache (1 of latent attention).
-    pair_flops:   of a query and a key that it sees, all heads and layers.
-    """
+    """Of one model, or of many."""
 
     layers: Number
     hidden: Number
     vocab: Number
-    dense: Number
-    table: Number
-    head: Number
-    experts: Number
-    expert_share: Number
-    cached: Number
-    windowed: Number
+    dense: Number  # weights that every pass reads: all but the embedding table and experts
+    table: Number  # weights of the embedding table where it is not the output layer's too
+    head: Number  # weights of the output layer, within `dense`
+    experts: Number  # weights of all routed experts; 0 without
+    expert_share: Number  # experts a token visits over experts of a layer
+    cached: Number  # elements of keys and values (or the narrow vector of latent attention) a token leaves, all layers
+    windowed: Number  # share of them in layers that keep `window` tokens only
     window: Number
-    heads_cached: Number
-    pair_flops: Number
-    chosen: Number = 0.0
-    expert_layers: Number = 0.0
+    heads_cached: Number  # key/value heads, the most ranks that can divide the cache (1 of latent attention)
+    pair_flops: Number  # of a query and a key that it sees, all heads and layers
+    chosen: Number = 0.0  # experts a token visits in a layer
+    expert_layers: Number = 0.0  # layers that have some
 
     @property
     def parameters(self) -> Number:

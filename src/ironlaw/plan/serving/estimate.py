@@ -36,11 +36,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Served:
-    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests.
-
-    `drafted`: tokens for every pass, each of which stands with the chance `acceptance`; `draft`: the model that drafts
-    them, None for n-grams.
-    """
+    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests."""
 
     model: ModelConfig
     device: Accelerator
@@ -48,9 +44,9 @@ class Served:
     layout: ServingLayout
     formats: Formats
     budget: int = BUDGET_TOKENS
-    drafted: int = 0
-    acceptance: float = 0.0
-    draft: ModelConfig | None = None
+    drafted: int = 0  # tokens for every pass
+    acceptance: float = 0.0  # the chance that one of them stands
+    draft: ModelConfig | None = None  # the model that drafts them; None: n-grams
 
     @cached_property
     def system(self) -> System:

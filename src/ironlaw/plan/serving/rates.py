@@ -39,32 +39,20 @@ def read(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rates:
-    """weights:            of the memory's rate, reading weights.
-    products:           of the dense peak of the format, long prompts.
-    decode_products:    factor on that where a pass has a token per sequence.
-    cache:              of the memory's rate, reading keys and values.
-    attention:          of the dense 16-bit peak, attention of prompts.
-    layer_seconds:      of every layer of every pass: launches, small kernels.
-    step_seconds:       of every decoding pass: scheduling, sampling, host.
-    prompt_seconds:     of every prompt pass, likewise.
-    ramp_tokens:        tokens whose products a prompt pass loses to filling the machine.
-    collective_seconds: latency of one sum over tensor parallel ranks.
-    most_requests:      sequences an engine decodes at once, room for their caches given.
-    throughput:         factor on the rate of requests with no limit on how many wait.
-    """
+    """Of one engine on one device, or of many."""
 
-    weights: Number
-    products: Number
-    decode_products: Number
-    cache: Number
-    attention: Number
-    layer_seconds: Number
-    step_seconds: Number
-    prompt_seconds: Number
-    ramp_tokens: Number
-    collective_seconds: Number
-    most_requests: Number
-    throughput: Number
+    weights: Number  # of the memory's rate, reading weights
+    products: Number  # of the dense peak of the format, long prompts
+    decode_products: Number  # factor on that where a pass has a token per sequence
+    cache: Number  # of the memory's rate, reading keys and values
+    attention: Number  # of the dense 16-bit peak, attention of prompts
+    layer_seconds: Number  # of every layer of every pass: launches, small kernels
+    step_seconds: Number  # of every decoding pass: scheduling, sampling, host
+    prompt_seconds: Number  # of every prompt pass, likewise
+    ramp_tokens: Number  # tokens whose products a prompt pass loses to filling the machine
+    collective_seconds: Number  # latency of one sum over tensor parallel ranks
+    most_requests: Number  # sequences an engine decodes at once, room for their caches given
+    throughput: Number  # factor on the rate of requests with no limit on how many wait
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -72,27 +60,23 @@ NAMES = tuple(field.name for field in fields(Rates))
 
 @dataclass(frozen=True)
 class ServingEngine:
-    """One entry of `engines.toml`.
-
-    key:        whose effects apply.
-    family:     "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
-    paged:      the cache is handed out in blocks; else every sequence reserves its longest.
-    memory_fraction:  of the device's memory, that weights and cache may take; where `of_free`, of what weights leave.
-    host:       "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native":
-                launches them from a compiled language.
-    windows:    pages behind a window are free again: "layer": of the layers that have one, "model": where all have.
-    sampled:    rows of logits it makes room for before it hands out the cache, on small and on large devices.
-    """
+    """One entry of `engines.toml`."""
 
     name: str
-    key: str
+    key: str  # whose effects apply
+    # "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
     family: str = "gpu"
-    paged: bool = True
-    memory_fraction: float = 0.9
-    of_free: bool = False
+    paged: bool = True  # the cache is handed out in blocks; else every sequence reserves its longest
+    memory_fraction: float = 0.9  # of the device's memory, that weights and cache may take
+    of_free: bool = False  # that fraction is one of what weights leave
+    # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
+    # them from a compiled language.
     host: str = "graphs"
     emit: str = ""
-    windows: str = "layer"
+    windows: str = (
+        "layer"  # whose pages behind a window are free again: of layers that have one; "model": where all have
+    )
+    # Rows of logits it makes room for before it hands out the cache, on small and on large devices.
     sampled: Sequence[int] = (0, 0)
 
 

@@ -16,25 +16,18 @@ _RATES = {"": 1.0, "/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """input, output:  tokens of a prompt and of its answer, means.
-    rate:            requests per second, arriving at random; None: not said.
-    concurrency:     requests at once, each followed by the next; None: not said.
-    ttft, tpot:      limits in seconds, on the 90th percentile of waiting and on the mean per token.
-    prefix:          tokens at the start of every prompt that are the same.
-    speculate, accept:  tokens drafted for every pass, and the chance that one stands; draft: the catalogued model that
-                     drafts them, "" for n-grams, which cost nothing.
-    """
+    """Lengths in tokens, means; limits in seconds."""
 
-    input: int
-    output: int
-    rate: float | None = None
-    concurrency: int | None = None
-    ttft: float | None = None
-    tpot: float | None = None
-    prefix: int = 0
-    speculate: int = 0
-    accept: float = 0.0
-    draft: str = ""
+    input: int  # of a prompt
+    output: int  # of its answer
+    rate: float | None = None  # requests per second, arriving at random; None: not said
+    concurrency: int | None = None  # requests at once, each followed by the next; None: not said
+    ttft: float | None = None  # limit on the 90th percentile of waiting
+    tpot: float | None = None  # limit on the mean per token
+    prefix: int = 0  # at the start of every prompt the same
+    speculate: int = 0  # tokens drafted for every pass
+    accept: float = 0.0  # the chance that one stands
+    draft: str = ""  # the catalogued model that drafts them; empty: n-grams, which cost nothing
 
     @property
     def length(self) -> int:

@@ -40,39 +40,28 @@ to 3.6 GiB beside PyTorch's memory (pull requests 10511 and 12126)."""
 
 @dataclass(frozen=True)
 class System:
-    """Devices that hold one copy of the model together, and what they hold it in.
-
-    devices:  all of them; tp divide every matrix, experts are divided over `devices / pp`.
-    pp:       parts of the layers one after another; attention_dp: copies of attention, each with its own sequences.
-    bandwidth, link:  bytes/s of one device; peak, wide_peak: FLOP/s of products and of 16-bit attention.
-    dense_bytes, head_bytes, expert_bytes, cache_bytes:  per element.
-    windowed_pages:  share of the cache whose pages are free again behind a window (`Demand.windowed`, where the engine
-    hands them out by kind of layer).
-    sampled:  rows of logits that the engine leaves room for.
-    drafted, acceptance:  tokens proposed to a pass, and the chance that one stands; draft: what proposes them, on the
-    same devices; None: nothing that takes their time, as n-grams.
-    """
+    """Devices that hold one copy of the model together, and what they hold it in."""
 
     demand: Demand
     rates: Rates
-    devices: Number
-    tp: Number
-    pp: Number
-    attention_dp: Number
-    bandwidth: Number
-    link: Number
-    memory: Number
-    peak: Number
-    wide_peak: Number
-    dense_bytes: Number
+    devices: Number  # all of them; experts are divided over `devices / pp`
+    tp: Number  # that divide every matrix
+    pp: Number  # parts of the layers one after another
+    attention_dp: Number  # copies of attention, each with its own sequences
+    bandwidth: Number  # of the memory of one device, bytes/s
+    link: Number  # of one device, bytes/s
+    memory: Number  # of one device, bytes
+    peak: Number  # of products, FLOP/s
+    wide_peak: Number  # of 16-bit attention, FLOP/s
+    dense_bytes: Number  # per element, as the three that follow
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
-    windowed_pages: Number
-    sampled: Number = 0.0
-    drafted: Number = 0.0
-    acceptance: Number = 0.0
-    draft: System | None = None
+    windowed_pages: Number  # share of the cache whose pages are free again behind a window
+    sampled: Number = 0.0  # rows of logits that the engine leaves room for
+    drafted: Number = 0.0  # tokens proposed to a pass
+    acceptance: Number = 0.0  # the chance that one stands
+    draft: System | None = None  # what proposes them, on the same devices; None: what takes no time, as n-grams
 
     @property
     def together(self) -> Number:

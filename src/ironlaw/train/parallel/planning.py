@@ -62,7 +62,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
         return ranks.first_does(lambda: plan_on_accelerators(config, profile, size, local).ledger)
     between = _between(local) if local < size else None
     return ranks.first_does(
-        lambda: plan_config(config, profile, size, RankFabric(costs_here(profile), local, between)).ledger()
+        lambda: plan_config(config, profile, size, RankFabric(costs_here(profile), local, between)).ledger
     )
 
 
