@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.optimizers import OptimizerName
 
-IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
+IRONLAW_OPTIMIZERS = get_args(OptimizerName)
 
 
 def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
