@@ -68,8 +68,7 @@ TRACED_SEQUENCE = 2048
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
     from ironlaw.plan.module import plan_module
-    from ironlaw.workload.module_source import Input
-    from ironlaw.workload.transformers_source import causal_decoder
+    from ironlaw.workload.module_source import Input, causal_decoder
 
     own = "any module can be planned by tracing: ironlaw plan PACKAGE.MODULE:FUNCTION --input NAME=SIZES:DTYPE"
     try:
