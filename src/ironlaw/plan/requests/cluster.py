@@ -39,7 +39,7 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     if layout is None and cluster.count == 1 and config and config.train.offload != "none":
         # A config that says where its memory goes says all of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
-    work = settle(requested.model, options.work, cluster.count, config)
+    work = settle(requested.model, options, cluster.count, config)
     precision = _precision(requested, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
     if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
