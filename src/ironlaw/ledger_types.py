@@ -20,11 +20,12 @@ NAMED: Any = dict
 
 NUMBERS = (
     "accumulation", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
-    "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "forwards_per_step",
+    "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "delayed_gap_seconds",
+    "delayed_seconds", "forwards_per_step",
     "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
     "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "pace", "peak_bytes",
     "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host", "read_forwards_per_step",
-    "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "run_delay", "sequence",
+    "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "sequence",
     "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads",
     "tokens_per_micro_batch", "world_size",
 )  # fmt: skip
@@ -59,13 +60,15 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
-        **dict.fromkeys(("added_gradients", "left_in_eval", "retained_graphs", "unscaled", "zeroed_gradients"), at),
+        **dict.fromkeys(
+            ("added_gradients", "left_in_eval", "optimizer_made", "retained_graphs", "unscaled", "zeroed_gradients"), at
+        ),
         **dict.fromkeys(("graphs_again", "idle_gradients", "padding", "untouched_rows"), part),
-        **dict.fromkeys(("unread_values", "zero_products"), part),
+        **dict.fromkeys(("unread_values", "zero_products", "broadcasts", "float64_operations"), part),
         "places": dict[str, str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
-        "float64": _record(saved=Number, place=text),
+        **dict.fromkeys(("bf16", "float64"), _record(saved=Number, place=(text, None))),
         "forward_lines": list[str],
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
         "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,6 +16,10 @@ from ironlaw.data.prefetch import Prefetcher
 from ironlaw.errors import UserError
 
 TOKENS = np.arange(1003, dtype=np.uint16)
+
+
+def held_out(tokens: np.ndarray, sequence: int, rows: int, limit: int | None = None) -> Iterator[Batch[np.ndarray]]:
+    return evaluation_batches(TokenWindows(tokens, sequence, 0, 0), rows, limit, documents=False)
 
 
 def windows_of(
@@ -115,7 +120,7 @@ def test_wrong_sizes_are_one_line() -> None:
     for act, words in (
         (lambda: windows_of(TOKENS[:32], 8, 4, seed=0), "has 32 tokens .* needs 33: lower train.global_batch"),
         (lambda: windows_of(TOKENS, 8, 4, seed=0, world=3), "multiple of 3"),
-        (lambda: next(evaluation_batches(TOKENS[:8], 8, 4)), "data.validation_fraction"),
+        (lambda: next(held_out(TOKENS[:8], 8, 4)), "data.validation_fraction"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             act()
@@ -123,11 +128,11 @@ def test_wrong_sizes_are_one_line() -> None:
 
 
 def test_evaluation_sees_each_window_once_and_spreads_a_limit() -> None:
-    blocks = list(evaluation_batches(TOKENS, 10, 32))
+    blocks = list(held_out(TOKENS, 10, 32))
     inputs = np.concatenate([block.inputs for block in blocks])
     assert inputs[:, 0].tolist() == list(range(0, 1000, 10)) and blocks[-1].inputs.shape == (4, 10)
     assert all((block.targets == block.inputs + 1).all() for block in blocks)
-    limited = np.concatenate([block.inputs for block in evaluation_batches(TOKENS, 10, 5, limit=2)])
+    limited = np.concatenate([block.inputs for block in held_out(TOKENS, 10, 5, limit=2)])
     assert limited[:, 0].tolist() == list(range(0, 1000, 100))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ironlaw.config import build_config
+from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import IGNORED
 from ironlaw.data.chat import Text, template_of
 from ironlaw.data.config import DataConfig
@@ -52,7 +53,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text(folder: Path, template: str) -> Text:
-    return Text(folder / "tokenizer.json", template, template_of(folder)[1])
+    return Text(tokenizers.load(folder), template, template_of(folder)[1])
 
 
 def config(folder: Path, tokenizer: Path, lines: list[str], **more: object) -> DataConfig:

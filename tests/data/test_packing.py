@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironlaw.data.batch import IGNORED
-from ironlaw.data.batches import Batches, PackedRows, TokenWindows, documents_of, evaluation_batches, evaluation_rows
+from ironlaw.data.batches import Batches, PackedRows, TokenWindows, documents_of, evaluation_batches
 from ironlaw.data.packing import best_fit, concatenated
 
 END = 0
@@ -75,7 +75,7 @@ def test_packed_rows_hold_each_target_behind_its_input(lengths: list[int], seque
     tokens = tokens_of(bounds)
     rows = PackedRows(tokens, best_fit(bounds, sequence), 0, END)
     seen: list[int] = []
-    for batch in evaluation_rows(rows, 4, None, documents=True):
+    for batch in evaluation_batches(rows, 4, None, documents=True):
         assert batch.documents is not None
         for inputs, targets, documents in zip(batch.inputs, batch.targets, batch.documents, strict=True):
             assert documents[0] == 0 and set(np.diff(documents).tolist()) <= {0, 1}
@@ -113,7 +113,7 @@ def test_windows_say_their_documents_in_training_and_evaluation() -> None:
     bounds = bounds_of([5, 9, 3, 30, 2, 50])
     tokens = tokens_of(bounds)
     batches = Batches(TokenWindows(tokens, 8, 0, 2, bounds), 2, documents=True)
-    evaluated = list(evaluation_batches(tokens, 8, 3, bounds=bounds))
+    evaluated = list(evaluation_batches(TokenWindows(tokens, 8, 0, 0, bounds), 3, None, documents=True))
     for batch in [*(batches.batch(step) for step in range(10)), *evaluated]:
         assert batch.documents is not None
         for inputs, documents in zip(batch.inputs, batch.documents, strict=True):

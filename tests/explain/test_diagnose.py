@@ -11,7 +11,7 @@ from synthetic import make_config, make_profile, make_run
 from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
-from ironlaw.explain.rule import Axis
+from ironlaw.explain.rule import Axis, Tier
 from ironlaw.explain.rules import RULES
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
@@ -64,12 +64,21 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"zero_products": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
         "phases": {"forward": 0.1, "backward": 0.2},
     },
+    "broadcasts": {
+        "facts": {"broadcasts": {"part": 0.5, "place": "a.py:4", "lines": []}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "float64_operations": {
+        "facts": {"float64_operations": {"part": 0.5, "place": "a.py:4", "lines": []}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "optimizer_rebuilt": {"facts": {"optimizer_made": {"place": "a.py:4", "per_step": 1.0}}},
     "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
     "graphs_again": {"facts": {"graphs_again": {"part": 0.5, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
     "line_slow": {"facts": {"line_work": {"host": [["a.py:5", 0.9]]}, "device": "cpu"}},
     "rows_untouched": {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
     "update_by_hand": {
-        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
+        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update": "a.py:9"}},
         "phases": {"optimizer": 0.1},
     },
     "attention_kernel": {"gains": {"native": 0.2}},
@@ -102,15 +111,9 @@ PLANTED: dict[str, dict[str, Any]] = {
 def test_a_planted_fault_is_named_first(plan: Ledger, rule: str) -> None:
     diagnosis = verdict(plan, **PLANTED[rule])
     assert diagnosis.findings[0].rule == rule
-    assert not diagnosis.healthy and not diagnosis.abstained
+    assert diagnosis.healthy is (diagnosis.findings[0].tier is Tier.OFFER) and not diagnosis.abstained
     assert diagnosis.sentence == diagnosis.findings[0].sentence and diagnosis.sentence.endswith(".")
     assert diagnosis.evidence and diagnosis.advice
-
-
-def test_what_was_measured_is_named_before_what_a_plan_promises(plan: Ledger) -> None:
-    idle = {"facts": {"idle_gradients": {"part": 0.9, "place": "a.py:5"}}, "phases": {"backward": 0.2}}
-    found = verdict(plan, **idle, gains={"precision": 0.6})
-    assert [f.rule for f in found.findings if f.fault][:2] == ["gradients_idle", "precision"]
 
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -125,8 +128,7 @@ def test_a_fault_of_shape_is_found(rule: str) -> None:
     machine, model = SHAPES[rule]
     profile = make_profile(**machine)
     diagnosis = verdict(plan_run(make_config(model), profile))
-    assert rule in {f.rule for f in diagnosis.findings if f.fault}
-    assert diagnosis.findings[0].rule == rule
+    assert diagnosis.findings[0].rule == rule and diagnosis.healthy
 
 
 def test_recomputation_that_memory_does_not_need_is_found(plan: Ledger) -> None:
@@ -159,14 +161,12 @@ def test_copies_within_the_model_are_found(plan: Ledger) -> None:
 def test_bursts_of_other_programs_come_after_what_the_code_does(plan: Ledger) -> None:
     both = {"phases": {"data": 0.1}, "facts": {"slow_steps_fraction": 0.9, "other_load": 0.5}}
     assert [f.rule for f in verdict(plan, **both).findings][:2] == ["input_bound", "irregular_steps"]
-    alone = both | {"facts": {"slow_steps_fraction": 0.9}}
-    assert verdict(plan, **alone).findings[0].rule == "irregular_steps"
 
 
 def test_sleeping_in_the_loop_is_its_own_doing_and_waiting_for_a_core_is_not(plan: Ledger) -> None:
-    slept = verdict(plan, phases={"idle": 0.1}, facts={"run_delay": 2.0})
+    slept = verdict(plan, phases={"idle": 0.1}, facts={"delayed_gap_seconds": 0.01})
     assert slept.findings[0].rule == "host_bound"
-    waited = verdict(plan, phases={"idle": 0.1, "host": 0.02}, facts={"run_delay": 5.0})
+    waited = verdict(plan, phases={"idle": 0.1}, facts={"delayed_gap_seconds": 0.1, "delayed_seconds": 0.1})
     assert "host_bound" not in {f.rule for f in waited.findings}
 
 
@@ -191,13 +191,11 @@ def test_a_slow_guest_on_which_nothing_else_ran_is_its_neighbours_doing(plan: Le
     assert "40% of the cores" in verdict(plan, facts=slow | {"other_load": 0.4}).evidence[1]
 
 
-def test_a_cause_that_explains_half_of_a_symptom_is_named_before_it(plan: Ledger) -> None:
+def test_what_was_seen_in_the_run_comes_before_offers_and_those_before_a_plan_not_met(plan: Ledger) -> None:
     over = {"kinds": {"matmul": 1.4}}
-    symptom = verdict(plan, **over).findings[0]
-    assert symptom.rule == "off_plan"
-    enough, little = (verdict(plan, **over, gains={"attention": share * symptom.share}) for share in (0.6, 0.4))
-    assert [f.rule for f in enough.findings][:2] == ["attention_unfused", "off_plan"]
-    assert [f.rule for f in little.findings][:2] == ["off_plan", "attention_unfused"]
+    assert verdict(plan, **over).findings[0].rule == "off_plan"
+    found = verdict(plan, **over, gains={"attention": 0.06, "precision": 0.3}).findings
+    assert [f.rule for f in found][:3] == ["attention_unfused", "precision", "off_plan"]
 
 
 def test_what_the_line_that_asks_for_a_batch_does_besides_is_input(plan: Ledger) -> None:
@@ -234,7 +232,7 @@ def test_heat_that_slowed_a_processor_is_named(plan: Ledger) -> None:
 
 def test_every_rule_is_planted_or_a_ceiling() -> None:
     elsewhere = {"recompute_needless", "copies", "gradients_zeroed", "graphs_retained", "unscaled"}
-    assert {rule.name for rule in RULES if rule.fault} == {*PLANTED, *SHAPES, *elsewhere}
+    assert {rule.name for rule in RULES if rule.tier is not Tier.CEILING} == {*PLANTED, *SHAPES, *elsewhere}
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.source and rule.advice and 0 < rule.threshold < 1 for rule in RULES)
 

@@ -48,7 +48,13 @@ def test_traces_of_several_origins_are_read_alike(text: str, tmp_path: Path) -> 
     assert [(p.at, p.prompt_tokens, p.output_tokens) for p in read_trace(file)] == [(0.0, 5, 3), (2.0, 7, 2)]
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": "x"}', "{"])
+ROW = '{"timestamp": %s, "input_length": %s, "output_length": 2}'
+
+
+@pytest.mark.parametrize("text", [
+    "", "a,b\n1,2\n", '{"timestamp": "x"}', "{", ROW % (0, 1) + "\n[1, 2]", ROW % (0, "Infinity"), ROW % ("NaN", 1),
+    ROW % (0, -5),
+])  # fmt: skip
 def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(text)
     with pytest.raises(UserError, match=r"trace|no requests"):

@@ -181,13 +181,22 @@ def test_settings_that_mean_nothing_are_refused(text: str, message: str) -> None
 
 
 def test_a_server_times_its_own_passes_and_stays_as_it_was(model: Transformer) -> None:
-    made = engine(model, batch=2, token_budget=512, api_keys=("secret",))
+    made = engine(model, batch=2, token_budget=512, api_keys=("secret",), waiting=0, body_bytes=1)
     warm_up(made, seconds=600)
     decode = sorted((p["tokens"], p["length"] > 40) for p in made.passes if p["phase"] == "decode")
     assert decode == [(1, False), (1, True), (2, False), (2, True)]  # behind short and long caches
     assert [p["requests"] for p in made.passes if p["phase"] == "prefill"] == [1, 2]
     assert all(p["model_seconds"] > 0 and p["host_seconds"] > 0 for p in made.passes)
     assert made.trace.count == 0 and made.blocks.usage == 0
+
+
+def test_a_server_without_its_first_clients_starts_all_the_same(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    made = engine(model)
+    warm_up(made)
+    assert made.passes == []
 
 
 def test_requests_whose_own_tokens_fail_end_alone(model: Transformer) -> None:

@@ -29,7 +29,8 @@ def plan(
         str | None, typer.Option(help="bf16, fp16, fp32, tf32, fp8, mxfp8, nvfp4; here fp32, bf16.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon.")
+        str | None,
+        typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon, paged_adamw."),
     ] = None,
     engine: Annotated[
         str | None,

@@ -62,6 +62,16 @@ class TokenWindows:
         for row, start in enumerate(keys.tolist()):
             fill_window(batch, row, self._tokens[start : start + self.sequence + 1], self._bounds, start)
 
+    def in_order(self) -> np.ndarray:
+        """The keys of held-out text, from its first token on."""
+        fitting = (len(self._tokens) - 1) // self.sequence
+        if fitting < 1:
+            raise UserError(
+                f"the validation text has {len(self._tokens):,} tokens, fewer than one sequence of {self.sequence} and "
+                "its target: raise data.validation_fraction, lower model.context, or give more text in data.path"
+            )
+        return np.arange(fitting) * self.sequence
+
     def report(self) -> dict[str, Any]:
         if self._bounds is None:
             return {"rows": self.per_epoch, "padded_fraction": 0.0}
@@ -121,6 +131,11 @@ class PackedRows:
             batch.targets[row, at:] = IGNORED
             if batch.documents is not None:
                 batch.documents[row, at:] = (document + 1) * self._halves
+
+    def in_order(self) -> np.ndarray:
+        if not self.per_epoch:
+            raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
+        return np.arange(self.per_epoch)
 
     def report(self) -> dict[str, Any]:
         return packed_report(self._packed)
@@ -201,34 +216,13 @@ def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) ->
 
 
 def evaluation_batches(
-    tokens: TokenArray, sequence: int, sequences_per_batch: int, limit: int | None = None,
-    bounds: np.ndarray | None = None,
-) -> Iterator[Batch[np.ndarray]]:  # fmt: skip
-    """The validation windows in order, each once, the last batch perhaps smaller; at most `limit` batches.
+    samples: TokenWindows | PackedRows, sequences_per_batch: int, limit: int | None, documents: bool
+) -> Iterator[Batch[np.ndarray]]:
+    """Held-out text in order, each sample once, the last batch perhaps smaller; at most `limit` batches.
 
     Spread over the whole split when limited, so that a few batches do not stand for its first documents only.
-    With `bounds` (documents + 1,) each position's document is said.
     """
-    fitting = (len(tokens) - 1) // sequence
-    if fitting < 1:
-        raise UserError(
-            f"the validation text has {len(tokens):,} tokens, fewer than one sequence of {sequence} and its "
-            "target: raise data.validation_fraction, lower model.context, or give more text in data.path"
-        )
-    windows = TokenWindows(tokens, sequence, 0, 0, bounds)
-    yield from _spread(windows, np.arange(fitting) * sequence, sequences_per_batch, limit, bounds is not None)
-
-
-def evaluation_rows(
-    rows: PackedRows, sequences_per_batch: int, limit: int | None, documents: bool
-) -> Iterator[Batch[np.ndarray]]:
-    """The same of packed rows."""
-    return _spread(rows, np.arange(rows.per_epoch), sequences_per_batch, limit, documents)
-
-
-def _spread(
-    samples: Samples, keys: np.ndarray, sequences_per_batch: int, limit: int | None, documents: bool
-) -> Iterator[Batch[np.ndarray]]:
+    keys = samples.in_order()
     wanted = len(keys) if limit is None else min(len(keys), limit * sequences_per_batch)
     chosen = keys[np.arange(wanted) * len(keys) // wanted]
     for first in range(0, wanted, sequences_per_batch):

@@ -19,6 +19,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ironlaw.data.readers import REJECTED, UNLEARNED, Preference
+from ironlaw.data.tokenizer import Tokenizer, read_tokenizer
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, read_text, write_json
 
@@ -43,31 +44,15 @@ def ids_of(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
 class Text:
     """A tokenizer for prompts and answers, and the model's chat template if it has one."""
 
-    def __init__(
-        self,
-        file: Path,
-        template: str | None = None,
-        special: dict[str, str] | None = None,
-        end_of_text: str | None = None,
-    ) -> None:
-        from tokenizers import Tokenizer
-
-        def read(as_text: bool) -> Any:
-            tokenizer = Tokenizer.from_file(str(file))
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            tokenizer.encode_special_tokens = as_text
-            return tokenizer
-
-        self.file = file
-        self.tokenizer = read(as_text=False)
-        self._plain = read(as_text=True)  # a special token that a user spells is text about it
+    def __init__(self, tokenizer: Tokenizer, template: str | None, special: dict[str, str]) -> None:
+        self.file, self._end = tokenizer.path, tokenizer.end_of_text
+        self._plain = tokenizer.inner  # a special token that a user spells is text about it
+        self.tokenizer = read_tokenizer(tokenizer.path)
         special_tokens = (str(t) for t in self.tokenizer.get_added_tokens_decoder().values() if t.special)
         self._quoted = [*special_tokens, "\ue000", "\ue001", _BEGIN, _END]
         self.source = template
         self.template = None if template is None else _compiled(template)
-        self.template_names = special or {}
-        self._end: int = -1 if end_of_text is None else self.tokenizer.token_to_id(end_of_text)
+        self.template_names = special
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Of a prompt; special tokens may be spelt, as in all servers of this API."""
@@ -233,10 +218,10 @@ def keep_template(folder: Path, text: Text) -> None:
     write_json(folder / CONFIG, text.template_names | {"chat_template": text.source})
 
 
-def text_for_training(tokenizer: Path, end_of_text: str, template: str | None, plain: bool = False) -> Text:
+def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = False) -> Text:
     """With the template in the file `template`, else the one beside the tokenizer. UserError where there is none,
     unless `plain` text will do."""
-    source, special = template_of(tokenizer.parent)
+    source, special = template_of(tokenizer.path.parent)
     if template is not None:
         file = Path(template).expanduser()
         if not file.is_file():
@@ -244,10 +229,10 @@ def text_for_training(tokenizer: Path, end_of_text: str, template: str | None, p
         source = read_text(file, "template")
     if source is None and not plain:
         raise UserError(
-            f"there is no chat template beside {tokenizer}: give one in data.chat_template, a Jinja2 file that writes "
-            "`messages` as text"
+            f"there is no chat template beside {tokenizer.path}: give one in data.chat_template, a Jinja2 file that "
+            "writes `messages` as text"
         )
-    return Text(tokenizer, source, {"eos_token": end_of_text} | special, end_of_text)
+    return Text(tokenizer, source, {"eos_token": tokenizer.end_of_text_token} | special)
 
 
 def _token(value: Any) -> str:

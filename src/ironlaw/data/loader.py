@@ -73,14 +73,11 @@ class Loader:
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
         """Held-out text packed as the training text is; mixtures one source behind the other."""
-        held_out, config = self.dataset.validation, self.config
-        if config.packing == "best_fit":
-            rows = self._rows(held_out, 0)
-            if rows.per_epoch == 0:
-                raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
-            return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
-        masked = held_out.bounds if config.masks_documents else None
-        return batches.evaluation_batches(held_out.tokens, self.sequence, sequences_per_batch, limit, masked)
+        held_out = self.dataset.validation
+        samples: PackedRows | TokenWindows = TokenWindows(held_out.tokens, self.sequence, 0, 0, held_out.bounds)
+        if self.config.packing == "best_fit":
+            samples = self._rows(held_out, 0)
+        return batches.evaluation_batches(samples, sequences_per_batch, limit, self.config.masks_documents)
 
     def facts(self) -> dict[str, Any]:
         """How the text became rows, for the ledger: fractions of positions and documents."""

@@ -62,7 +62,7 @@ def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple
     if chats and given is not None:
         from ironlaw.data.chat import text_for_training
 
-        text = text_for_training(given.path, given.end_of_text_token, config.chat_template, config.pairs)
+        text = text_for_training(given, config.chat_template, config.pairs)
         for corpus in chats:
             corpus.chat = text
     return sources

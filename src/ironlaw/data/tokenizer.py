@@ -36,10 +36,7 @@ class Tokenizer:
 
     def __init__(self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None):
         self.path = path
-        self._inner = inner
-        # A tokenizer.json may carry the padding and truncation of whoever saved it; both spoil a corpus.
-        inner.no_padding()
-        inner.no_truncation()
+        self.inner = inner
         # A document that spells a special token is text about it, not a command.
         inner.encode_special_tokens = True
         self.vocab: int = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -47,7 +44,7 @@ class Tokenizer:
 
     def _find_end(self, wanted: str | None) -> tuple[str, int]:
         for name in (wanted,) if wanted is not None else (*_USUAL_ENDS, *self._named_ends()):
-            identifier = self._inner.token_to_id(name)
+            identifier = self.inner.token_to_id(name)
             if identifier is not None:
                 return name, int(identifier)
         if wanted is not None:
@@ -66,7 +63,7 @@ class Tokenizer:
     def ends(self) -> set[int]:
         """Ids at which a text is over: the end of text and, of a Hugging Face directory, those its model stops at."""
         found = {self.end_of_text} | {
-            end for name in self._named_ends() if (end := self._inner.token_to_id(name)) is not None
+            end for name in self._named_ends() if (end := self.inner.token_to_id(name)) is not None
         }
         for name in ("generation_config.json", "config.json"):
             there = known_json(self.path.parent / name).get("eos_token_id")
@@ -75,18 +72,18 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """`special`: with the tokens that the tokenizer puts around a text (Llama's first one)."""
-        return list(self._inner.encode(text, add_special_tokens=special).ids)
+        return list(self.inner.encode(text, add_special_tokens=special).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One array of ids per text, of the C unsigned int, encoded on all cores."""
         _allow_parallelism()
         # The fast variant leaves out the character offsets, which nothing here needs.
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         # By way of `array`, three times as quick as numpy's own reading of a list.
         return [np.frombuffer(array("I", encoding.ids), dtype=np.uintc) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
+        return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
 
 
 def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
@@ -96,14 +93,22 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
         file = tokenizer_file(file)
     if not file.is_file():
         raise UserError(f'data.tokenizer = "{path}" is not a file: write the path of a tokenizer.json')
-    from tokenizers import Tokenizer as HuggingFaceTokenizer
-
     try:
-        inner = HuggingFaceTokenizer.from_file(str(file))
+        inner = read_tokenizer(file)
     except Exception as error:  # the library raises a bare Exception for every malformed file
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
     return Tokenizer(inner, file, end_of_text)
+
+
+def read_tokenizer(file: Path) -> HuggingFaceTokenizer:
+    """Without the padding and truncation of whoever saved it: both spoil a corpus."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    inner = HuggingFaceTokenizer.from_file(str(file))
+    inner.no_padding()
+    inner.no_truncation()
+    return inner
 
 
 def train(texts: Iterable[str], vocab: int, path: Path) -> Tokenizer:

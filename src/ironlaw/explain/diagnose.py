@@ -8,15 +8,11 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Rule
+from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules import RULES
-from ironlaw.machine.interference import MOST_OTHERS
 
 FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
-SLOW = "machine_slow"
-BURSTS = "irregular_steps"  # where other programs use the cores, they come in bursts
-EXPLAINS = 0.5  # of a symptom's or a promise's share: a cause that was measured to cost as much stands before it
-LARGE = 0.10  # of the step: a measured cause of this size is named before any promise
+EXPLAINS = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
 MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
 
@@ -34,16 +30,20 @@ class Finding:
         return self.cause.name
 
     @property
-    def fault(self) -> bool:
-        return self.cause.fault and not self.notice
-
-    @property
-    def notice(self) -> bool:
+    def slight(self) -> bool:
         return self.share < self.cause.threshold
 
     @property
+    def tier(self) -> Tier:
+        return Tier.NOTICE if self.slight and self.cause.tier is Tier.SEEN else self.cause.tier
+
+    @property
+    def fault(self) -> bool:
+        return self.tier in (Tier.SEEN, Tier.BEYOND)
+
+    @property
     def weight(self) -> float:
-        return self.share * (EXPLAINS if self.cause.symptom or self.cause.promised else 1.0)
+        return self.share * (EXPLAINS if self.cause.symptom else 1.0)
 
     def to_json(self) -> dict[str, Any]:
         cause = self.cause
@@ -73,9 +73,9 @@ class Diagnosis:
 
 
 def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
-    """Try every rule; the fault that costs the most binds, and without a fault the ceiling with the largest share.
+    """Try every rule, and name first what the first tier has the most of.
 
-    A symptom (time beyond its plan) counts half: a cause that explains half of it says more.
+    A symptom (where time is lost, not why) counts half: a cause that explains half of it says more.
     """
     findings, not_tested = _findings(evidence, rules)
     reason = _insufficient(evidence)
@@ -101,27 +101,7 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
             not_tested.append(rule.name)
         elif value >= rule.least:
             findings.append(Finding(rule, value, *rule.state(evidence, value)))
-    busy = (evidence.fact("other_load") or 0.0) > MOST_OTHERS
-    return _order(findings, {SLOW, BURSTS} if busy else {SLOW}), not_tested
-
-
-def _order(findings: list[Finding], elsewhere: set[str]) -> list[Finding]:
-    """As they are named. A slow machine slows everything, what the code does included, and a faster one leaves that as
-    large a share of the step: what is `elsewhere`'s doing comes after the first cause that is the code's. What only a
-    plan promises comes after what was measured to cost a tenth."""
-    code = [f for f in findings if not f.cause.symptom or f.cause.axis is Axis.ALGORITHM]
-    measured = [f for f in code if f.fault and not f.cause.promised and f.rule not in elsewhere]
-    most = max((f.weight for f in measured), default=0.0)
-    promised = max((f.weight for f in findings if f.fault and f.cause.promised), default=0.0)
-
-    def weight(finding: Finding) -> float:
-        if finding.cause.promised and most >= LARGE:
-            return min(finding.weight, 0.99 * most)
-        if finding.rule in elsewhere and (most or promised):
-            return min(finding.weight, 0.98 * (most if most >= LARGE else max(most, promised)))
-        return finding.weight
-
-    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -weight(f)))
+    return sorted(findings, key=lambda f: (f.tier, f.slight, -f.weight)), not_tested
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:
@@ -141,7 +121,7 @@ def _insufficient(evidence: RunEvidence) -> str | None:
 def _confidence(evidence: RunEvidence, findings: Sequence[Finding]) -> str:
     """High: well over its threshold, clear of the next cause, and the phases close. Each doubt is a step down."""
     first = findings[0]
-    rivals = [f.weight for f in findings[1:] if f.fault == first.fault]
+    rivals = [f.weight for f in findings[1:] if f.tier is first.tier]
     doubts = [
         first.fault and first.share < 1.3 * first.cause.threshold,
         bool(rivals) and first.weight < 1.2 * max(rivals),

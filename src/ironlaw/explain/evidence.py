@@ -8,6 +8,7 @@ from typing import Any
 
 from ironlaw.explain.gap import Gap, OperationRow
 from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.machine.interference import MOST_OTHERS
 
 LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
 CLEARLY_OVER = 1.15  # times the plan
@@ -49,9 +50,11 @@ class RunEvidence:
     @property
     def plan_is_of_another_machine(self) -> bool:
         """What exceeds it means nothing: ranks on one processor share its cores, and each one's plan has them all; with
-        more threads than cores the plan is of as many as there are."""
+        more threads than cores the plan is of as many as there are; other programs take turns with a loop."""
         ranks, threads, cores = (self.fact(name) or 1 for name in ("world_size", "threads", "cores"))
-        return self.fact("device") == "cpu" and (ranks > 1 or (self.fact("cores") is not None and threads > cores))
+        shared = self.fact("source") == "observe" and (self.fact("other_load") or 0.0) > MOST_OTHERS
+        crowded = ranks > 1 or (self.fact("cores") is not None and threads > cores)
+        return self.fact("device") == "cpu" and (shared or crowded)
 
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)

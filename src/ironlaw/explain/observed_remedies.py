@@ -55,7 +55,8 @@ class ObservedPlans:
             return None
         planned, otherwise = (plan.totals["step_seconds"].value for plan in (now, other))
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
-        return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or 1.0))
+        without_delays = 1 - min(0.95, float(self.fact("delayed_seconds") or 0.0) / (self.step or 1.0))
+        return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or without_delays))
 
     def phase(self, *phases: Phase) -> float:
         """Measured seconds of these phases."""
@@ -124,11 +125,11 @@ def _float64(now: ObservedPlans) -> list[Proposal]:
 
 
 def _precision(now: ObservedPlans) -> list[Proposal]:
-    saved = now.saved("bf16")
-    if saved is None:
+    found = now.fact("bf16")
+    if not found:
         return []
     how = f'with torch.autocast("{now.fact("device")}", dtype=torch.bfloat16): around the forward pass'
-    return _saved(now, how, saved, "planned: both precisions on this machine's curves")
+    return _saved(now, how, found["saved"] * now.phase(*PASSES), f"forward and backward pass {BOTH_WAYS}")
 
 
 def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.units import percent, seconds
@@ -19,10 +19,21 @@ class Axis(StrEnum):
     UNKNOWN = "unknown"
 
 
+class Tier(IntEnum):
+    """In which order findings are named; within a tier the one that costs the most comes first. A machine that was slow
+    slows everything, what the code does included, and a faster one leaves that as large a share of the step."""
+
+    SEEN = 0  # a fault that shows in the run itself
+    NOTICE = 1  # one that costs little here
+    OFFER = 2  # no fault: what another precision, batch, kernel or model would take
+    BEYOND = 3  # time beyond a plan, or a machine that was slow
+    CEILING = 4  # what a healthy run is bound by
+
+
 @dataclass(frozen=True)
 class Rule:
-    """`measure` is None when the run does not tell; the rule fires at `threshold` and above. A notice is named before a
-    ceiling, and the run is healthy.
+    """`measure` is None when the run does not tell; the rule fires at `threshold` and above. With nothing but offers,
+    notices and ceilings the run is healthy.
 
     In a `sentence` of text, `{share}` is the value with a decimal, `{percent}` without, and the fields of the fact that
     `placed` names (the worst, of several) have their names. Without `figures` those are the facts named and the value.
@@ -38,9 +49,8 @@ class Rule:
     figures: Callable[[RunEvidence], list[str]] | None = None
     facts: tuple[str, ...] = ()
     placed: str = ""  # a fact with a line of code, which becomes the first figure
-    fault: bool = True  # False: what a healthy run is bound by
+    tier: Tier = Tier.SEEN
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
-    promised: bool = False  # what another precision, batch or model would take, by a plan: counts half beside a fault
     noticed: float | None = None  # from here on, below the threshold, a notice: it would cost more elsewhere
 
     @property

@@ -8,7 +8,7 @@ loop is written, or to `rules_of_devices.py` where it is about what it runs on.
 from __future__ import annotations
 
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Rule
+from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules_of_code import CODE_RULES, line_figures, logging_share
 from ironlaw.explain.rules_of_devices import DEVICE_RULES
 from ironlaw.ledger import Kind, Phase
@@ -99,31 +99,34 @@ def _input_share(e: RunEvidence) -> float | None:
 
 
 def _at_loader(e: RunEvidence) -> float:
-    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches."""
+    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches; no line of which a
+    framework runs the whole loop."""
     if not e.phase_share(Phase.DATA):
         return 0.0
-    loaders = {at for at, _ in e.lines(Phase.DATA)}
+    loaders = {at for at, _ in e.lines(Phase.DATA)} - {at for at, _ in e.lines(Phase.BACKWARD)}
     return float(sum(share for at, share in e.lines(Phase.HOST) if at.partition(" (in ")[0] in loaders))
 
 
 def _own_share(e: RunEvidence) -> float:
-    """The loop's own Python and what it sleeps or waits for. Waiting for a core that other programs have, or for a
-    device, is no doing of its own."""
-    host, idle = e.phase_share(Phase.HOST) or 0.0, e.phase_share(Phase.IDLE) or 0.0
-    delayed = host * float(e.fact("run_delay") or 0.0)
-    return host + (max(0.0, idle - delayed) if e.fact("device") != "cuda" else 0.0)
+    """The loop's own Python and what it sleeps or waits for, of a step that waits for no core that other programs have:
+    that is no doing of its own, and makes everything else longer in proportion."""
+    own = e.phase_share(Phase.HOST) or 0.0
+    if e.fact("device") == "cuda" or not e.step:
+        return own
+    delayed, in_gaps = (float(e.fact(name) or 0.0) / e.step for name in ("delayed_seconds", "delayed_gap_seconds"))
+    own += (e.phase_share(Phase.IDLE) or 0.0) - in_gaps
+    return max(0.0, own) / max(0.05, 1 - delayed)
 
 
 def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
     copies = (e.phase_share(Phase.TRANSFER) or 0.0) > (e.phase_share(Phase.DATA) or 0.0)
     stage = "copy" if copies else str(e.fact("data_stage"))
-    figures = [f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
+    figures = [*_lines_of(e, Phase.DATA), f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
     if stage == "copy":
         figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
     elif stage in STAGES:
         busy = percent(e.fact("data_cpu_fraction"), 0)
         figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
-        figures += _lines_of(e, Phase.DATA)
     passes, where = percent(_input_share(e)), STAGES.get(stage, "")
     return f"The step waits for data: {passes} of it passes before the next batch is there{where}.", figures
 
@@ -202,24 +205,25 @@ RULES: tuple[Rule, ...] = (
         "Dispatch binds: {share} of the step goes to calling operations, and to ones too short to matter.",
         "more work per call: a larger train.micro_batch, or train.compile = \"on\"",
         "dispatch itself, and operations that take under four dispatches of a tiny one, as measured here",
-        _overhead_figures,
+        _overhead_figures, tier=Tier.OFFER,
     ),
     Rule(
         "machine_slow", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=False), _tell_slow,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
         "the plan already allows for the interference that is typical here; what is left over stays under 7%",
+        tier=Tier.BEYOND,
     ),
     Rule(
         "host_shared", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=True), _tell_slow,
         "nothing in the training; if it stays so, the plan learns it from the next runs, or `ironlaw measure` again",
         "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing",
-        fault=False,
+        tier=Tier.CEILING,
     ),
     Rule(
         "slower_throughout", Axis.MACHINE, 0.15, _throughout, _tell_throughout,
         "look for other programs on the same cores (`top`), and for more threads than free cores",
         "no single operation explains it, and it is more than what plan and machine vary by",
-        symptom=True,
+        tier=Tier.BEYOND,
     ),
     Rule(
         "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"),
@@ -227,14 +231,15 @@ RULES: tuple[Rule, ...] = (
         "look at when they happen (the step-time chart): other processes come in bursts, checkpoints at intervals",
         "shared machines without competing work stay under 5%",
         lambda e: [f"typical step {seconds(e.step)}; wall time above it {percent(e.fact('slow_steps_fraction'))}"],
-        symptom=True,
+        tier=Tier.BEYOND,
     ),
     Rule(
         "unattributed", Axis.UNKNOWN, 0.05, lambda e: None if e.unattributed is None else abs(e.unattributed),
         "{share} of the step has no name: the phases do not sum to the step.",
         "train longer: with few steps the mean of the phases and the typical step differ",
         "Ironlaw's own limit for an explanation that holds",
-        lambda e: [f"unattributed {seconds(e.gap.unattributed_seconds)} of {seconds(e.step)}"], symptom=True,
+        lambda e: [f"unattributed {seconds(e.gap.unattributed_seconds)} of {seconds(e.step)}"],
+        tier=Tier.BEYOND,
     ),
     Rule(
         "evaluation_frequent", Axis.ALGORITHM, 0.10, lambda e: e.wall_share("evaluation"),
@@ -253,37 +258,37 @@ RULES: tuple[Rule, ...] = (
         "attention_slow", Axis.ALGORITHM, SHAPE,
         lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _tell_attention,
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
-        "time above what the same FLOPs take as matrix products of this run", promised=True,
+        "time above what the same FLOPs take as matrix products of this run", tier=Tier.OFFER,
         noticed=SHAPE - NEXT_TO,
     ),
     Rule(
         "model_narrow", Axis.ALGORITHM, SHAPE, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
         _tell_narrow, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
         "time above what the same FLOPs take at the rate of large products on this machine",
-        promised=True, noticed=SHAPE - NEXT_TO,
+        tier=Tier.OFFER, noticed=SHAPE - NEXT_TO,
     ),
     Rule(
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
-        "The precision costs time: another one is planned to shorten the run by {percent}.",
+        "Another precision would shorten the run by {percent}.",
         "set train.precision as the remedy says", "below 10% a gain is inside the planner's own error",
-        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"], promised=True,
+        lambda e: [f"run in {e.fact('precision') or e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
     ),
     Rule(
         "off_plan", Axis.MACHINE, 0.10, _off_plan, _tell_off_plan,
         "measure the machine again; if it stays, the profile does not cover these shapes",
-        "the plan is wanted within 10%", symptom=True,
+        "the plan is wanted within 10%", tier=Tier.BEYOND,
     ),
     Rule(
         "compute_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("compute"),
         "Arithmetic binds: matrix products and attention take {percent} of the step, and nothing holds them up.",
         "only less arithmetic or a faster machine shortens the step",
-        "the largest of the ceilings when no fault is found", _compute_figures, fault=False,
+        "the largest of the ceilings when no fault is found", _compute_figures, tier=Tier.CEILING,
     ),
     Rule(
         "memory_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("memory"),
         "Memory traffic binds: operations that stream tensors take {percent} of the step.",
         "fuse the streaming operations (train.compile = \"on\") or use a wider model: traffic grows slower than FLOPs",
-        "the largest of the ceilings when no fault is found", _memory_figures, fault=False,
+        "the largest of the ceilings when no fault is found", _memory_figures, tier=Tier.CEILING,
     ),
     *CODE_RULES,
     *DEVICE_RULES,

@@ -10,13 +10,13 @@ from typing import Any
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
-from ironlaw.explain.rule import Axis, Rule
+from ironlaw.explain.rule import Axis, Rule, Tier
+from ironlaw.explain.rules_of_devices import NOTICED
 from ironlaw.ledger import Kind, Phase
 from ironlaw.units import bytes_, percent, seconds
 
 ROOM = 0.85  # of the memory
 MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
-NOTICED = 0.001  # the value of what is named though it costs nothing here
 FREE = 0.5  # the threshold of what is a notice always
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
 MODE_COSTS = 0.03
@@ -86,6 +86,9 @@ def _align_figures(e: RunEvidence) -> list[str]:
 
 
 def _misaligned(e: RunEvidence) -> float | None:
+    """In a loop that is not ours, sizes that are no weight's matter to accelerators only."""
+    if e.fact("device") == "cpu" and e.tolerance:
+        return _at_least_noticed("misaligned", "alignment")(e)
     return _at_least_noticed("odd_sizes" if e.fact("odd_sizes") else "misaligned", "alignment")(e)
 
 
@@ -131,16 +134,25 @@ def _copies(e: RunEvidence) -> float | None:
     return sum((line.seconds or 0.0) + calling * (line.count or 0) for line in copies) / whole
 
 
+def _batch_gain(e: RunEvidence) -> float | None:
+    """The planned gain; where one line within the model calls again and again, no more than what calling costs: then
+    that is the cause, whatever the batch."""
+    gain, calling = e.gains.get("batch"), e.bound_share("overhead") or 0.0
+    called = (e.fact("places") or {}).get("precision")
+    one_line = any(share >= 0.5 for line, share in e.lines(Phase.FORWARD) if line not in ("?", called))
+    return gain if gain is None or not one_line else min(gain, 0.99 * calling)
+
+
 def _by_hand(e: RunEvidence) -> float | None:
     """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
-    lines, place = e.lines(Phase.OPTIMIZER), (e.fact("places") or {}).get("update_by_hand")
+    lines, place = e.lines(Phase.OPTIMIZER), (e.fact("places") or {}).get("update")
     if not lines or place is None:
         return None
     return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
 def _by_hand_figures(e: RunEvidence) -> list[str]:
-    update = e.fact("places")["update_by_hand"]
+    update = e.fact("places")["update"]
     shown = sorted(e.lines(Phase.OPTIMIZER), key=lambda one: one[0] == update)
     return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in shown]
 
@@ -204,6 +216,11 @@ CODE_RULES: tuple[Rule, ...] = (
         "Gradients are never cleared: every step adds to those of all steps before.",
         "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
         placed="added_gradients",
+    ),
+    Rule(
+        "optimizer_rebuilt", Axis.ALGORITHM, 0.5, _found("optimizer_made", 0.9),
+        "The optimizer is made anew in every step: it forgets its moments, and is set up again and again.",
+        "make it once, before the loop", "as many constructions as updates", placed="optimizer_made",
     ),
     Rule(
         "left_in_eval", Axis.ALGORITHM, 0.5, _found("left_in_eval", 0.9),
@@ -272,7 +289,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "attention_kernel", Axis.ALGORITHM, 0.05, _gain("native"),
         "PyTorch's fused attention is the slower kernel here: {share} of the step would be saved by Ironlaw's own.",
         "from ironlaw.kernels.attention import causal_attention, in place of scaled_dot_product_attention",
-        "both kernels timed at the run's shapes when it ended",
+        "both kernels timed at the run's shapes when it ended", tier=Tier.OFFER,
     ),
     Rule(
         "forwards_unread", Axis.ALGORITHM, 0.05, _unread_forwards,
@@ -295,15 +312,29 @@ CODE_RULES: tuple[Rule, ...] = (
         _more_lines("zero_products"), placed="zero_products", noticed=0.005,
     ),
     Rule(
+        "broadcasts", Axis.ALGORITHM, 0.10, _share_of("broadcasts", *PASSES),
+        "Operands are spread out to many times their size: that takes {share} of the step.",
+        "a matrix product, torch.cdist or einsum in place of differences of all pairs; expand() in place of repeat()",
+        "results of eight times the elements of their operands, counted in one step; masks and rotations stay under 5%",
+        _more_lines("broadcasts"), placed="broadcasts",
+    ),
+    Rule(
+        "float64_operations", Axis.ALGORITHM, 0.05,
+        lambda e: 0.0 if e.fact("float64") else _share_of("float64_operations", *PASSES)(e),
+        "Operations in float64 take {share} of the step, of a model that is not in float64.",
+        ".float() what comes from numpy, and no .double()", "counted in one step; float32 takes half or less",
+        _more_lines("float64_operations"), placed="float64_operations", noticed=0.005,
+    ),
+    Rule(
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
         "Attention is not fused: it writes its scores to memory, which costs {share} of the step.",
         "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
     ),
     Rule(
-        "batch_small", Axis.ALGORITHM, 0.30, _gain("batch"),
+        "batch_small", Axis.ALGORITHM, 0.30, _batch_gain,
         "The micro-batch is too small: calling operations costs as much as what they compute.",
         "a larger micro-batch", "eight times the micro-batch must save a third, else it is not the cause",
-        facts=("batch", "accumulation"), promised=True,
+        facts=("batch", "accumulation"), tier=Tier.OFFER,
     ),
     Rule(
         "misaligned", Axis.ALGORITHM, 0.03, _misaligned,

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Rule
+from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.ledger import Kind, Phase
 from ironlaw.units import percent
 
+NOTICED = 0.001  # the value of what is named though it costs nothing here
 TILE = 128  # rows and columns of a tile of matrix units
 
 
@@ -117,7 +118,7 @@ def _threads(more: bool) -> Callable[[RunEvidence], float | None]:
         threads, cores, gain = e.fact("threads"), e.fact("cores"), e.gains.get("threads")
         if gain is None or threads is None or cores is None:
             return None
-        return gain if (threads > cores) is more and threads != cores else 0.0
+        return max(gain, NOTICED) if (threads > cores) is more and threads != cores else 0.0
 
     return measure
 
@@ -128,14 +129,14 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "There are more threads than cores: they take turns, which costs {share} of the step.",
         "torch.set_num_threads(number of cores)",
         "as many threads as cores is what compute-bound kernels want; 5% is above the noise of the experiment",
-        facts=("threads", "cores"),
+        facts=("threads", "cores"), noticed=NOTICED,
     ),
     Rule(
         "threads_few", Axis.MACHINE, 0.05, _threads(more=False),
         "There are fewer threads than cores: {share} of the step would be saved by using all.",
         "torch.set_num_threads(number of cores), and no OMP_NUM_THREADS below it",
         "kernels timed both ways at the end of the run; 5% is above the noise of the experiment",
-        facts=("threads", "cores"),
+        facts=("threads", "cores"), noticed=NOTICED,
     ),
     Rule(
         "attention_unfused_trace", Axis.ALGORITHM, 0.005, _unfused,
@@ -202,6 +203,6 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "device_busy", Axis.ALGORITHM, 0.70, _traced(Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
         "The device computes {percent} of the step: nothing holds it up.",
         "only less work or faster kernels shorten the step", "a device that is fed and does not wait for others",
-        _busy_figures, fault=False,
+        _busy_figures, tier=Tier.CEILING,
     ),
 )  # fmt: skip

@@ -37,21 +37,16 @@ class OtherLoad:
         return busy_seconds(self._stat), time.process_time(), time.perf_counter()
 
 
-class RunDelay:
-    """`share()`: seconds that this thread waited for a core, per second that it had one; None off Linux."""
+class CoreWait:
+    """`seconds()`: how long the thread that made this has waited for a core; 0 off Linux."""
 
     def __init__(self) -> None:
-        self._began = self._now()
+        self._file = _SCHEDULE.open("rb", buffering=0) if _SCHEDULE.is_file() else None
 
-    def share(self) -> float | None:
-        now, began = self._now(), self._began
-        return (now[1] - began[1]) / max(1e-9, now[0] - began[0]) if now and began else None
-
-    def _now(self) -> tuple[float, float] | None:
-        try:
-            return time.thread_time(), int(_SCHEDULE.read_text(encoding="ascii").split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):
-            return None
+    def seconds(self) -> float:
+        if self._file is None:
+            return 0.0
+        return int(os.pread(self._file.fileno(), 64, 0).split()[1]) / 1e9
 
 
 def busy_seconds(stat: Path = _STAT) -> float:

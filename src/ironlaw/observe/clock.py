@@ -19,6 +19,8 @@ class StepTimes:
     wall_seconds: float = 0.0
     phase_seconds: dict[Phase, float] = field(default_factory=dict)
     data_cpu_seconds: float = 0.0  # of the wait for data, how long this thread computed instead
+    delayed_seconds: float = 0.0  # in which this thread waited for a core
+    delayed_gap_seconds: float = 0.0  # of those, in no phase
     waited_seconds: dict[str, float] = field(default_factory=dict)  # for other ranks, by what was waited for
 
     @property

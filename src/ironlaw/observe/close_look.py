@@ -17,29 +17,33 @@ from ironlaw.observe.user_code import user_line
 from ironlaw.workload.trace_kernels import tensors
 
 PRODUCTS = ("mul", "mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
+SPREADING = ("repeat", "clone", "_to_copy", "copy_", "repeat_interleave")  # besides what works element by element
 LEAST_ELEMENTS, FULL = 2**14, 0.05  # of an operand that is looked into, and the part of it that is not zero
+LEAST_WIDE, TIMES_WIDER = 2**18, 8  # elements of a result, and how many times those of all its operands
 MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
+ALL, ZEROS, WIDE, DOUBLE = "all", "zero_products", "broadcasts", "float64_operations"
 
 
 class CloseLook(TorchDispatchMode):
     """Seconds of forward passes and losses by line, with what of the backward pass belongs to them.
 
     A line is unread where it takes values that a gradient would come back through, and none does: checks and measures.
-    It multiplies zeros where nearly all of an operand is zero: one-hot rows, dense adjacency. Backward operations are
-    those of the forward operation with their sequence number.
+    Of three kinds of operations lines are marked: products of which nearly all of an operand is zero (one-hot rows,
+    dense adjacency), results many times as wide as what they are made of, and float64. Backward operations are those of
+    the forward operation with their sequence number.
     """
 
     def __init__(self, partition: Partition) -> None:
         super().__init__()
         self._partition = partition
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._zeros: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # kind -> line -> seconds
+        self._marked: dict[str, set[str]] = defaultdict(set)  # kind -> lines
         self._whole, self._operations = 0.0, 0
         self._learns: set[str] = set()  # lines that take values with a gradient
         self._read: set[str] = set()  # lines that a backward pass came back through
-        self._multiplies: set[str] = set()  # lines with a product of zeros, or that made an operand of one
         self._made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
-        self._nodes: dict[int, tuple[str, bool]] = {}  # sequence number -> line, and whether it had zeros
+        self._wide: dict[int, int] = {}  # address of what is wide -> elements
+        self._nodes: dict[int, tuple[str, list[str]]] = {}  # sequence number -> line, and kinds
         self._newest = torch._C._autograd._get_sequence_nr()
         self._on, self._looks = False, True
 
@@ -57,9 +61,9 @@ class CloseLook(TorchDispatchMode):
             self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()  # of one step other programs would have a large part
         result = func(*args, **(kwargs or {}))
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         self._operations += 1
         if self._looks and self._operations < MOST_OPERATIONS and self._in_passes():
             try:
@@ -78,33 +82,48 @@ class CloseLook(TorchDispatchMode):
         self._whole += seconds
         node = torch._C._current_autograd_node()
         if node is not None or self._partition.running is Phase.BACKWARD:
-            line, zeros = self._nodes.get(node._sequence_nr() if node is not None else -1, ("", False))
+            line, kinds = self._nodes.get(node._sequence_nr() if node is not None else -1, ("", []))
             self._read.add(line)
-            self._zeros[line] += seconds if zeros else 0.0
-            return
-        line, newest = user_line(), torch._C._autograd._get_sequence_nr()
-        operands = list(tensors(args))
+        else:
+            line, newest = user_line(), torch._C._autograd._get_sequence_nr()
+            operands = list(tensors(args))
+            if not torch.is_grad_enabled():
+                return
+            kinds = [ALL, *self._kinds(func, operands, list(tensors(result)), line)]
+            for number in range(self._newest, newest):
+                self._nodes[number] = line, kinds[1:]
+            self._newest = newest
+            if any(t.requires_grad and not t.is_leaf for t in operands):
+                self._learns.add(line)
+        for kind in kinds:
+            self._seconds[kind][line] += seconds
+
+    def _kinds(self, func: Any, operands: list[Tensor], made: list[Tensor], line: str) -> list[str]:
+        """What this operation is counted as; lines are marked."""
+        name, found = func.overloadpacket.__name__, []
         empty = [t for t in operands if nearly_empty(t)]
-        multiplies = bool(empty) and func.overloadpacket.__name__ in PRODUCTS
-        for number in range(self._newest, newest):
-            self._nodes[number] = line, multiplies
-        self._newest = newest
-        if not torch.is_grad_enabled():
-            return
-        self._seconds[line] += seconds
-        if any(t.requires_grad and not t.is_leaf for t in operands):
-            self._learns.add(line)
-        made = [t for t in tensors(result) if nearly_empty(t)]
-        self._made_by |= {t.data_ptr(): line for t in made}
-        self._zeros[line] += seconds if empty or made else 0.0
-        if multiplies:
-            self._multiplies |= {line, *(self._made_by.get(t.data_ptr(), line) for t in empty)}
+        made_empty = {t.data_ptr(): line for t in made if nearly_empty(t)}
+        if empty and name in PRODUCTS:
+            self._marked[ZEROS] |= {line, *(self._made_by.get(t.data_ptr(), line) for t in empty)}
+        self._made_by |= made_empty
+        if empty or made_empty:
+            found.append(ZEROS)
+        if (torch.Tag.pointwise in func.tags or name in SPREADING) and is_wide(operands, made):
+            self._marked[WIDE].add(line)
+            self._wide[made[0].data_ptr()] = made[0].numel()
+            found.append(WIDE)
+        elif any(self._wide.get(t.data_ptr()) == t.numel() for t in operands):
+            self._wide |= {t.data_ptr(): t.numel() for t in made if t.numel() >= LEAST_WIDE}
+            found.append(WIDE)
+        if any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in made):
+            self._marked[DOUBLE].add(line)
+            found.append(DOUBLE)
+        return found
 
     def facts(self, calls: Collection[str]) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole."""
-        unread = self._learns - self._read - set(calls)
-        return {"unread_values": self._part(self._seconds, unread), "zero_products": self._part(
-            self._zeros, self._multiplies)}  # fmt: skip
+        marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in (ZEROS, WIDE, DOUBLE)}
+        return marked | {"unread_values": self._part(self._seconds[ALL], self._learns - self._read - set(calls))}
 
     def _part(self, seconds: dict[str, float], lines: Iterable[str]) -> dict[str, Any] | None:
         """Of the passes' operations."""
@@ -113,6 +132,14 @@ class CloseLook(TorchDispatchMode):
             return None
         part = sum(taken for _, taken in found) / self._whole
         return {"part": part, "place": found[0][0], "lines": [line for line, _ in found[1:3]]}
+
+
+def is_wide(operands: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether the result has many times the elements of all operands, each as it lies in memory."""
+    if len(made) != 1 or not operands or made[0].numel() < LEAST_WIDE:
+        return False
+    held = sum(min(t.numel(), t.untyped_storage().nbytes() // t.element_size()) for t in operands)
+    return made[0].numel() >= TIMES_WIDER * held
 
 
 def nearly_empty(tensor: Tensor) -> bool:

@@ -102,7 +102,8 @@ class GradientUse:
         whole = sum(p.numel() for one in self._passes for p in one.written)
         if not whole:
             return {"idle_gradients": None, "untouched_rows": None}
-        idle = [_idle(one, owned) for one in self._passes]
+        left_out = {id(p) for p in self._module.parameters()} - owned
+        idle = [_idle(one, owned, left_out) for one in self._passes]
         worst = max(range(len(idle)), key=lambda n: idle[n][0])
         return {
             "idle_gradients": {
@@ -144,7 +145,7 @@ def _leaves(roots: Any) -> list[Tensor]:
     return found
 
 
-def _idle(one: _Pass, owned: set[int]) -> tuple[float, list[str]]:
+def _idle(one: _Pass, owned: set[int], left_out: set[int]) -> tuple[float, list[str]]:
     """Elements of gradients that nothing read, and the lines of the calls they belong to, then of the pass.
 
     What a pass computes behind the last gradient that is read, it computes for nothing, and so what it computes of a
@@ -160,8 +161,9 @@ def _idle(one: _Pass, owned: set[int]) -> tuple[float, list[str]]:
     elements = sum(p.numel() * (1 if id(p) in whole else 0 if id(p) in owned else 0.5) for p in one.written
                    if id(p) in unread)  # fmt: skip
     thrown = behind & owned
-    begun = [c.place for c in one.calls if c.parameters & thrown] or [c.place for c in ends]
-    if not begun:  # weights that no optimizer has: its constructor is the line
+    begun = [c.place for c in one.calls if c.parameters & thrown]
+    begun = begun or [c.place for c in ends if not c.parameters <= left_out]
+    if not begun:  # weights of the model that no optimizer has: its constructor is the line
         return elements, []
     through = [c.place for c in one.calls if thrown and not c.parameters & thrown]
     return elements, list(dict.fromkeys((*begun, *through, one.place)))

@@ -6,6 +6,7 @@ Nothing of the user's code changes. What is wrapped is put back when the observa
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.events import SyncPoints
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.user_code import user_line
+from ironlaw.observe.user_code import is_users, user_line
 
 # Each makes the host wait for the device, and ends the time in which it could run ahead.
 _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
@@ -49,8 +51,7 @@ def listening(
 ) -> Iterator[None]:
     with ExitStack() as stack:
         _watch_model(stack, model, partition, listener)
-        for optimizer in optimizers:
-            _watch_optimizer(stack, optimizer, partition, listener, ends_step=optimizer is optimizers[-1])
+        _watch_optimizers(stack, optimizers, partition, listener)
         _wrap(stack, torch.autograd, "backward", _backward(stack, model, partition, listener))
         asked = _loading(model, partition, listener, lambda batches: listener.loader(batches._num_workers))
         _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", asked)
@@ -102,10 +103,21 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
             yield from _parts(child)
 
 
-def _watch_optimizer(
-    stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener, ends_step: bool
+def _watch_optimizers(
+    stack: ExitStack, optimizers: Sequence[torch.optim.Optimizer], partition: Partition, listener: Listener
 ) -> None:
-    def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Those observed, and whatever else is made to update their parameters. The last one's update ends the step."""
+    observed = {id(o): o for o in optimizers}
+    owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+
+    def role(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """The observed one that it is, or that it stands for."""
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        return observed.get(id(optimizer)) or owners.get(id(first))
+
+    def begins(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if role(optimizer) is None:
+            return None
         listener.updates(optimizer)
         partition.begin(Phase.OPTIMIZER)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
@@ -114,21 +126,38 @@ def _watch_optimizer(
         within = _phased(partition, lambda: Phase.HOST)(closure)  # passes in it are seen by themselves
         return (args, kwargs | {"closure": within}) if "closure" in kwargs else ((args[0], within, *args[2:]), kwargs)
 
-    def ends(*_: Any) -> None:
-        partition.end()
-        if ends_step:
-            listener.stepped()
+    def ends(optimizer: Any, *_: Any) -> None:
+        if role(optimizer) is not None:
+            partition.end()
+            if role(optimizer) is optimizers[-1]:
+                listener.stepped()
 
-    stack.callback(optimizer.register_step_pre_hook(begins).remove)
-    stack.callback(optimizer.register_step_post_hook(ends).remove)
-    clear = optimizer.zero_grad
+    def clearing(original: Any) -> Any:
+        timed = _phased(partition, lambda: Phase.OPTIMIZER)(original)
 
-    def cleared(*args: Any, **kwargs: Any) -> None:
-        clear(*args, **kwargs)
-        listener.cleared(args, kwargs)
+        @functools.wraps(original)
+        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if role(optimizer) is None:
+                return original(optimizer, *args, **kwargs)
+            timed(optimizer, *args, **kwargs)
+            listener.cleared(args, kwargs)
 
-    optimizer.zero_grad = _phased(partition, lambda: Phase.OPTIMIZER)(cleared)  # type: ignore[method-assign]
-    stack.callback(lambda: optimizer.__dict__.pop("zero_grad", None))
+        return zero_grad
+
+    def making(original: Any) -> Any:
+        @functools.wraps(original)
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if role(optimizer) is not None:
+                listener.sees("optimizer made")
+
+        return made
+
+    stack.callback(register_optimizer_step_pre_hook(begins).remove)
+    stack.callback(register_optimizer_step_post_hook(ends).remove)
+    for kind in {torch.optim.Optimizer, *(k for o in optimizers for k in type(o).__mro__ if "zero_grad" in vars(k))}:
+        _wrap(stack, kind, "zero_grad", clearing)
+    _wrap(stack, torch.optim.Optimizer, "__init__", making)
 
 
 def _wrap(stack: ExitStack, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -260,7 +289,8 @@ _ON_THE_HOST = (Phase.DATA, Phase.OPTIMIZER)
 
 @contextmanager
 def sync_points(partition: Partition) -> Iterator[SyncPoints]:
-    """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in."""
+    """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in;
+    what a library asks for by itself is its own."""
     found: SyncPoints = defaultdict(list)
     inside = False
 
@@ -268,7 +298,8 @@ def sync_points(partition: Partition) -> Iterator[SyncPoints]:
         @functools.wraps(original)
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            if inside or partition.running in _ON_THE_HOST:
+            called = sys._getframe(1).f_code.co_filename
+            if inside or partition.running in _ON_THE_HOST or not is_users(called):
                 return original(self, *args, **kwargs)
             inside, began = True, time.perf_counter()
             try:

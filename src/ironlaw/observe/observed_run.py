@@ -99,8 +99,6 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, tuple[list
     """Inputs and precision of the same module as it could be run: a remedy is worth the difference of two plans."""
     assert observed.signature is not None
     wanted: dict[str, tuple[list[Input], str | None]] = {}
-    if observed.facts["precision"] == "fp32":
-        wanted["bf16"] = observed.signature, "bf16"
     batches = {i.shape[0] for i in observed.signature if i.shape}
     if len(batches) == 1:  # else it is no batch: nodes and edges of one graph
         factor = larger_by(observed.facts) * batches.pop()
@@ -119,6 +117,8 @@ def observed_ledger(observed: Observed) -> Ledger:
     seen = {phase for phase in STEP_PHASES if any(step.phase_seconds.get(phase) for step in typical(kept))}
     tokens = (observed.facts.get("tokens_per_micro_batch") or 0) * observed.facts["accumulation"]
     add_steps(ledger, kept, seen, tokens)
+    for name in ("delayed_seconds", "delayed_gap_seconds"):
+        ledger.facts[name] = float(np.mean([getattr(step, name) for step in typical(kept)]))
     totals = ledger.totals
     ledger.facts["steps_done"] = len(observed.steps)
     totals["parameters"] = Estimate(observed.facts["model"]["parameters"], Origin.CALCULATED, "of the module, once")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ironlaw.ledger import STEP_PHASES, Phase
+from ironlaw.machine.load import CoreWait
 from ironlaw.observe.clock import StepTimes
 
 # Between the phase that ended and the phase that begins: the loss, clipping, clearing gradients, the next batch of an
@@ -33,6 +34,7 @@ BRIDGES: dict[tuple[Phase, Phase], Phase] = {
 class ClockReading:
     seconds: float
     cpu_seconds: float  # processor time of this thread
+    delay_seconds: float  # that it has waited for a core
     event: Any = None  # on the device's own timeline
 
     def until(self, end: ClockReading) -> float:
@@ -63,6 +65,7 @@ class Partition:
     on_mark: Callable[[], None] | None = None  # called at every mark, for a trace to align with
     done: list[StepTimes] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)  # of the running step
+    _wait: CoreWait = field(default_factory=CoreWait)
     _stack: list[Phase] = field(default_factory=list)
     _waiting: list[list[Interval]] = field(default_factory=list)  # steps whose events the device has not reached
 
@@ -131,23 +134,27 @@ class Partition:
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return ClockReading(time.perf_counter(), time.thread_time(), event)
+        return ClockReading(time.perf_counter(), time.thread_time(), self._wait.seconds(), event)
 
 
 def _times(intervals: list[Interval]) -> StepTimes:
     """Evaluation and checkpoints lie between steps: they are kept, and not part of the step's wall time."""
     phases: dict[Phase, float] = {}
-    data_cpu = 0.0
+    data_cpu = delayed = delayed_gaps = 0.0
     for interval in intervals:
         seconds = interval.begin.until(interval.end)
         computed = interval.end.cpu_seconds - interval.begin.cpu_seconds
+        delay = min(seconds, interval.end.delay_seconds - interval.begin.delay_seconds)
+        delayed += delay if interval.phase in (None, *STEP_PHASES) else 0.0
         if interval.phase is Phase.DATA:
             data_cpu += computed
         if interval.phase is not None:
             phases[interval.phase] = phases.get(interval.phase, 0.0) + seconds
             continue
+        delayed_gaps += delay
         busy = seconds if interval.begin.event else min(seconds, computed)
         phases[Phase.HOST] = phases.get(Phase.HOST, 0.0) + busy
         phases[Phase.IDLE] = phases.get(Phase.IDLE, 0.0) + seconds - busy
     between = sum(seconds for phase, seconds in phases.items() if phase not in STEP_PHASES)
-    return StepTimes(intervals[0].begin.until(intervals[-1].end) - between, phases, data_cpu)
+    wall = intervals[0].begin.until(intervals[-1].end) - between
+    return StepTimes(wall, phases, data_cpu, delayed, delayed_gaps)

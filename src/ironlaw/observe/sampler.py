@@ -19,10 +19,11 @@ import torch
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.observe.partition import Interval, Partition
-from ironlaw.observe.user_code import stacks, user_line
+from ironlaw.observe.user_code import is_users, stacks, user_line
 
 EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 _TORCH = str(Path(torch.__file__).parent)
+_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 _LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
 _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
@@ -41,7 +42,9 @@ class StackSampler:
         self._calls = calls
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
-        self._lines: list[tuple[Interval, str, str, float]] = []  # whose phase the next one tells, where it is a gap
+        # Interval (whose phase the next one tells, where it is a gap), line, line of the loop, moment, and whether a
+        # module of a library was at work there.
+        self._lines: list[tuple[Interval, str, str, float, bool]] = []
         self._gaps: Counter[bool] = Counter()  # logging, or something else
         self._ended = threading.Event()
 
@@ -71,7 +74,7 @@ class StackSampler:
         if frame is None or not self._partition.intervals:
             return
         inner, outer = user_line(frame), user_line(frame, self._loop)
-        self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter()))
+        self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter(), _in_library(frame)))
         if running in (None, Phase.HOST):
             self._gaps[logs(frame)] += 1
         elif running is Phase.DATA:
@@ -84,7 +87,7 @@ class StackSampler:
         lines of the loop, with what was found most within them."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
         within: dict[str, Counter[str]] = defaultdict(Counter)
-        for interval, inner, outer, _ in self._lines:
+        for interval, inner, outer, *_ in self._lines:
             phase = interval.phase or Phase.HOST
             counts[phase][outer if phase is Phase.HOST else inner] += 1
             within[outer][inner] += phase is Phase.HOST
@@ -102,16 +105,17 @@ class StackSampler:
         self, kinds: Collection[Kind], origin: Callable[[float], tuple[Kind, float | None]]
     ) -> list[tuple[str, float]]:
         """The user's lines of the forward pass and the loss that spent most time in these kinds of work, their part of
-        the backward pass included, each with its share of all recorded time. `origin`: of `module_profile.origins`."""
-        moments = [seconds for *_, seconds in self._lines]
+        the backward pass included, each with its share of all recorded time. `origin`: of `module_profile.origins`.
+        What a library's module computes is that module's doing, but for the Python around it."""
+        moments = [seconds for *_, seconds, _ in self._lines]
         here: Counter[str] = Counter()
-        for interval, place, _, seconds in self._lines:
+        for interval, place, _, seconds, library in self._lines:
             kind, begun = origin(seconds) if interval.phase in (Phase.FORWARD, Phase.BACKWARD) else (None, None)
             if kind not in kinds or (interval.phase is Phase.BACKWARD and begun is None):
                 continue
             if begun is not None:  # the line that was seen last when the forward operation began
-                place = self._lines[max(0, bisect.bisect_right(moments, begun) - 1)][1]
-            here[place] += place not in self._calls
+                _, place, _, _, library = self._lines[max(0, bisect.bisect_right(moments, begun) - 1)]
+            here[place] += place not in self._calls and not (library and kind is Kind.ELEMENTWISE)
         return [(place, count / len(self._lines)) for place, count in here.most_common(3) if count]
 
     def stage(self) -> str | None:
@@ -162,6 +166,16 @@ def logs(frame: FrameType | None) -> bool:
 @cache  # a look must end before it has to let go of the interpreter's lock: see `_run`
 def _is_loggers(file: str) -> bool:
     return any(name in Path(file).parts for name in _LOGGERS)
+
+
+def _in_library(frame: FrameType | None) -> bool:
+    """Whether the innermost line of the user's calls a module of PyTorch's own."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if file.startswith(_MODULES) and not file.endswith("module.py"):  # which calls everybody's
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _waits(frame: FrameType) -> bool:

@@ -32,7 +32,7 @@ from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
-from ironlaw.machine.load import OtherLoad, RunDelay
+from ironlaw.machine.load import OtherLoad
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
@@ -135,7 +135,7 @@ class Watch:
         accelerated = self.device.type == "cuda"
         self._gpu = find_gpu_monitor(self.device.index or 0) if accelerated else None
         self._energy = EnergyMeter(accelerated=accelerated, gpu=self._gpu)
-        self._load, self._delay = OtherLoad(), RunDelay()
+        self._load = OtherLoad()
         self._throttled = processor_throttle_count()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
         self._prober = Probe(self._machine.fp32_products) if self._machine is not None else None
@@ -184,10 +184,12 @@ class Watch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward pass that does not begin with calling the model, as in Lightning's `training_step`."""
-        self._forward_begins(self.model, (), {})
+        """A forward pass that does not begin with calling the model, as in Lightning's `training_step`: one, whatever
+        parts it calls."""
+        before = self._forwards
         with self.phase(Phase.FORWARD):
             yield
+        self._forwards = before + 1
 
     def evaluation(self) -> contextlib.AbstractContextManager[None]:
         return self.phase(Phase.EVALUATION)
@@ -381,7 +383,6 @@ class Watch:
             "gradient_syncs_per_step": self.gradient_syncs / len(done),
             "machine_slowdown": interference.middle(self.probes),
             "other_load": interference.others(self.probes) if self.probes else self._load.share(),
-            "run_delay": self._delay.share(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
             "thread_gain": threads_unlike_cores(

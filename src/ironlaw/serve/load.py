@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.files import read_text
+from ironlaw.files import parse_json, read_text
 
 _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
@@ -96,7 +96,7 @@ def read_trace(path: Path) -> list[Plan]:
     is_lines = text.lstrip().startswith("{")
     try:
         lines = [line for line in text.splitlines() if line.strip()]
-        rows: list[dict[str, Any]] = [*map(json.loads, lines)] if is_lines else [*csv.DictReader(lines)]
+        rows = [parse_json(line, "a line") for line in lines] if is_lines else list[Any](csv.DictReader(lines))
         plans = []
         for row in rows:
             when: Any = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
@@ -109,7 +109,9 @@ def read_trace(path: Path) -> list[Plan]:
             prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
             output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
             plans.append(Plan(at, int(prompt), int(output), row.get("prompt")))
-    except (KeyError, TypeError, ValueError) as error:
+            if not math.isfinite(at) or int(prompt) < 0 or int(output) < 0:
+                raise ValueError(f"a request of {prompt} and {output} tokens at {when}")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{path} is not a trace ({error}): write lines of timestamp, input_length and output_length"
         ) from None
@@ -351,8 +353,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}
 
 
-async def _crowds(url: str, key: str, vocab: str) -> None:
-    """Random prompts for a server that warms up: every line of the standard input is one crowd."""
+async def _crowds() -> None:
+    """Random prompts for a server that warms up. The first line of the standard input says where (a command line would
+    show its key to everybody), every other line is one crowd."""
+    url, key, vocab = sys.stdin.readline().split()
     client, draws = Client(url, None, key, 60.0), random.Random(0)
     print(flush=True)
     for line in sys.stdin:
@@ -365,4 +369,4 @@ async def _crowds(url: str, key: str, vocab: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_crowds(*sys.argv[1:]))
+    asyncio.run(_crowds())

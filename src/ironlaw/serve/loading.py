@@ -12,6 +12,7 @@ import torch
 
 from ironlaw.cores import usable_cores
 from ironlaw.data.chat import Text, template_of
+from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
 from ironlaw.machine import host
 from ironlaw.model.packed import pack
@@ -37,9 +38,8 @@ class LoadedModel:
     threads: int
     weight_bytes: int = 0
     end_tokens: frozenset[int] = frozenset()
-    tokenizer_file: Path | None = None
-    chat_template: str | None = None
-    special: dict[str, str] | None = None  # names of special tokens, for chat templates
+    tokenizer: Tokenizer | None = None
+    template: tuple[str | None, dict[str, str]] = (None, {})  # of chats, and names of special tokens for it
     draft: LoadedModel | None = None
     about: dict[str, Any] = field(default_factory=dict)  # which checkpoint of a run
     passed_over: tuple[str, ...] = ()  # newer ones that are damaged
@@ -53,8 +53,7 @@ class LoadedModel:
     @cached_property
     def text(self) -> Text | None:
         """What makes tokens of prompts and text of answers; None without a tokenizer."""
-        file = self.tokenizer_file
-        return None if file is None else Text(file, self.chat_template, self.special)
+        return None if self.tokenizer is None else Text(self.tokenizer, *self.template)
 
     def kv_memory(self, config: ServeConfig) -> int:
         """Bytes for keys and values."""
@@ -74,10 +73,9 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Lo
     folder = path if path.is_dir() else path.parent
     served = prepare(trained.model, config, name=folder.resolve().name, held=trained.held)
     served.about, served.passed_over = trained.about(), trained.passed_over
-    tokenizer = trained.tokenizer
-    if tokenizer is not None:
-        served.tokenizer_file, served.end_tokens = tokenizer.path, frozenset(tokenizer.ends)
-    served.chat_template, served.special = template_of(folder)
+    served.tokenizer, served.template = trained.tokenizer, template_of(folder)
+    if trained.tokenizer is not None:
+        served.end_tokens = frozenset(trained.tokenizer.ends)
     if config.draft is not None and config.speculation == "draft":
         draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))
         if draft.model.config.vocab != served.model.config.vocab:

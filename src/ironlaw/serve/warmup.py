@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import statistics
-import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ironlaw.serve.measured import gaps
 PROMPT, LONG_PROMPT, ANSWER = 32, 128, 16  # tokens
 LONG_BATCH = 16  # up to so many requests with long prompts as well: what a cached token costs is the same for all
 LONGEST_SECONDS = 2.0
+CLIENT_SECONDS = 60.0  # for clients to start, to ask, to be answered
 GROWTH = 0.7  # power of the batch that a round's time grows by: prompts by 1, the reading of weights by 0; assumed
 
 
@@ -42,48 +45,81 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
     config, key, size = engine.config, secrets.token_hex(), engine.config.block
     pages = (-(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
     alone = {"speculation": "none", "blocks": 1 + max(pages), "api_keys": (key,)}
+    alone |= {"waiting": config.batch, "body_bytes": 2**20}  # a limit that somebody set is not for these clients
     beside = Engine(engine.served, config.model_copy(update=alone))
-    app = create_app(beside)
+
+    async def batch_of(clients: _Clients, batch: int, prompt: int) -> list[dict[str, Any]]:
+        """Steps of so many answers, whose prompts are computed together, as many as fit into a step."""
+        first, began = beside.trace.count, time.monotonic()
+        clients.ask(batch, prompt)
+        async with asyncio.timeout(CLIENT_SECONDS):
+            while beside.waiting < batch:
+                await asyncio.sleep(1e-4)
+        engine.request_seconds = (time.monotonic() - began) / batch
+        await asyncio.to_thread(_drive, beside)
+        await clients.answered()
+        steps = [step.to_json() for step in beside.trace.since(first)]
+        return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
+
+    # Without clients nothing is timed, and the plan takes the machine's own figures.
+    with suppress(OSError):
+        async with _clients(beside, key) as clients:
+            began, took = time.monotonic(), dict[int, float]()
+            sizes = [1 << n for n in range(config.batch.bit_length())]
+            for batch in sizes[::2] + sizes[1::2]:
+                expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
+                if time.monotonic() - began + expected >= seconds:
+                    continue
+                await batch_of(clients, batch, prompt)  # compiles
+                start = time.monotonic()
+                steps = await batch_of(clients, batch, prompt)
+                took[batch] = time.monotonic() - start
+                engine.passes += _passes("decode", steps) + _passes("prefill", steps)
+                if batch <= LONG_BATCH:
+                    engine.passes += _passes("decode", await batch_of(clients, batch, long))
+
+
+class _Clients:
+    """`ironlaw.serve.load` in a process of its own."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._asks, self._answers = process.stdin, process.stdout
+
+    def tell(self, *words: object) -> None:
+        self._asks.write((" ".join(map(str, words)) + "\n").encode())
+
+    def ask(self, batch: int, prompt: int) -> None:
+        self.tell(batch, prompt, ANSWER)
+
+    async def answered(self) -> None:
+        """Until all have their answers; OSError where they do not get them."""
+        if not await asyncio.wait_for(self._answers.readline(), CLIENT_SECONDS):
+            raise ConnectionError("the clients have ended")
+
+
+@asynccontextmanager
+async def _clients(engine: Engine, key: str) -> AsyncIterator[_Clients]:
+    app = create_app(engine)
     app.state.server.outbox.attach(asyncio.get_running_loop())
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup()
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    words = (sys.executable, "-m", "ironlaw.serve.load", url, key, str(engine.model_config.vocab))
-    clients = await asyncio.create_subprocess_exec(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert clients.stdin is not None and clients.stdout is not None
-    asks, answered = clients.stdin, clients.stdout.readline
-
-    async def batch_of(batch: int, prompt: int) -> list[dict[str, Any]]:
-        """Steps of so many answers, whose prompts are computed together, as many as fit into a step."""
-        first, began = beside.trace.count, time.monotonic()
-        asks.write(f"{batch} {prompt} {ANSWER}\n".encode())
-        while beside.waiting < batch:
-            await asyncio.sleep(1e-4)
-        engine.request_seconds = (time.monotonic() - began) / batch
-        await asyncio.to_thread(_drive, beside)
-        await answered()
-        steps = [step.to_json() for step in beside.trace.since(first)]
-        return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
-
-    await answered()
-    began, took = time.monotonic(), dict[int, float]()
-    sizes = [1 << n for n in range(config.batch.bit_length())]
-    for batch in sizes[::2] + sizes[1::2]:
-        expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
-        if time.monotonic() - began + expected >= seconds:
-            continue
-        await batch_of(batch, prompt)  # compiles
-        start = time.monotonic()
-        steps = await batch_of(batch, prompt)
-        took[batch] = time.monotonic() - start
-        engine.passes += _passes("decode", steps) + _passes("prefill", steps)
-        if batch <= LONG_BATCH:
-            engine.passes += _passes("decode", await batch_of(batch, long))
-    asks.close()
-    await clients.wait()
-    await server.shutdown()
+    # In a session of its own: Ctrl-C is this process's to answer.
+    words = (sys.executable, "-P", "-m", "ironlaw.serve.load")
+    process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
+    try:
+        clients = _Clients(process)
+        clients.tell(url, key, engine.model_config.vocab)
+        await clients.answered()
+        yield clients
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await server.shutdown()
 
 
 def _drive(engine: Engine) -> None:

@@ -37,9 +37,9 @@ from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, module_scopes, profi
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import earlier_profile, keep_profile
-from ironlaw.train.interruption import Interruption
 from ironlaw.train.journal import Journal, Silent, batch_crc32
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer

@@ -74,9 +74,6 @@ def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     return {"trainer": name, "format": trainer.format, "text": text, "notes": notes}
 
 
-IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
-
-
 def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
     """A config file of our own trainer."""
     document: dict[str, Any] = {
@@ -117,7 +114,7 @@ TRAINERS = {
                        megatron_cannot, megatron_config),
         TrainerOptions("deepspeed", "json", "megatron-deepspeed", WIDE, NAMES, deepspeed_cannot, deepspeed_config),
         TrainerOptions("accelerate", "yaml", "composer-fsdp", WIDE, NAMES, accelerate_cannot, accelerate_config),
-        TrainerOptions("ironlaw", "toml", "ironlaw", (*WIDE, "tf32"), IRONLAW_OPTIMIZERS, not_trained_here,
+        TrainerOptions("ironlaw", "toml", "ironlaw", (*WIDE, "tf32"), NAMES, not_trained_here,
                        ironlaw_config),
     )
 }  # fmt: skip
