@@ -16,6 +16,7 @@ from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
 
 SHAPE, NEXT_TO = 0.25, 0.001  # of the step, that the shapes of a model cost; just below is a notice
+LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
 
 
 def _off_plan(e: RunEvidence) -> float | None:
@@ -132,10 +133,11 @@ def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
 
 
 def _host_share(e: RunEvidence) -> float | None:
-    """The loop's own time, less what is known to be logging or input."""
+    """The loop's own time, less what is known to be logging or input, and what any loop takes."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
-    return max(0.0, _own_share(e) * (1 - _at_loader(e)) - (logging_share(e) or 0.0))
+    usual = LOOP_SECONDS / e.step if e.step else 0.0
+    return max(0.0, _own_share(e) * (1 - _at_loader(e)) - (logging_share(e) or 0.0) - usual)
 
 
 def _host_figures(e: RunEvidence) -> list[str]:
