@@ -200,7 +200,7 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
                 loss = model(micro.inputs, micro.targets, here, micro.documents) * share
             scaler.scale(loss).backward()
             total += float(loss.detach())
-        scaler.unscale(optimizer)
+        scaler.unscale_(optimizer)
         set_learning_rate(optimizer, learning_rate(config, step))
         norm_here = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip))
         norm = norm_here if scaler.step(optimizer) else norm  # of a step that was taken
