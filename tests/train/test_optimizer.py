@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,13 +18,15 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import held_bytes
+from ironlaw.plan.step import plan_run
 from ironlaw.train.galore import GaLore, leading_vectors
 from ironlaw.train.host_optimizer import Combined
-from ironlaw.train.optimizer import build_optimizer, described, set_learning_rate
+from ironlaw.train.optimizer import BITSANDBYTES, build_optimizer, described, set_learning_rate
 from ironlaw.train.parallel.pipeline import cut
 from ironlaw.train.parallel.tensor import split_projections
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.optimizers import (
+    PAGED,
     OptimizerConfig,
     OptimizerName,
     assign,
@@ -44,7 +48,7 @@ def settings(name: str, **more: Any) -> OptimizerConfig:
 
 
 def needs(name: str) -> None:
-    if name == "adam8bit":
+    if name in BITSANDBYTES:  # of which paged ones page nothing on a CPU
         pytest.importorskip("bitsandbytes")
 
 
@@ -210,7 +214,7 @@ def test_bytes_of_an_update() -> None:
     assert math.isclose(moved["sgd"] - clip, 12 * elements, rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*PAGED}))
 def test_an_update_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     """The highest moment of the second update, by the profiler's record."""
     needs(name)
@@ -242,3 +246,20 @@ def test_an_update_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     planned = update_temporary_bytes(model_parameters(model), config)
     total = 4 * 2 * model.parameters + state_bytes(model_parameters(model), config)
     assert abs(planned - peak) < 0.02 * total, (planned, peak)
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_state_needs_a_gpu_and_its_library_before_anything_is_made(
+    name: str, tiny_config: Any, train: Any, machine_profile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(optimizer={"name": name})
+    with pytest.raises(UserError, match="pages its state between a GPU and the host, and there is no GPU: use"):
+        train(config, tmp_path / "run")
+    planned = plan_run(config, replace(machine_profile, device="cuda"))
+    optimizer = next(line for line in planned.memory if line.component == "optimizer")
+    assert optimizer.bytes == state_bytes(model_parameters(config.model), config.optimizer)
+    assert "leaves for the host" in optimizer.note
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match="needs bitsandbytes: pip install"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -99,10 +99,11 @@ def _input_share(e: RunEvidence) -> float | None:
 
 
 def _at_loader(e: RunEvidence) -> float:
-    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches."""
+    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches; no line of which a
+    framework runs the whole loop."""
     if not e.phase_share(Phase.DATA):
         return 0.0
-    loaders = {at for at, _ in e.lines(Phase.DATA)}
+    loaders = {at for at, _ in e.lines(Phase.DATA)} - {at for at, _ in e.lines(Phase.BACKWARD)}
     return float(sum(share for at, share in e.lines(Phase.HOST) if at.partition(" (in ")[0] in loaders))
 
 
@@ -270,7 +271,7 @@ RULES: tuple[Rule, ...] = (
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
         "Another precision would shorten the run by {percent}.",
         "set train.precision as the remedy says", "below 10% a gain is inside the planner's own error",
-        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
+        lambda e: [f"run in {e.fact('precision') or e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
     ),
     Rule(
         "off_plan", Axis.MACHINE, 0.10, _off_plan, _tell_off_plan,

@@ -10,6 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Precision
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, PAGED, QUANTIZED
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import policies
 from ironlaw.workload.sharding import expert_dp
@@ -76,7 +77,7 @@ def chunk_of(tokens: Size, vocab: int) -> Size:
     return larger(64, smaller(-(-tokens // 8), CHUNK_BYTES // (vocab * FP32)))
 
 
-NOT_ON_THE_HOST = ("adam8bit", "galore", "muon")
+NOT_ON_THE_HOST = (*QUANTIZED, *PAGED, *MATRIX_OPTIMIZERS)
 
 
 def check_supported(config: RunConfig, device: str) -> None:
@@ -98,6 +99,11 @@ def check_supported(config: RunConfig, device: str) -> None:
         raise UserError('train.precision = "tf32" needs an NVIDIA GPU; a CPU computes fp32 in full: use "fp32"')
     if train.compile == "graphs":
         raise UserError('train.compile = "graphs" needs CUDA graphs, which a CPU has not: use train.compile = "on"')
+    if config.optimizer.name in PAGED:
+        raise UserError(
+            f'optimizer.name = "{config.optimizer.name}" pages its state between a GPU and the host, and there is no '
+            f'GPU: use "{"adam8bit" if config.optimizer.name in QUANTIZED else "adamw"}"'
+        )
     if train.offload != "none":
         raise UserError(
             f'train.offload = "{train.offload}" moves memory from a GPU to the host, and there is no GPU: use "none"'

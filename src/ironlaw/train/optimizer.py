@@ -94,8 +94,8 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
         case "adafactor":
             return torch.optim.Adafactor(groups, lr=lr)
-        case "adam8bit":
-            return _bitsandbytes().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+        case "adam8bit" | "paged_adamw" | "paged_adam8bit":
+            return getattr(_bitsandbytes(name), BITSANDBYTES[name])(groups, lr=lr, betas=betas, eps=eps)
         case "galore":
             return GaLore(groups, lr, betas, eps, config.rank, config.projection_steps, config.projection_scale)
         case "muon":
@@ -106,10 +106,19 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def _bitsandbytes() -> Any:
+BITSANDBYTES = {"adam8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adam8bit": "PagedAdamW8bit"}
+
+
+def check_library(name: str) -> None:
+    """UserError where the optimizer is a library's that is not installed."""
+    if name in BITSANDBYTES:
+        _bitsandbytes(name)
+
+
+def _bitsandbytes(name: str) -> Any:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it complains about kernels that nobody asked for
     try:
         import bitsandbytes.optim
     except ImportError:
-        raise UserError("optimizer.name = 'adam8bit' needs bitsandbytes: pip install 'ironlaw[quant]'") from None
+        raise UserError(f"optimizer.name = {name!r} needs bitsandbytes: pip install 'ironlaw[quant]'") from None
     return bitsandbytes.optim

@@ -25,6 +25,7 @@ from ironlaw.train.journal import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
+from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable
 from ironlaw.train.result import Outcome, StepReport
@@ -58,6 +59,7 @@ def run_training(
         data_progress = planned = watch = say = None
     say = say or (lambda message: None)
     mesh.first_does(lambda: check_installed(config.tracking))
+    mesh.first_does(lambda: check_library(config.optimizer.name))
     run = mesh.first_does(lambda: find_run(out, config, resume))
     with contextlib.ExitStack() as held:
         lock = lambda: held.enter_context(locked(run.path))  # noqa: E731

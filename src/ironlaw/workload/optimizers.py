@@ -24,10 +24,14 @@ from ironlaw.workload.operations import Operation
 FP32 = 4
 BF16 = 2
 OptimizerName = Literal[
-    "sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor", "adam8bit", "galore", "muon"
+    "sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor", "adam8bit", "galore", "muon", "paged_adamw",
+    "paged_adam8bit",
 ]  # fmt: skip
 MATRIX_OPTIMIZERS = ("galore", "muon")  # for the matrices of the blocks; AdamW has the rest
 
+# State that CUDA moves to the host page by page where the device is full (QLoRA, arXiv 2305.14314, section 3).
+PAGED = ("paged_adamw", "paged_adam8bit")
+QUANTIZED = ("adam8bit", "paged_adam8bit")
 QUANTIZED_FROM_ELEMENTS = 4096  # bitsandbytes keeps the state of smaller tensors in fp32
 QUANTIZED_BLOCK = 256  # elements that share one fp32 scale
 QUANTIZED_MAPS_BYTES = 2 * 256 * FP32  # value of each of 256 codes, for either moment; one pair for all tensors
@@ -52,7 +56,7 @@ class OptimizerConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1)  # decay of the first moment (the mean gradient)
     beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
     eps: float = Field(1e-8, gt=0)  # added to the root of the second moment
-    # Decoupled for adamw, adafactor, adam8bit, galore and muon; the others add it to the gradient.
+    # sgd, momentum, rmsprop and adam add it to the gradient; the others decouple it.
     weight_decay: float = Field(0.1, ge=0)
     momentum: float | None = Field(None, ge=0, lt=1)  # momentum 0.9, muon 0.95 unless given
     no_decay: tuple[str, ...] | None = None  # patterns of names; norms, biases and embeddings unless given
@@ -113,7 +117,7 @@ def state_bytes(parameters: Sequence[Parameter], config: OptimizerConfig) -> int
     quantized = False
     for parameter, to in zip(parameters, assign(parameters, config), strict=True):
         total += tensor_state_bytes(parameter.shape, config, matrix=to.matrix)
-        quantized |= config.name == "adam8bit" and parameter.elements >= QUANTIZED_FROM_ELEMENTS
+        quantized |= config.name in QUANTIZED and parameter.elements >= QUANTIZED_FROM_ELEMENTS
     return total + (QUANTIZED_MAPS_BYTES if quantized else 0)
 
 
@@ -132,9 +136,9 @@ def tensor_state_bytes(shape: tuple[int, ...], config: OptimizerConfig, *, matri
                 return elements * FP32 + step
             # Mean squares by row and by column of the last two dimensions (arXiv 1804.04235).
             return (elements // shape[-1] + elements // shape[-2]) * FP32 + step
-        case "adam8bit" if elements >= QUANTIZED_FROM_ELEMENTS:
+        case "adam8bit" | "paged_adam8bit" if elements >= QUANTIZED_FROM_ELEMENTS:
             return 2 * (elements + -(-elements // QUANTIZED_BLOCK) * FP32)
-        case "adam8bit":
+        case "adam8bit" | "paged_adam8bit" | "paged_adamw":  # bitsandbytes counts steps in Python
             return 2 * elements * FP32
         case "muon" if matrix:
             return elements * FP32
@@ -151,7 +155,7 @@ def update_temporary_bytes(parameters: Sequence[Parameter], config: OptimizerCon
     Fused updates hold nothing. A loop over tensors holds for one tensor at a time; on CUDA PyTorch's `foreach`
     variants work on all tensors at once, and hold for all.
     """
-    if config.name == "adam8bit":  # on a CPU both moments are unpacked, and packed again
+    if config.name in QUANTIZED:  # on a CPU both moments are unpacked, and packed again
         return 0 if cuda else 5 * FP32 * max((p.elements for p in parameters), default=0)
     if config.name not in (*MATRIX_OPTIMIZERS, *_CALLS):
         return 0
@@ -232,7 +236,7 @@ def streamed(name: str, kernel: str, elements: int, tensors: float, repeat: int 
 
 
 # Fused updates: fp32 tensors read and written per parameter (weight twice, gradient once, every state twice).
-_FUSED = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
+_FUSED = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7, "paged_adamw": 7}
 # Loops of elementwise calls, each of which reads and writes about three tensors.
 _CALLS = {"rmsprop": 6, "adafactor": 8}
 
@@ -240,7 +244,7 @@ _CALLS = {"rmsprop": 6, "adafactor": 8}
 def elementwise_update(name: OptimizerName, elements: int, cuda: bool) -> list[Operation]:
     if name in _CALLS:
         return [streamed(name, "add_in_place", elements, 3, repeat=_CALLS[name])]
-    if name == "adam8bit":
+    if name in QUANTIZED:
         # Weight and gradient in fp32, both moments in a byte, each read and written: 16 bytes per parameter.
         return [streamed(name, "adamw", elements, 4, repeat=1 if cuda else QUANTIZED_CPU_FACTOR)]
     # The time of an AdamW that moves as many bytes.

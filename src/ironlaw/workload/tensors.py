@@ -13,7 +13,7 @@ from ironlaw.model.parameters import Parameter
 from ironlaw.workload.blocks import FP32, INDEX
 from ironlaw.workload.kinds import has_experts, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.optimizers import state_bytes
+from ironlaw.workload.optimizers import PAGED, state_bytes
 from ironlaw.workload.recipe import Recipe, StepBatch
 
 DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it
@@ -34,11 +34,12 @@ def lasting_tensors(
     """Of a rank with these layers, which updates `shards`, beside so many bytes of what is frozen. Weights are fp32."""
     elements = sum(p.elements for p in shards) * FP32
     buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)
-    hosted = recipe.offloads_optimizer
+    hosted, paged = recipe.offloads_optimizer, recipe.optimizer.name in PAGED
     state = 0 if hosted else state_bytes(shards, recipe.optimizer)
     average = elements if recipe.average else 0
     yield Tensor("weights", frozen + elements + buffers)
-    yield Tensor("optimizer", state, f"{recipe.optimizer.name}{', on the host' if hosted else ''}")
+    where = ", on the host" if hosted else ", leaves for the host where the device is full" if paged else ""
+    yield Tensor("optimizer", state, f"{recipe.optimizer.name}{where}")
     yield Tensor("batch", batch_bytes(batch) // layout.dp, "tokens and targets")
     if recipe.average:
         yield Tensor("average", average, "exponential average of the weights")
