@@ -76,9 +76,10 @@ def train(fault: str, out: Path, blocks: Any = None) -> None:
     from torch.utils.data import DataLoader, Dataset
 
     import ironlaw
+    from ironlaw.cores import usable_cores
     from ironlaw.machine import host
 
-    cores = host.usable_cores()
+    cores = usable_cores()
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     torch.set_num_threads(2 * cores if fault == "twice_the_threads" else max(1, cores // ranks))
     host.keep_freed_memory()
@@ -352,13 +353,14 @@ def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
     import torch
 
     from ironlaw import __version__
+    from ironlaw.cores import usable_cores
     from ironlaw.machine import host
 
     today = datetime.date.today().isoformat()
     lines = [
         "# Planted faults", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/planted_faults.py`: runs with and "
+        f"{host.cpu_name()}, {usable_cores()} cores. Made by `python benchmarks/planted_faults.py`: runs with and "
         "without the defect in turn.", "",
         f"Named right: {sum(r['named'] for r in rows)} of {len(rows)}, {sum(r['named_turns'] for r in rows)} of "
         f"{sum(r['turns'] for r in rows)} turns. Gain foretold within 30%: "

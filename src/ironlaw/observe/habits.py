@@ -83,7 +83,10 @@ NAMED: dict[str, tuple[str, ...]] = {
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> what the code that it is about calls, or sets."""
-SEEN = {name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")} | {"precision": "forward pass"}
+SEEN = {
+    **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
+    **dict.fromkeys(("precision", "batch_small"), "forward pass"),
+}
 """Rule, or part of the loop -> what is seen in the loop where it begins."""
 
 
