@@ -235,13 +235,14 @@ def report(folder: Path) -> str:
     import torch
 
     from ironlaw import __version__
+    from ironlaw.cores import usable_cores
     from ironlaw.machine import host
 
     today = datetime.date.today().isoformat()
     lines = [
         "# Closure", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/closure.py`.", "",
+        f"{host.cpu_name()}, {usable_cores()} cores. Made by `python benchmarks/closure.py`.", "",
         "| run | step, ms | unattributed | waterfall / step | peak, MB | categories / peak |",
         "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip

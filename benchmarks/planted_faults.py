@@ -1,14 +1,12 @@
 """Fourteen defects planted one at a time in a working training script: is the cause named, and the gain foretold?
 
-    python benchmarks/planted_faults.py RUNS --run --healthy 10 --seconds 100    # on an idle machine, again until done
-    python benchmarks/planted_faults.py RUNS --gains --seconds 100               # the same
-    python benchmarks/planted_faults.py RUNS --out FILE                # explains the runs that are there, and reports
+    python benchmarks/planted_faults.py RUNS --out FILE      # on an idle machine; what is there already stays
 
 Each run is a process of its own, forked from one that has only imported: an ordinary PyTorch loop (a GPT of 4 x 256 on
 text, bf16, observed by `ironlaw.observe`), with one defect or none, as often as TURNS says. Named right: the first
 cause of `ironlaw explain` is the planted one, in the first run with it. Foretold: what the first remedy promises, as a
 share of the step (median of the turns), against the gain measured by the same scripts unobserved (planted_gains.py).
-Run `ironlaw measure` before.
+Run `ironlaw measure` before. Two cores take some eleven minutes.
 """
 
 from __future__ import annotations
@@ -78,9 +76,10 @@ def train(fault: str, out: Path, blocks: Any = None) -> None:
     from torch.utils.data import DataLoader, Dataset
 
     import ironlaw
+    from ironlaw.cores import usable_cores
     from ironlaw.machine import host
 
-    cores = host.usable_cores()
+    cores = usable_cores()
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     torch.set_num_threads(2 * cores if fault == "twice_the_threads" else max(1, cores // ranks))
     host.keep_freed_memory()
@@ -210,7 +209,7 @@ def train(fault: str, out: Path, blocks: Any = None) -> None:
 
 # -- the benchmark -----------------------------------------------------------------------------------------------
 
-TURNS, TRIES = 5, 2
+TURNS, TRIES = 2, 2
 # fault -> steps of a turn, and those not timed, where gains are measured: what recurs every STEPS is in every turn once
 BLOCKS = {"evaluation_too_often": (STEPS, 0), "too_few_workers": (STEPS, 9), "tiny_batch": (STEPS, 2)}
 RANKED = ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks_accumulating")
@@ -252,20 +251,17 @@ def _child(fault: str, out: Path, rank: int, ranks: int, port: int, blocks: Any 
         os._exit(code)
 
 
-def take_turn(fault: str, turn: int, folder: Path, until: float) -> None:
+def take_turn(fault: str, turn: int, folder: Path) -> None:
     """`folder/FAULT/with-0`, `with-1`, ...; what is there already stays, so that it runs in pieces.
 
-    Beside each, where the script without the defect is the plain one, a run of that, which has to be called healthy.
-    A run beside other programs says nothing, and is repeated.
+    Beside the first, where the script without the defect is the plain one, a run of that, which has to be called
+    healthy. A run beside other programs says nothing, and is repeated.
     """
-    both = {folder / fault / f"with-{turn}": fault}
-    if fault not in BASE_OF:
-        both[folder / fault / f"without-{turn}"] = "plain"
-    both |= {folder / fault / f"remedied-{turn}": base for (name, _), base in REMEDIED.items() if name == fault}
-    if time.monotonic() > until or all((out / "ledger.json").is_file() for out in both):
-        return
-    for out, what in both.items():
-        for _ in range(TRIES):
+    wanted = {folder / fault / f"with-{turn}": fault}
+    if fault not in BASE_OF and not turn:
+        wanted[folder / fault / "without"] = "plain"
+    for out, what in wanted.items():
+        for _ in range(0 if (out / "ledger.json").is_file() else TRIES):
             shutil.rmtree(out, ignore_errors=True)
             run(what, out)
             if alone(out):
@@ -277,12 +273,6 @@ def alone(out: Path) -> bool:
     facts = json.loads((out / "ledger.json").read_text())["facts"]
     own = facts.get("world_size", 1) > 1 or facts.get("data_workers")
     return bool(own) or (facts.get("other_load") or 0.0) <= 0.10
-
-
-def turns_of(folder: Path) -> int:
-    """How many turns are complete, from the first on."""
-    done = [(folder / f"with-{turn}" / "ledger.json").is_file() for turn in range(TURNS)]
-    return (*done, False).index(False)
 
 
 def measure_gains(fault: str, folder: Path) -> None:
@@ -319,14 +309,14 @@ def explain(out: Path) -> dict[str, Any]:
 
 
 def judge(fault: str, folder: Path) -> dict[str, Any]:
-    turns = turns_of(folder)
-    documents = [explain(folder / f"with-{turn}") for turn in range(turns)]
+    runs = [folder / f"with-{turn}" for turn in range(TURNS)]
+    documents = [explain(run) for run in runs]
     named = [_named(fault, document) for document in documents]
     first, stage = _cause(documents[0])
     remedy = documents[0]["remedies"][0]["name"] if documents[0]["remedies"] else None
     promises = [
-        document["remedies"][0]["step_seconds_saved"] / whole_step(folder / f"with-{turn}")
-        for turn, document in enumerate(documents)
+        document["remedies"][0]["step_seconds_saved"] / whole_step(run)
+        for run, document in zip(runs, documents, strict=True)
         if remedy and document["remedies"] and document["remedies"][0]["name"] == remedy
     ]
     promised = statistics.median(promises) if promises else 0.0
@@ -334,7 +324,7 @@ def judge(fault: str, folder: Path) -> dict[str, Any]:
     cured = found["remedied" if (fault, remedy) in REMEDIED else "without"]
     step, gained, spread = planted_gains.gain(found["with"], cured, 8 if fault == "tiny_batch" else 1)  # per sample
     return {
-        "fault": fault, "first": first, "stage": stage, "step": step, "turns": turns,
+        "fault": fault, "first": first, "stage": stage, "step": step, "turns": TURNS,
         "named": named[0], "named_turns": sum(named), "remedy": remedy, "promised": promised, "gained": gained,
         "spread": spread, "near": bool(promises) and abs(promised - gained) <= 0.3 * abs(gained),
     }  # fmt: skip
@@ -352,14 +342,6 @@ def _cause(document: dict[str, Any]) -> tuple[str, str | None]:
     return (findings[0]["rule"] if findings else "none"), document["facts"]["run"].get("data_stage")
 
 
-def plain_runs(folder: Path) -> list[Path]:
-    """Every run of the script without a defect, of whatever turn."""
-    bases = [f for f in FAULTS if f not in BASE_OF]
-    found = [*folder.glob("healthy/*"), *(run for fault in bases for run in folder.glob(f"{fault}/without-*"))]
-    found += [run for (fault, _), base in REMEDIED.items() if base == "plain" for run in folder.glob(f"{fault}/rem*")]
-    return sorted(run for run in found if (run / "ledger.json").is_file())
-
-
 def verdict(out: Path) -> str:
     diagnosis = explain(out)["diagnosis"]
     return "healthy" if diagnosis["healthy"] else f"{diagnosis['findings'][:1]} {diagnosis['sentence']}"
@@ -371,13 +353,14 @@ def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
     import torch
 
     from ironlaw import __version__
+    from ironlaw.cores import usable_cores
     from ironlaw.machine import host
 
     today = datetime.date.today().isoformat()
     lines = [
         "# Planted faults", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/planted_faults.py`: runs with and "
+        f"{host.cpu_name()}, {usable_cores()} cores. Made by `python benchmarks/planted_faults.py`: runs with and "
         "without the defect in turn.", "",
         f"Named right: {sum(r['named'] for r in rows)} of {len(rows)}, {sum(r['named_turns'] for r in rows)} of "
         f"{sum(r['turns'] for r in rows)} turns. Gain foretold within 30%: "
@@ -418,29 +401,18 @@ def _shown(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the runs; what is there already stays")
-    parser.add_argument("--run", nargs="*", metavar="NAME", help="all, or of " + ", ".join(FAULTS))
-    parser.add_argument("--gains", nargs="*", metavar="NAME", help="measure what curing gains: all, or some")
-    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="so many runs without a defect")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no more runs after that")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all, or of " + ", ".join(FAULTS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--grades", type=Path, help="replace this benchmark's lines of the record of remedies")
     options = parser.parse_args()
     folder: Path = options.folder
-    until = time.monotonic() + options.seconds
-    wanted = options.run or FAULTS if options.run is not None else ()
+    wanted = options.names or list(FAULTS)
     for turn, fault in itertools.product(range(TURNS), wanted):
-        take_turn(fault, turn, folder, until)
-    for number in range(options.healthy):
-        if time.monotonic() < until and not (folder / "healthy" / f"{number}" / "ledger.json").is_file():
-            run("plain", folder / "healthy" / f"{number}")
-    for fault in options.gains or FAULTS if options.gains is not None else ():
-        if time.monotonic() < until:
-            measure_gains(fault, folder)
-    if options.run is not None or options.healthy or options.gains is not None:
-        return
-    there = [f for f in FAULTS if turns_of(folder / f) and (folder / f / "gains.json").is_file()]
-    rows = [judge(fault, folder / fault) for fault in there]
-    text = report(rows, [verdict(out) for out in plain_runs(folder)])
+        take_turn(fault, turn, folder)
+    for fault in wanted:
+        measure_gains(fault, folder)
+    rows = [judge(fault, folder / fault) for fault in wanted]
+    text = report(rows, [verdict(out) for out in sorted(folder.glob("*/without"))])
     print(text)
     if options.out:
         options.out.write_text(text)

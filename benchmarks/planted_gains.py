@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TURNS = 25  # the first warms up
+TURNS = 7  # the first warms up
 PATIENCE_SECONDS = 120.0
 
 

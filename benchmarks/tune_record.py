@@ -27,6 +27,7 @@ import torch
 
 from ironlaw import __version__
 from ironlaw.config import RunConfig, build_config
+from ironlaw.cores import usable_cores
 from ironlaw.explain import tune as tuning
 from ironlaw.explain.remedies import with_settings
 from ironlaw.machine import host
@@ -162,7 +163,7 @@ def report(known: dict[str, Any]) -> str:
     lines = [
         "# Tune against a full sweep", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/tune_record.py`; a run is "
+        f"{host.cpu_name()}, {usable_cores()} cores. Made by `python benchmarks/tune_record.py`; a run is "
         f"{TRIAL_SECONDS:g} s of steps, at least {LEAST_STEPS} of them.", "",
         "| badly configured | sweep's best | tuned | behind the best | runs | sweep's runs | sweep's worst / best |",
         "|---|---|---|---:|---:|---:|---:|",

@@ -230,13 +230,12 @@ def plan(
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request, resolve
     from ironlaw.plan.request_types import Options
-    from ironlaw.plan.work import WorkOptions
 
     is_file = isinstance(what, str | Path)
     subject = str(what) if is_file else _config(what, settings)
     overrides = with_settings(settings) if is_file else []
     options = Options(
-        WorkOptions(tokens, sequence, global_batch, steps), precision, optimizer, engine, layout, None,
+        tokens, sequence, global_batch, steps, precision, optimizer, engine, layout, None,
         Prices(price_per_hour, None, None), network=network, weights=weights,
     )  # fmt: skip
     if serve is not None:

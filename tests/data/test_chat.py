@@ -176,3 +176,12 @@ def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) ->
     ]:
         with pytest.raises(UserError, match=message):
             build_config({"model": model, "data": data})
+
+
+@pytest.mark.parametrize(("written", "found"), [
+    ("x", "x"), ([{"name": "default", "template": "y"}], "y"), (["x"], None), ([{"name": "default"}], None), (3, None),
+])  # fmt: skip
+def test_a_template_is_found_in_every_form_and_no_other(tmp_path: Path, written: object, found: str | None) -> None:
+    fields = {"chat_template": written, "eos_token": {"content": "z"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert template_of(tmp_path) == (found, {"eos_token": "z"})

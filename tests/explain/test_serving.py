@@ -115,11 +115,9 @@ def test_clients_of_a_load_that_is_played_wait_for_the_api_their_prompts_and_the
     steps = tmp_path / "steps.jsonl"
     steps.write_text(steps.read_text().replace('"prefill_tokens": 0', '"prefill_tokens": 64'))  # nothing was shared
     planned = explain_serving(tmp_path, machine_profile).planned_totals
-    alone = MeasuredClock(MODEL, machine_profile, "fp32", run.facts["passes"]).parts(0, 0.0, 128)["prompts"]
-    # The first is computed when it comes, 3 ms after it was sent; the second after it, beside its second token.
-    assert planned["ttft_seconds"] == pytest.approx(3e-3 + 1.5 * alone, rel=0.1)
-    assert planned["tpot_seconds"] > 2e-3
-    assert planned["output_tokens_per_second"] == pytest.approx(10 / (3e-3 + 2 * alone + 4 * 2e-3), rel=0.1)
+    assert planned["ttft_seconds"] == pytest.approx(2 * 3e-3 + 0.05)  # they come together, and are computed together
+    assert planned["tpot_seconds"] == pytest.approx(2e-3, rel=0.02)
+    assert planned["output_tokens_per_second"] == pytest.approx(10 / (2 * 3e-3 + 0.05 + 4 * 2e-3), rel=0.01)
 
 
 def test_a_foreign_server_has_no_engine_steps(tmp_path: Path) -> None:

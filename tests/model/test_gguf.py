@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.gguf import check_gguf, write_gguf
-from ironlaw.model.gguf_tokenizer import tokenizer_fields
+from ironlaw.model.gguf import check_gguf, tokenizer_fields, write_gguf
 from ironlaw.model.transformer import Transformer
 
 from ..conftest import TINY_GPT, TINY_LLAMA

@@ -86,6 +86,25 @@ def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
     assert all("# ZEROS" in line(place) for place in (zeros["place"], *zeros["lines"]))
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path) -> None:
+    model, codes = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
+    optimizer = torch.optim.SGD([*model.parameters(), codes], lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            optimizer = torch.optim.SGD([*model.parameters(), codes], lr=0.1)  # MADE
+            out = model(torch.randn(128, 64))
+            distances = (out[:, None] - codes).square().sum(-1)  # WIDE
+            loss = distances.repeat(1, 2).double().logsumexp(-1).mean()  # DOUBLE
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    assert "# WIDE" in line(facts["broadcasts"]["place"]) and not facts["broadcasts"]["lines"]
+    assert "# DOUBLE" in line(facts["float64_operations"]["place"])
+    assert "# MADE" in line(facts["optimizer_made"]["place"]) and facts["optimizer_made"]["per_step"] == 1.0
+
+
 def test_gradients_that_are_gathered_over_steps_are_not_idle(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,12 +21,12 @@ def shown(answer, width, why=False):
 
 @pytest.fixture(scope="module")
 def answer():
-    return plan_request("llama3-70b", on="64xh100-sxm-80gb", options=Options(work=WorkOptions("1T", 8192, 1024)))
+    return plan_request("llama3-70b", on="64xh100-sxm-80gb", options=Options(**vars(WorkOptions("1T", 8192, 1024))))
 
 
 @pytest.fixture(scope="module")
 def too_big():
-    return plan_request("llama3-405b", on="8xh100-sxm-80gb", options=Options(work=WorkOptions("1T", 8192, 1024)))
+    return plan_request("llama3-405b", on="8xh100-sxm-80gb", options=Options(**vars(WorkOptions("1T", 8192, 1024))))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

@@ -16,7 +16,6 @@ import ironlaw.workload.trace as trace_of
 from ironlaw.errors import UserError
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.request import Options, plan_request
-from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import trace
@@ -155,7 +154,7 @@ def hybrid(tmp_path: Path) -> Path:
 
 
 def test_a_hybrid_config_is_planned_by_tracing(hybrid: Path) -> None:
-    answer = plan_request(str(hybrid / "config.json"), on="h200", options=Options(WorkOptions(sequence=32)))
+    answer = plan_request(str(hybrid / "config.json"), on="h200", options=Options(sequence=32))
     assert answer.fits
     assert answer.ledger.totals["parameters"].value == sum(p.numel() for p in decoder("bamba").parameters())
     assert [one["name"] for one in answer.more["assumed"]] == ["planned by", "global batch"]

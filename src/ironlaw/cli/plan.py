@@ -69,7 +69,6 @@ def plan(
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request
     from ironlaw.plan.request_types import Options
-    from ironlaw.plan.work import WorkOptions
 
     runnable = None
     if ranks and serve is None:  # what the trainer would refuse is not planned
@@ -77,7 +76,7 @@ def plan(
 
         runnable = runs
     options = Options(
-        WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
+        tokens, seq, global_batch, steps, precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
         ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip

@@ -20,8 +20,7 @@ def validate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.plan.engines.named import engine as engine_named
-    from ironlaw.plan.measured.inference import read_serving, serving_rows
-    from ironlaw.plan.measured.serving_record import serving_record
+    from ironlaw.plan.measured.inference import read_serving, serving_record, serving_rows
     from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
     from ironlaw.report.record_view import FOOTER, PAGE, record_view

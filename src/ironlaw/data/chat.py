@@ -209,7 +209,8 @@ def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
         return read_text(file, "template"), special
     template = fields.get("chat_template")
     if isinstance(template, list):  # several by name
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+        named = (t for t in template if isinstance(t, dict) and t.get("name") == "default")
+        template = next(named, {}).get("template")
     return template if isinstance(template, str) else None, special
 
 

@@ -16,6 +16,7 @@ from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
 
 SHAPE, NEXT_TO = 0.25, 0.001  # of the step, that the shapes of a model cost; just below is a notice
+LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
 
 
 def _off_plan(e: RunEvidence) -> float | None:
@@ -99,10 +100,11 @@ def _input_share(e: RunEvidence) -> float | None:
 
 
 def _at_loader(e: RunEvidence) -> float:
-    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches."""
+    """Part of the loop's own time that passes on lines that make a loader, or ask for its batches; no line of which a
+    framework runs the whole loop."""
     if not e.phase_share(Phase.DATA):
         return 0.0
-    loaders = {at for at, _ in e.lines(Phase.DATA)}
+    loaders = {at for at, _ in e.lines(Phase.DATA)} - {at for at, _ in e.lines(Phase.BACKWARD)}
     return float(sum(share for at, share in e.lines(Phase.HOST) if at.partition(" (in ")[0] in loaders))
 
 
@@ -131,10 +133,11 @@ def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
 
 
 def _host_share(e: RunEvidence) -> float | None:
-    """The loop's own time, less what is known to be logging or input."""
+    """The loop's own time, less what is known to be logging or input, and what any loop takes."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
-    return max(0.0, _own_share(e) * (1 - _at_loader(e)) - (logging_share(e) or 0.0))
+    usual = LOOP_SECONDS / e.step if e.step else 0.0
+    return max(0.0, _own_share(e) * (1 - _at_loader(e)) - (logging_share(e) or 0.0) - usual)
 
 
 def _host_figures(e: RunEvidence) -> list[str]:
@@ -270,7 +273,7 @@ RULES: tuple[Rule, ...] = (
         "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
         "Another precision would shorten the run by {percent}.",
         "set train.precision as the remedy says", "below 10% a gain is inside the planner's own error",
-        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
+        lambda e: [f"run in {e.fact('precision') or e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
     ),
     Rule(
         "off_plan", Axis.MACHINE, 0.10, _off_plan, _tell_off_plan,

@@ -134,6 +134,15 @@ def _copies(e: RunEvidence) -> float | None:
     return sum((line.seconds or 0.0) + calling * (line.count or 0) for line in copies) / whole
 
 
+def _batch_gain(e: RunEvidence) -> float | None:
+    """The planned gain; where one line within the model calls again and again, no more than what calling costs: then
+    that is the cause, whatever the batch."""
+    gain, calling = e.gains.get("batch"), e.bound_share("overhead") or 0.0
+    called = (e.fact("places") or {}).get("precision")
+    one_line = any(share >= 0.5 for line, share in e.lines(Phase.FORWARD) if line not in ("?", called))
+    return gain if gain is None or not one_line else min(gain, 0.99 * calling)
+
+
 def _by_hand(e: RunEvidence) -> float | None:
     """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
     lines, place = e.lines(Phase.OPTIMIZER), (e.fact("places") or {}).get("update")
@@ -322,7 +331,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
     ),
     Rule(
-        "batch_small", Axis.ALGORITHM, 0.30, _gain("batch"),
+        "batch_small", Axis.ALGORITHM, 0.30, _batch_gain,
         "The micro-batch is too small: calling operations costs as much as what they compute.",
         "a larger micro-batch", "eight times the micro-batch must save a third, else it is not the cause",
         facts=("batch", "accumulation"), tier=Tier.OFFER,

@@ -6,6 +6,7 @@ ours has on this machine (`plan/serving/here.py`); what it does not know is abse
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Sequence
@@ -124,16 +125,20 @@ def _played(
     clock: MeasuredClock, facts: dict[str, Any], steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
 ) -> dict[str, float]:
     """What clients would feel if the same requests came to an engine that keeps the clock's time. Those that come
-    together reach it one after another."""
+    while the API takes in another one reach it with that one: both work in one interpreter, and the engine waits."""
     if not requests:
         return {}
     new = sum(step["prefill_tokens"] for step in steps) / sum(one["prompt_tokens"] for one in requests)
     came, ready, at_once = list[SimulatedRequest](), 0.0, facts["load"]["concurrency"]
     requests = sorted(requests, key=lambda one: float(one["at"]))
-    for one in requests:
-        ready = max(ready, one["at"]) + facts["request_seconds"]
-        known = round(one["prompt_tokens"] * max(0.0, 1.0 - new))  # shared with others, as a mean
-        came.append(SimulatedRequest(ready, one["prompt_tokens"], one["output_tokens"], cached=known))
+    times = [float(one["at"]) for one in requests]
+    while len(came) < len(requests):
+        ready = max(ready, times[len(came)])
+        crowd = requests[len(came) : bisect.bisect_right(times, ready + facts["request_seconds"])]
+        ready += facts["request_seconds"] * len(crowd)
+        for one in crowd:
+            known = round(one["prompt_tokens"] * max(0.0, 1.0 - new))  # shared with others, as a mean
+            came.append(SimulatedRequest(ready, one["prompt_tokens"], one["output_tokens"], cached=known))
     is_closed = at_once is not None and at_once < len(came)
     replay(clock, came, at_once if is_closed else None, facts["kv_tokens"], facts["batch"], facts["token_budget"])
     began = [one.arrival if is_closed else asked["at"] for one, asked in zip(came, requests, strict=True)]

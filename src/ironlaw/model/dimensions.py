@@ -135,10 +135,6 @@ class Dimensions(Switches):
         return self.size_of_head, self.size_of_head
 
     @property
-    def ffn_matrices(self) -> int:
-        return 3 if self.gated_ffn else 2
-
-    @property
     def moe_layers(self) -> int:
         """Layers with experts."""
         return self.moe.layers(self.layers) if self.moe else 0

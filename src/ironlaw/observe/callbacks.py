@@ -23,7 +23,7 @@ def trainer_callback(out: str | Path | None = None, **options: Any) -> Any:
     except ImportError:
         raise UserError("trainer_callback needs transformers: pip install 'ironlaw[hf]'") from None
 
-    class IronlawCallback(base):  # type: ignore[misc,valid-type]
+    class IronlawTrainerCallback(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             self.watch: Watch | None = None
 
@@ -39,7 +39,7 @@ def trainer_callback(out: str | Path | None = None, **options: Any) -> Any:
                 self.watch.__exit__(None, None, None)
                 self.watch = None
 
-    return IronlawCallback()
+    return IronlawTrainerCallback()
 
 
 def lightning_callback(out: str | Path | None = None, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def lightning_callback(out: str | Path | None = None, **options: Any) -> Any:
     else:
         raise UserError("lightning_callback needs lightning: pip install lightning")
 
-    class IronlawCallback(base):  # type: ignore[misc,valid-type]
+    class IronlawLightningCallback(base):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             self.watch: Watch | None = None
 
@@ -80,4 +80,4 @@ def lightning_callback(out: str | Path | None = None, **options: Any) -> Any:
                 self.watch.__exit__(None, None, None)
                 self.watch = None
 
-    return IronlawCallback()
+    return IronlawLightningCallback()

@@ -37,7 +37,7 @@ from ironlaw.observe.user_code import (
 from ironlaw.workload.trace_kernels import tensors
 
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
-UNNAMED = 3  # times as much: growth that nothing of the user's holds may be a heap or a loader that still settles
+UNNAMED = 3  # times as many: growth that nothing of the user's holds may be a heap or a loader that still settles
 LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
 MOST_BATCHES = 32  # looked into for padding
 SETTLED = 3  # steps after which nothing has to be compiled any more
@@ -76,14 +76,17 @@ MODES = (
 
 NAMED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("oversubscribed", "threads_few"), ("set_num_threads", "OMP_NUM_THREADS", "MKL_NUM_THREADS")),
-    "batch_small": ("batch_size",),
+    "batch_small": ("batch_size", "BATCH_SIZE", "per_device_train_batch_size", "micro_batch", "bs"),
     **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax")),
     "recompute_needless": ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable"),
     "recompiles": ("compile",),
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> what the code that it is about calls, or sets."""
-SEEN = {name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")} | {"precision": "forward pass"}
+SEEN = {
+    **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
+    **dict.fromkeys(("precision", "batch_small"), "forward pass"),
+}
 """Rule, or part of the loop -> what is seen in the loop where it begins."""
 
 
@@ -271,7 +274,8 @@ class Habits:
         """Rule -> the line that it is about, where the run or the text of the code tells."""
         seen = {rule: self.lines[what].most_common(1)[0][0] for rule, what in SEEN.items() if self.lines[what]}
         named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
-        return {rule: place for rule, place in {**named, **seen}.items() if place and place != "?"}
+        found = seen | {rule: place for rule, place in named.items() if place}
+        return {rule: place for rule, place in found.items() if place != "?"}
 
     def most_seen(self, what: str) -> dict[str, Any] | None:
         """The line where it was seen most, if about once per step."""
@@ -312,9 +316,12 @@ class Habits:
         middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
         rises = [after - before for before, after in itertools.pairwise(middles)]
         grown = middles[-1] - middles[0]
-        name, graphs = holder_of(len(self.resident), self.graphs) or (None, False)
-        least = max(LEAST_BYTES, LEAST_GROWTH * middles[0]) * (1 if name else UNNAMED)
-        even = grown >= least and min(rises) >= EVEN * grown / 3
+        name, weight = holder_of(len(self.resident), self.graphs) or (None, 0.0)
+        name = name if weight >= EVEN * grown else None
+        graphs = weight == float("inf")
+        doubt = 1 if name else UNNAMED
+        even = grown >= doubt * max(LEAST_BYTES, LEAST_GROWTH * middles[0]) and min(rises) >= EVEN * grown / 3
+        even &= len(settled) >= doubt * LEAST_STEPS
         even &= name is not None or not self.profiled  # a profiler's record grows too
         if not (even or graphs):  # graphs of all steps are a leak, however small each is
             return None

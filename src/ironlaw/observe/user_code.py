@@ -158,13 +158,13 @@ def _names(node: ast.AST) -> tuple[str | None, ...]:
     return (_last_name(node),)
 
 
-def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, bool] | None:
+def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, float] | None:
     """The name under which the user's code holds something of every step, a container of tensors or of arrays, or a
-    value whose graph reaches back through them; and whether graphs are held. `graphs`: of each step, the place of its
-    forward pass in the order in which autograd's nodes were made."""
+    value whose graph reaches back through them; and the bytes of it, infinite where graphs are held. `graphs`: of each
+    step, the place of its forward pass in the order in which autograd's nodes were made."""
     least = max(2, steps // 2)
     containers = [c for c in gc.get_objects() if type(c) in (list, dict, set, tuple) and _is_full(c, least)]
-    held = {id(c): _weight(c) for c in containers}
+    held = {id(c): _weight(c, graphs) for c in containers}
     found: list[tuple[float, str]] = []
     for name, value in _named_values():
         if id(value) in held:
@@ -175,7 +175,7 @@ def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, bool] | None
         names = (k for r in gc.get_referrers(container) if type(r) is dict for k, v in r.items() if v is container)
         found += [(held[id(container)], name) for name in names if isinstance(name, str)]
     weight, name = max(found, default=(0.0, ""))
-    return (name, weight == float("inf")) if found else None
+    return (name, weight) if found else None
 
 
 def _named_values() -> Iterator[tuple[str, Any]]:
@@ -206,11 +206,13 @@ def _bytes(value: Any, depth: int = 2) -> int:
     return int(getattr(value, "nbytes", 0)) if type(value).__module__ == "numpy" else 0
 
 
-def _weight(container: Any) -> float:
-    """A graph that is kept weighs more than the tensor it hangs on."""
+def _weight(container: Any, graphs: Sequence[int]) -> float:
+    """A graph that is kept weighs more than the tensor it hangs on; those of the last step alone are not kept."""
     values = list(container.values() if type(container) is dict else container)
-    graphs = any(isinstance(v, Tensor) and v.grad_fn is not None for v in values)
-    return float("inf") if graphs else sum(_bytes(v) for v in values[-3:]) * len(values) / 3
+    nodes = [v.grad_fn._sequence_nr() for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+    if nodes and (len(graphs) < 2 or min(nodes) < graphs[-2]):
+        return float("inf")
+    return sum(_bytes(v) for v in values[-3:]) * len(values) / 3
 
 
 def _reaches(value: Tensor, graphs: Sequence[int]) -> bool:

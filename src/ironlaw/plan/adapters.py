@@ -52,12 +52,12 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
 
 def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
     assumed: list[Assumption] = []
-    work, train = options.work, config.train
-    sequence = work.sequence or train.sequence
+    train = config.train
+    sequence = options.sequence or train.sequence
     if sequence is None:
         sequence = min(config.model.context, USUAL_SEQUENCE)
         assumed.append(Assumption("sequence", f"{sequence:,} tokens", "usual for fine-tuning", "--seq"))
-    batch = work.global_batch or train.global_batch
+    batch = options.global_batch or train.global_batch
     if batch % replicas:
         why = f"{batch} do not divide among {replicas} replicas"
         assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--batch"))

@@ -68,8 +68,7 @@ TRACED_SEQUENCE = 2048
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
     from ironlaw.plan.module import plan_module
-    from ironlaw.workload.module_source import Input
-    from ironlaw.workload.transformers_source import causal_decoder
+    from ironlaw.workload.module_source import Input, causal_decoder
 
     own = "any module can be planned by tracing: ironlaw plan PACKAGE.MODULE:FUNCTION --input NAME=SIZES:DTYPE"
     try:
@@ -80,9 +79,9 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
         raise UserError(
             f"{refusal}; by tracing it is planned on replicas alone: leave --layout, --emit and --ranks out"
         )
-    given, replicas = options.work, 1 if on == "this" else parse_cluster(on).count
-    sequence = given.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)
-    batch = given.global_batch or replicas
+    replicas = 1 if on == "this" else parse_cluster(on).count
+    sequence = options.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)
+    batch = options.global_batch or replicas
     if batch % replicas:
         raise UserError(f"--global-batch {batch} is no multiple of {replicas} replicas: give --global-batch {replicas}")
     inputs = [Input(name, (batch // replicas, sequence), "int64", "zeros") for name in ("input_ids", "labels")]
@@ -92,8 +91,8 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
     assumed += [Assumption(*one) for one in ledger.facts["assumed"]]
     assumed += assume_unsaid(
         "a first try",
-        ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
-        ("global batch", given.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
+        ("sequence", options.sequence, f"{sequence:,} tokens", "--seq"),
+        ("global batch", options.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
     )
     return PlanOutcome.of(ledger, assumed)
 
@@ -149,14 +148,13 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
         sequence = min(requested.model.context, THIS_SEQUENCE)
         train = TrainConfig(sequence=sequence, global_batch=THIS_BATCH, steps=THIS_STEPS)
         config = RunConfig(model=requested.model, train=train)
-        given = options.work
         assumed = assume_unsaid(
             "a first try on one machine",
-            ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
-            ("global batch", given.global_batch, f"{THIS_BATCH} sequences", "--global-batch"),
-            ("steps", given.steps or given.tokens, f"{THIS_STEPS:,}", "--steps or --tokens"),
+            ("sequence", options.sequence, f"{sequence:,} tokens", "--seq"),
+            ("global batch", options.global_batch, f"{THIS_BATCH} sequences", "--global-batch"),
+            ("steps", options.steps or options.tokens, f"{THIS_STEPS:,}", "--steps or --tokens"),
         )
-    work = settle(requested.model, options.work, 1, config)
+    work = settle(requested.model, options, 1, config)
     changed = {"sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps}
     if options.precision:
         changed["precision"] = options.precision  # type: ignore[assignment]

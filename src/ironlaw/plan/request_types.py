@@ -16,10 +16,9 @@ from ironlaw.workload.layout import Layout
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(WorkOptions):
     """What can be said beside WHAT and WHERE; None: not said."""
 
-    work: WorkOptions = field(default_factory=WorkOptions)
     precision: str | None = None
     optimizer: str | None = None
     engine: str | None = None

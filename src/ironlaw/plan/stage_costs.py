@@ -76,7 +76,7 @@ def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> Iterato
     names = [layer.name for layer in program.stages[stage].layers]
     ends = sum(name in (EMBEDDING, HEAD) for name in names)
     if layout.tp > 1:
-        linears = (len(names) - ends) * (4 + program.model.ffn_matrices) + ends
+        linears = (len(names) - ends) * (6 + program.model.gated_ffn) + ends
         yield Phase.FORWARD, linears * costs.dtensor_seconds / 3 * turns
         yield Phase.BACKWARD, linears * costs.dtensor_seconds * 2 / 3 * turns
     if layout.pp > 1:

@@ -39,7 +39,7 @@ def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
     config = engine.config
     app = create_app(engine)
 
-    class Server(uvicorn.Server):
+    class AnnouncedServer(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             if self.started:
@@ -59,4 +59,4 @@ def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
         timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=30,
         limit_concurrency=config.batch + config.waiting + 1024, backlog=2048,
     )  # fmt: skip
-    return Server(settings)
+    return AnnouncedServer(settings)

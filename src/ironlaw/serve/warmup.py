@@ -26,6 +26,7 @@ from ironlaw.serve.measured import gaps
 
 PROMPT, LONG_PROMPT, ANSWER = 32, 128, 16  # tokens
 LONG_BATCH = 16  # up to so many requests with long prompts as well: what a cached token costs is the same for all
+MOST_PAGES = 256
 LONGEST_SECONDS = 2.0
 CLIENT_SECONDS = 60.0  # for clients to start, to ask, to be answered
 GROWTH = 0.7  # power of the batch that a round's time grows by: prompts by 1, the reading of weights by 0; assumed
@@ -44,7 +45,8 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
     are."""
     config, key, size = engine.config, secrets.token_hex(), engine.config.block
     pages = (-(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
-    alone = {"speculation": "none", "blocks": 1 + max(pages), "api_keys": (key,)}
+    most = max(MOST_PAGES, engine.blocks.count // 16)  # a GPU has little room beside the other's pages
+    alone = {"speculation": "none", "blocks": 1 + min(max(pages), most), "api_keys": (key,)}
     alone |= {"waiting": config.batch, "body_bytes": 2**20}  # a limit that somebody set is not for these clients
     beside = Engine(engine.served, config.model_copy(update=alone))
 

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NAME = "average"
+from ironlaw.train.parallel.plugin import StepPlugin
 
 
-class WeightAverage:
+class WeightAverage(StepPlugin):
     """fp32 copies of the parameters that follow them: average += (1 - decay) (weight - average) after each step.
 
     Of distributed tensors a rank averages the parts it holds: call it while weights are sharded, between two steps.
     `by_name`: checkpoints hold it by name, as they hold weights (`train/parallel/store.py`), not in `state_dict`.
     """
+
+    name = "average"
 
     def __init__(self, model: nn.Module, decay: float, by_name: bool = False) -> None:
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -52,7 +54,7 @@ class WeightAverage:
         for mine, parameter in zip(self.tensors, self.parameters, strict=True):
             mine.copy_(parameter)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
+    # -- checkpoints of many ranks have it by name, as they have weights -------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.by_name else {"tensors": list(self.tensors)}
@@ -65,10 +67,10 @@ class WeightAverage:
             mine.copy_(saved)
 
     def named(self) -> dict[str, Tensor]:
-        """As checkpoints of many ranks have them (`Spread` of train/parallel/store.py)."""
+        """As those have them."""
         from ironlaw.train.parallel.names import named_like
 
-        return dict(named_like(self.model, NAME, dict(zip(map(id, self.parameters), self.tensors, strict=True))))
+        return dict(named_like(self.model, self.name, dict(zip(map(id, self.parameters), self.tensors, strict=True))))
 
     def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from ironlaw.train.parallel.names import COPY
@@ -76,11 +78,8 @@ class WeightAverage:
         return tensors | {name: tensor.clone() for name, tensor in self.named().items() if not name.endswith(COPY)}
 
     def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        there = any(name.startswith(f"{NAME}/") for name in known)
+        there = any(name.startswith(f"{self.name}/") for name in known)
         return tensors | (self.named() if there else {})
-
-    def after_read(self) -> None:
-        pass
 
 
 def _parts(tensors: list[Tensor]) -> list[Tensor]:

@@ -80,43 +80,28 @@ def _divisible(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
-class LossScale:
+class LossScale(torch.amp.GradScaler):
     """Dynamic loss scaling around one optimizer (arXiv 1710.03740); does nothing unless the precision is fp16."""
 
     def __init__(self, device: torch.device, precision: str, config: ScalerConfig) -> None:
-        self.skipped_steps = 0
-        self.scaler = torch.amp.GradScaler(
+        super().__init__(
             device.type, config.initial, config.growth, config.backoff, config.growth_steps,
             enabled=precision == "fp16",
         )  # fmt: skip
-
-    @property
-    def enabled(self) -> bool:
-        return self.scaler.is_enabled()
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return self.scaler.scale(loss) if self.enabled else loss
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before gradients are clipped."""
-        if self.enabled:
-            self.scaler.unscale_(optimizer)
+        self.skipped_steps = 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update the weights, or not when a gradient overflowed; False then."""
-        if not self.enabled:
-            optimizer.step()
-            return True
-        before = self.scaler.get_scale()
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        done = self.scaler.get_scale() >= before
+        before = self.get_scale()
+        super().step(optimizer)
+        self.update()
+        done = self.get_scale() >= before
         self.skipped_steps += not done
         return done
 
     def decided(self, overflowed: bool) -> None:
         """After a step that ranks have decided together to take or to skip: what `update` does with its own finding."""
-        state = self.scaler.state_dict()
+        state = super().state_dict()
         if overflowed:
             state |= {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
             self.skipped_steps += 1
@@ -124,11 +109,11 @@ class LossScale:
             state["_growth_tracker"] += 1
             if state["_growth_tracker"] == state["growth_interval"]:
                 state |= {"scale": state["scale"] * state["growth_factor"], "_growth_tracker": 0}
-        self.scaler.load_state_dict(state)
+        super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
+        return {"scaler": super().state_dict(), "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self.scaler.load_state_dict(state_dict["scaler"])
+        super().load_state_dict(state_dict["scaler"])
         self.skipped_steps = state_dict["skipped_steps"]

@@ -131,7 +131,7 @@ class Step:
     def states(self) -> dict[str, Stateful]:
         """What must be as it was when a run goes on, beside the weights."""
         states: dict[str, Stateful] = {"optimizer": self.optimizer}
-        if self.scale.enabled:
+        if self.scale.is_enabled():
             states["loss scale"] = self.scale
         if self.moment is not None and self.delayed:
             states["largest numbers"] = self.moment
@@ -243,8 +243,7 @@ class Step:
     def _look_at_first(self, sequences: int, of: int) -> None:
         """The gradient of the first micro-batch by itself, for the noise scale."""
         norm = float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
-        scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
-        self.small_square = sequences, (norm / scale) ** 2 * (of / sequences) ** 2
+        self.small_square = sequences, (norm / self.scale.get_scale()) ** 2 * (of / sequences) ** 2
 
     # -- update ----------------------------------------------------------------------------------------------
 
@@ -282,7 +281,7 @@ class Step:
 
     def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[Any, Any, bool, list[float]]:
         """As `Agreed`, but for tensors that nobody has waited for. Clips the gradients."""
-        self.scale.unscale(self.optimizer)
+        self.scale.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         return loss, norm, stop, list(numbers)
 
@@ -341,8 +340,8 @@ class Step:
     def metrics(self) -> dict[str, Any]:
         """What of this is worth a line per step."""
         result: dict[str, Any] = {}
-        if self.scale.enabled:
-            result |= {"loss_scale": self.scale.scaler.get_scale(), "skipped_steps": self.scale.skipped_steps}
+        if self.scale.is_enabled():
+            result |= {"loss_scale": self.scale.get_scale(), "skipped_steps": self.scale.skipped_steps}
         if self.config.train.noise_scale_every and self.noise.sequences is not None:
             result["critical_batch"] = self.noise.sequences
         return result if self._expert_load is None else result | self._expert_load.metrics()

@@ -16,9 +16,8 @@ from pydantic import Field
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.frozen import NF4_BITS, NF4_BLOCK, SCALES_BLOCK
-from ironlaw.model.huggingface.entry import Entry
 from ironlaw.model.huggingface.spec import Names
-from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.huggingface.tensors import Entry, entries
 from ironlaw.model.parameters import COLUMNS, ROWS, Parameter, model_parameters
 from ironlaw.schema import Section
 from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters

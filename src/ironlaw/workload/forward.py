@@ -94,7 +94,7 @@ def scaled(shape: Shape, name: str) -> Operation:
 
 
 def block(shape: Shape) -> list[Operation]:
-    """One block with a dense feed-forward network. Other orders than GPT-2's: `arrangements.py`."""
+    """One block with a dense feed-forward network. Other orders than GPT-2's: `kinds.py`."""
     network = after_norm(shape, "ffn_norm", network_reader(shape), feed_forward(shape, shape.model.ffn_size, "ffn"))
     return [*attention_half(shape), *network, *joining(shape), residual(shape)]
 

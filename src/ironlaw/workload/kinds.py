@@ -2,21 +2,30 @@
 
 A group is named `block`, or `moe_block` where a layer has experts. Among layers with a sliding window, those that look
 at all tokens add ` full` to that; among rotated ones, those without positions add ` unrotated`.
+
+Blocks in other orders than norm, branch, norm, branch are here, too: norms after a branch, and branches side by side.
+
+    post       x + norm(f(x))            the stream itself is what a branch reads (OLMo 2)
+    sandwich   x + norm(f(norm(x)))      (Gemma 2)
+    parallel   x + f(norm(x)) + g(norm(x)), of one norm or of two (GPT-J, GPT-NeoX)
+
+Symbols as in `forward.py`. Norms work in fp32: in reduced precision a branch's result is cast for its norm.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.adapted import frozen
-from ironlaw.workload.arrangements import norms_after, side_by_side
-from ironlaw.workload.blocks import Shape
+from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.forward import attention_branch, block, embedding, feed_forward, head, network_reader
+from ironlaw.workload.layers import input_cast, joined_gradient, joining, norm, residual
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import moe_block
-from ironlaw.workload.operations import Operation, changed, differentiate
+from ironlaw.workload.operations import Operation, call, changed, differentiate, gradient_first, gradient_last
 
 
 def layer_groups(model: ModelConfig) -> list[str]:
@@ -84,3 +93,79 @@ def _whole(shape: Shape, kind: str) -> list[Operation]:
     if shape.model.parallel_norms:
         return side_by_side(shape)
     return block(shape) if shape.model.norm_place == "pre" else norms_after(shape)
+
+
+# -- blocks in other orders --------------------------------------------------------------------------------------------
+
+
+def norms_after(shape: Shape) -> list[Operation]:
+    """A block with a norm after each branch, and perhaps before it."""
+    model, narrow = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
+    kept = not (shape.casts or shape.conventions.fused)
+    attention = attention_branch(shape, keep=kept, consumes=narrow)
+    network = feed_forward(shape, model.ffn_size, "ffn", keep=kept, consumes=narrow)
+    return [
+        *_read(shape, "attention_norm", "qkv", attention), *_after(shape, "attention_after"),
+        *_read(shape, "ffn_norm", network_reader(shape), network), *_after(shape, "ffn_after"),
+    ]  # fmt: skip
+
+
+def _read(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
+    """What a branch reads: its norm, or the stream, of which only reduced precision makes a copy."""
+    if shape.model.norm_place == "sandwich":
+        return norm(shape, name, reader=reader) + branch
+    return gradient_last([*input_cast(shape, reader), *branch], joined_gradient(shape))
+
+
+def _after(shape: Shape, name: str) -> list[Operation]:
+    """The norm of a branch's result, and the new stream. In fp32 the norm keeps the branch's last product itself.
+
+    Backward, the stream's gradient stays; the branch's is made of it.
+    """
+    elements, joins = shape.stream_tokens * shape.model.hidden, joining(shape)
+    full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
+    statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
+    # A composed RMSNorm's passing tensors: elsewhere larger ones hide them.
+    passing = 3 * full if shape.model.norm == "rmsnorm" and not shape.fused_rmsnorm else 0
+    back = call(
+        name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full + passing,
+        frees_temporary=(full if joins else 0) + passing, frees_saved=full + statistics,
+        parameters=shape.model.norm_parameters * FP32, on_stream=True,
+    )  # fmt: skip
+    operations = []
+    if shape.casts:
+        operations.append(cast(shape, f"{name}_cast", elements, wide=True, saved=full, frees_temporary=narrow))
+    operations.append(
+        call(
+            name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM, temporary=full,
+            saved=statistics + narrow * shape.conventions.fused, on_stream=True, gradient=[back],
+        )
+    )  # fmt: skip
+    joined = changed(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())
+    if not shape.keeps_stream:
+        joined = changed(joined, saved_bytes=0, temporary_bytes=full, frees_temporary_bytes=2 * full)
+    return [*operations, *joins, joined]
+
+
+def side_by_side(shape: Shape) -> list[Operation]:
+    """A block whose branches read the same stream. The stream of between the branches is kept by nobody."""
+    model, elements = shape.model, shape.stream_tokens * shape.model.hidden
+    full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
+    one, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
+    operations = norm(shape, "attention_norm", reader="qkv")
+    if one:
+        if shape.casts:  # the feed-forward network has yet to read it
+            operations[-1] = changed(operations[-1], frees_temporary_bytes=0)
+        # Its two gradients meet before it.
+        met = elementwise(shape, "attention_norm", "add_in_place", elements, 3, frees_temporary=full)
+        operations[:1] = gradient_first(operations[:1], met)
+    between = residual(shape)
+    operations += attention_branch(shape) + joining(shape)
+    operations.append(changed(between, saved_bytes=0, temporary_bytes=full))
+    # The stream that the network's norm has read is that of the other norm, which frees it.
+    operations += input_cast(shape, reader, frees=full) if one else norm(
+        shape, "ffn_norm", reader=reader, owns_input=False
+    )  # fmt: skip
+    # In fp32 attention has read the same normed tensor, and frees it.
+    operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
+    return [*operations, *joining(shape), changed(between, frees_temporary_bytes=narrow + full)]

@@ -99,7 +99,7 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
     """The same, as PyTorch's schedules order them."""
     from torch.distributed.pipelining import schedules
 
-    class Stage:
+    class StageStub:
         """As much of a stage as an order needs."""
 
         is_first, is_last, group_rank, group, submod, device = True, False, 0, None, None, "cpu"
@@ -113,7 +113,7 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
         def _prepare_schedule_with_comms(self, actions: Any) -> None:
             """Messages are no passes, and putting them in place takes a time that grows with their square."""
 
-    held: list[Any] = [Stage(index) for index in stages_of(schedule, pp, virtual, 0)]
+    held: list[Any] = [StageStub(index) for index in stages_of(schedule, pp, virtual, 0)]
     order_of = Order(held, micro_batches, loss_fn=None).pipeline_order
     kinds = schedules._ComputationType
     short = {

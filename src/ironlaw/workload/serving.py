@@ -64,7 +64,8 @@ def forward_pass(
     `layout` divides it over `tp` ranks, no other way.
     """
     layout = layout or Layout()
-    _check(layout)
+    if layout.accelerators != layout.tp:
+        raise UserError(f"serving is planned over tp ranks, not in layout '{layout}': write for example tp=2")
     tokens = sum(chunk.tokens for chunk in chunks)
     whole = Shape(model, 1, tokens, precision, fused_rmsnorm=cuda, conventions=INFERENCE)
     shape = replace(local_shape(whole, layout), division=whole.division)
@@ -114,11 +115,6 @@ def scores(chunk: Chunk, window: int | None) -> int:
         return chunk.tokens * chunk.cached + chunk.tokens * (chunk.tokens + 1) // 2
     short = max(0, window - chunk.cached)  # queries that see less than a window
     return short * chunk.cached + short * (short + 1) // 2 + (chunk.tokens - short) * window
-
-
-def _check(layout: Layout) -> None:
-    if layout.accelerators != layout.tp:
-        raise UserError(f"serving is planned over tp ranks, not in layout '{layout}': write for example tp=2")
 
 
 def _block(shape: Shape, kind: str, chunks: Sequence[Chunk]) -> list[Operation]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ironlaw.plan.measured.inference import predict, read_serving, serving_rows
-from ironlaw.plan.measured.serving_record import serving_record
+from ironlaw.plan.measured.inference import predict, read_serving, serving_record, serving_rows
 
 ROW = {
     "id": "a", "group": "g", "engine": "vllm", "date": "2025-06", "model": "llama-3-8b", "accelerator": "h100-sxm-80gb",

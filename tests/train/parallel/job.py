@@ -50,11 +50,11 @@ from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.communication import counted
+from ironlaw.train.parallel.job import RankStrategy
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused, named_tensors
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.store import ShardedFiles
-from ironlaw.train.parallel.strategy import RankStrategy
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
@@ -200,7 +200,7 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
                 loss = model(micro.inputs, micro.targets, here, micro.documents) * share
             scaler.scale(loss).backward()
             total += float(loss.detach())
-        scaler.unscale(optimizer)
+        scaler.unscale_(optimizer)
         set_learning_rate(optimizer, learning_rate(config, step))
         norm_here = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip))
         norm = norm_here if scaler.step(optimizer) else norm  # of a step that was taken

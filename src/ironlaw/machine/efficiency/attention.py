@@ -91,7 +91,7 @@ def attention_seconds(
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is forward or backward, not {direction}")
     constants = hardware.efficiency.attention_for(kernel)
-    (b, s, h, kv, d), scalar = broadcast(batch, sequence, heads, kv_heads, head_size)
+    b, s, h, kv, d = broadcast(batch, sequence, heads, kv_heads, head_size)
     keys = np.asarray(mean_keys(s, causal, window))
     v = d if value_size is None else np.broadcast_to(np.asarray(value_size, dtype=np.float64), d.shape)
     flops = np.asarray(attention_flops(b, s, h, d, causal, direction, window, v))
@@ -113,7 +113,7 @@ def attention_seconds(
     memory = _memory_seconds(b, s, h, kv, d, dtype, hardware, constants, direction)
     seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
     extra = constants.extra_traffic * memory
-    return unwrap(np.asarray(seconds + extra + constants.launch_seconds), scalar)
+    return unwrap(np.asarray(seconds + extra + constants.launch_seconds))
 
 
 def _memory_seconds(

@@ -46,9 +46,9 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     """Bytes each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
     known(kind)
     share = {"all_reduce": 2.0, "send_recv": 0.0, "broadcast": 0.0}.get(kind, 1.0)
-    (s, n), scalar = broadcast(size, ranks)
+    s, n = broadcast(size, ranks)
     moved = np.where(n > 1, s, 0.0) if share == 0.0 else share * s * (n - 1.0) / n
-    return unwrap(moved, scalar)
+    return unwrap(moved)
 
 
 def collective_seconds(
@@ -62,17 +62,16 @@ def collective_seconds(
     """
     known(kind)
     inside = np.minimum(ranks, fabric.island_ranks) if ranks_per_island is None else ranks_per_island
-    (s, n, g), scalar = broadcast(size, ranks, np.asarray(inside, dtype=np.float64))
-    scalar = np.ndim(size) == 0 and np.ndim(ranks) == 0 and np.ndim(inside) == 0
+    s, n, g = broadcast(size, ranks, np.asarray(inside, dtype=np.float64))
     g = np.minimum(g, n)
     one = _island_seconds(kind, s, n, fabric)
     crosses = n > g
     if not np.any(crosses):
-        return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
+        return unwrap(np.where((n > 1) & (s > 0), one, 0.0))
     if fabric.network is None or fabric.network_bytes_per_second <= 0:
         raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
     many = _network_seconds(kind, s, n, g, fabric, fabric.network)
-    return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
+    return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0))
 
 
 def known(kind: str) -> None:

@@ -200,12 +200,11 @@ class Fabric:
     oversubscription: float = 1.0  # of the network's upper level, >= 1
 
 
-def broadcast(*values: Number) -> tuple[list[Array], bool]:
-    """Arguments as float arrays of one shape, and whether all of them were scalars."""
-    scalar = all(np.ndim(v) == 0 for v in values)
-    return [np.asarray(a, dtype=np.float64) for a in np.broadcast_arrays(*values)], scalar
+def broadcast(*values: Number) -> list[Array]:
+    """Arguments as float arrays of one shape, that of a number if all of them are numbers."""
+    return [np.asarray(a, dtype=np.float64) for a in np.broadcast_arrays(*values)]
 
 
-def unwrap(result: Array, scalar: bool) -> Number:
+def unwrap(result: Array) -> Number:
     """A plain float when every argument was one."""
-    return float(result) if scalar else result
+    return result if result.ndim else float(result)

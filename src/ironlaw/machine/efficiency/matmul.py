@@ -66,16 +66,16 @@ def matmul_seconds(
             np.asarray(matmul_seconds(m, n, k, batch, dtype, hardware=hardware, library=name, sustained=True))
             for name in libraries
         ]
-        return unwrap(np.min(each, axis=0), each[0].ndim == 0)
+        return unwrap(np.asarray(np.min(each, axis=0)))
     constants = hardware.efficiency.matmul_for(dtype, library)
-    (m_, n_, k_, b_), scalar = broadcast(m, n, k, batch)
+    m_, n_, k_, b_ = broadcast(m, n, k, batch)
     flat = [a.ravel() for a in (m_, n_, k_, b_)]
     out = np.empty(flat[0].size)
     for start in range(0, out.size, BLOCK):
         part = slice(start, start + BLOCK)
         mm, nn, kk, bb = (a[part] for a in flat)
         out[part] = _seconds(mm, nn, kk, bb, dtype, hardware, constants, include_cast, sustained)
-    return unwrap(out.reshape(m_.shape), scalar)
+    return unwrap(out.reshape(m_.shape))
 
 
 def _seconds(

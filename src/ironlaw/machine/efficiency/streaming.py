@@ -29,7 +29,7 @@ def streaming_seconds(moved_bytes: Number, hardware: Hardware, kind: str = "elem
     constants = hardware.efficiency.streaming
     if kind not in KINDS:
         raise UserError(f"unknown kind of streaming kernel {kind}; {did_you_mean(kind, KINDS)}")
-    (size,), scalar = broadcast(moved_bytes)
+    (size,) = broadcast(moved_bytes)
     rate = hardware.memory_bytes_per_second * constants.fraction[KINDS[kind]]
     seconds = np.where(size > 0, constants.launch_seconds + (size + constants.ramp_bytes) / rate, 0.0)
-    return unwrap(seconds, scalar)
+    return unwrap(seconds)

@@ -28,10 +28,10 @@ from ironlaw.model.huggingface.parts import (
     Unrotated,
     Windows,
 )
-from ironlaw.model.huggingface.spec import ExpertNames, Family, Key, Names, Part
+from ironlaw.model.huggingface.spec import ExpertNames, Family, FamilyPart, Key, Names
 
 
-def _parts(*parts: Part) -> dict[str, Part]:
+def _parts(*parts: FamilyPart) -> dict[str, FamilyPart]:
     return {part.name: part for part in parts}
 
 
@@ -92,7 +92,7 @@ QWEN3 = LLAMA.derive(
 # -- with experts ------------------------------------------------------------------------------------------------------
 
 
-def _experts(count: str, width: str, also: tuple[str, ...] = ()) -> tuple[Part, ...]:
+def _experts(count: str, width: str, also: tuple[str, ...] = ()) -> tuple[FamilyPart, ...]:
     # Experts as wide as the network that they replace need no width of their own.
     read: Callable[[Any], Any] = (lambda found: None) if width == "intermediate_size" else int
     return (

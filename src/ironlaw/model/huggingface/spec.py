@@ -20,7 +20,7 @@ REQUIRED: Any = object()
 """As a default: a file must have the key, since nobody means what `transformers` would take."""
 
 
-class Part(Protocol):
+class FamilyPart(Protocol):
     @property
     def name(self) -> str: ...  # a part replaces the one that has its name in the family that it is derived from
 
@@ -133,14 +133,14 @@ class Names:
 class Family:
     kind: str  # `model_type`
     architecture: str | None  # its class in `transformers`; None: read, and never written
-    parts: Mapping[str, Part]
+    parts: Mapping[str, FamilyPart]
     has: Mapping[str, Any]  # fields of ModelConfig that all of the family have; a function is given the other values
     only: Mapping[str, Any]  # keys that change the arithmetic, and the one value of each that ModelConfig can say
     names: Names = field(default_factory=Names)
 
     def derive(
-        self, kind: str, architecture: str | None, *parts: Part, has: Fields | None = None, only: Fields | None = None,
-        without: tuple[str, ...] = (), names: Names | None = None,
+        self, kind: str, architecture: str | None, *parts: FamilyPart, has: Fields | None = None,
+        only: Fields | None = None, without: tuple[str, ...] = (), names: Names | None = None,
     ) -> Family:  # fmt: skip
         """A family that differs in some parts."""
         kept = {name: part for name, part in self.parts.items() if name not in without}

@@ -165,11 +165,6 @@ def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
     return np.where(c.cp > 1, found, 0.0)
 
 
-def cp_exchanges(kind: Array, passes: Array) -> Array:
-    """How many of them a layer and micro-batch make; `passes`: forward, backward and recomputed ones."""
-    return np.where(kind == code("cp_kind", "all_to_all"), passes, passes + 1)
-
-
 def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Array, hidden: float) -> Array:
     """Of all exchanges of a layer, what attention does not hide. `attention`: seconds of all its passes."""
     beside = hidden * np.minimum(seconds, attention * (candidates.cp - 1) / candidates.cp)

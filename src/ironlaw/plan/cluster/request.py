@@ -40,6 +40,7 @@ class ClusterStep:
     flash: bool = True  # where the accelerator has it; else attention's scores are materialised
     config: RunConfig | None = None  # of a run around the model, where there is one
     recipe: tuple[StepBatch, Recipe] | None = None  # what has been decided of our own trainer's run
+    excluded: Callable[[Layout], str | None] | None = None  # why a search must leave a layout out, or None
 
     @cached_property
     def system(self) -> ClusterSystem:
@@ -65,14 +66,13 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class ClusterRequest(ClusterStep):
-    """`layout` is the one to plan, or None to search; `excluded` names what a search must leave out, and why."""
+    """`layout` is the one to plan, or None to search."""
 
     engine: str = DEFAULT_ENGINE
     steps: int = 1
     assumed: Sequence[Assumption] = ()
     prices: Prices = field(default_factory=Prices)
     layout: Layout | None = None
-    excluded: Callable[[Layout], str | None] | None = None
 
     @property
     def tokens_per_step(self) -> int:

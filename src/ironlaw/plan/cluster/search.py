@@ -77,17 +77,10 @@ BEATEN = "slower than what was found, before saving memory"
 """Reason that rules out recomputing and offloading variants of a layout."""
 
 
-def search(
-    asked: ClusterStep,
-    *,
-    keep: int = 20,
-    excluded: Callable[[Layout], str | None] | None = None,
-    hybrid: bool = True,
-    fastest_alone: bool = False,
-) -> SearchResult:
+def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_alone: bool = False) -> SearchResult:
     """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
 
-    `excluded` gives the reason why a layout must not be considered; those are counted as ruled out by it.
+    What the step excludes is counted as ruled out by the reason that it gives.
     Without `hybrid` no groups of replicas that share one sharded copy: a third of the work for hardly less speed.
     With `fastest_alone` only layouts that may be the fastest are planned: the ranking holds it and others of the `keep`
     fastest, and neither the counts nor `safest` mean anything.
@@ -101,8 +94,8 @@ def search(
     if len(table):
         refused: dict[str, int] = {}
         table = _able(table, chosen, model, refused)
-        if excluded is not None:
-            table = _permitted(table, excluded, refused)
+        if asked.excluded is not None:
+            table = _permitted(table, asked.excluded, refused)
         constraints |= refused
         if not len(table):
             reasons = "; or ".join(refused)
@@ -113,7 +106,7 @@ def search(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
     table = table[np.argsort(table["pp"], kind="stable")]  # alike ones share shapes
-    running = _Search(asked, keep, excluded, constraints, fastest_alone)
+    running = _Search(asked, keep, constraints, fastest_alone)
     running.learn_blocks(table)
     if fastest_alone:
         running.plan_fastest(table)
@@ -141,7 +134,6 @@ class _Search:
 
     asked: ClusterStep
     keep: int
-    excluded: Callable[[Layout], str | None] | None
     constraints: dict[str, int]
     fastest_alone: bool
     planned: int = 0
@@ -257,8 +249,8 @@ class _Search:
         # A layout's variants are next to each other.
         spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
         spread = _able(spread, self.where.engine, self.asked.model, self.constraints)
-        if self.excluded is not None:
-            spread = _permitted(spread, self.excluded, self.constraints)
+        if self.asked.excluded is not None:
+            spread = _permitted(spread, self.asked.excluded, self.constraints)
         if len(spread):
             self.plan(spread)
 

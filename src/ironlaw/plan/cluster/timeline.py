@@ -24,7 +24,7 @@ import numpy as np
 
 from ironlaw.ledger import Phase
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.cluster.collective_costs import context_kinds, cp_exchanges, exposed
+from ironlaw.plan.cluster.collective_costs import context_kinds, exposed
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts
@@ -153,7 +153,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     # Megatron's selective recomputation repeats attention with its exchange.
     repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
-    cp_passes = cp_exchanges(kind, 2 + repeated)
+    cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of what was gathered are scattered
     attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
     cp_exposed = exposed(costs.cp_layer * cp_passes * slow["cp"], candidates, kind, attention, engine.cp_hidden)
     device = forward + backward + again + tp_exposed + cp_exposed + ep_exposed

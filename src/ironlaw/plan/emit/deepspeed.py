@@ -7,7 +7,7 @@ from typing import Any
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.request import ClusterRequest
-from ironlaw.plan.emit.options import first_reason
+from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout
 
 

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import tomli_w
+
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.update_cost import NAMES
 from ironlaw.plan.emit.accelerate import accelerate_cannot, accelerate_config
 from ironlaw.plan.emit.deepspeed import deepspeed_cannot, deepspeed_config
-from ironlaw.plan.emit.ironlaw import IRONLAW_OPTIMIZERS, ironlaw_config
 from ironlaw.plan.emit.megatron import OPTIMIZER_FLAGS, PRECISION_FLAGS, megatron_cannot, megatron_config
 from ironlaw.plan.emit.torchtitan import torchtitan_cannot, torchtitan_config
 from ironlaw.plan.recipe import not_trained_here
@@ -73,6 +74,36 @@ def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     return {"trainer": name, "format": trainer.format, "text": text, "notes": notes}
 
 
+def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    """A config file of our own trainer."""
+    document: dict[str, Any] = {
+        "model": request.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+        "train": {
+            "steps": request.steps,
+            "global_batch": request.global_batch,
+            "micro_batch": layout.micro_batch,
+            "sequence": request.sequence,
+            "precision": request.precision,
+        },
+        "optimizer": {"name": request.optimizer},
+    }
+    notes = ["for `ironlaw train`; [data] is yours to add"]
+    if layout.recompute.mode != "none":
+        document["recompute"] = layout.recompute.section()
+    if layout.offload != "none":
+        document["train"]["offload"] = layout.offload
+    if layout.accelerators > 1:
+        words = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual_stages", "schedule", "cp", "ep")
+        plain = Layout()
+        document["layout"] = {
+            word: getattr(layout, word)
+            for word in words
+            if word == "dp" or getattr(layout, word) != getattr(plain, word)
+        }
+        notes.append(f"start {layout.accelerators} processes with torchrun, one per device")
+    return tomli_w.dumps(document), notes
+
+
 WIDE = ("bf16", "fp16", "fp32")
 TRAINERS = {
     trainer.name: trainer
@@ -83,7 +114,7 @@ TRAINERS = {
                        megatron_cannot, megatron_config),
         TrainerOptions("deepspeed", "json", "megatron-deepspeed", WIDE, NAMES, deepspeed_cannot, deepspeed_config),
         TrainerOptions("accelerate", "yaml", "composer-fsdp", WIDE, NAMES, accelerate_cannot, accelerate_config),
-        TrainerOptions("ironlaw", "toml", "ironlaw", (*WIDE, "tf32"), IRONLAW_OPTIMIZERS, not_trained_here,
+        TrainerOptions("ironlaw", "toml", "ironlaw", (*WIDE, "tf32"), NAMES, not_trained_here,
                        ironlaw_config),
     )
 }  # fmt: skip

@@ -12,7 +12,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.request import ClusterRequest
-from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
+from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import AGAIN
 
@@ -121,11 +121,6 @@ def _rounder_counts(cluster: Cluster) -> list[int]:
     return sorted(n for n in rounder if 0 < n < count) if count % node_size or count & (count - 1) else []
 
 
-def search_layouts(request: ClusterRequest, **options: Any) -> SearchResult:
-    """All layouts of what was asked, ranked, as `search` does with these options."""
-    return search(request, excluded=request.excluded, **options)
-
-
 def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
     """The same work on half, twice, four times ... the accelerators, until doubling stops paying."""
     count = request.cluster.count
@@ -151,7 +146,7 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
 def fastest(request: ClusterRequest) -> RankedLayout | None:
     """The layout of what was asked; None where none fits or can be formed."""
     try:
-        found = search_layouts(request, keep=1, hybrid=False, fastest_alone=True)
+        found = search(request, keep=1, hybrid=False, fastest_alone=True)
     except UserError:
         return None
     return found.best[0] if found.best else None
@@ -191,7 +186,7 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
     for _, other in sorted(larger, key=lambda pair: (pair[0], pair[1].name)):
         swapped = Cluster(other, request.cluster.count, node(other.default_node))
         try:
-            if search_layouts(replace(request, cluster=swapped), keep=1, fastest_alone=True).best:
+            if search(replace(request, cluster=swapped), keep=1, fastest_alone=True).best:
                 return other.name
         except UserError:
             continue

@@ -14,11 +14,11 @@ from ironlaw.plan.cluster.estimate import ClusterPlan, bounded, plan_cluster
 from ironlaw.plan.cluster.intervals import evidence
 from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.request import ClusterRequest
-from ironlaw.plan.cluster.search import RankedLayout, SearchResult
+from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
 from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import PlanOutcome
-from ironlaw.plan.requests.advice import first_change, scaling, search_layouts, terms, would_fit
+from ironlaw.plan.requests.advice import first_change, scaling, terms, would_fit
 from ironlaw.plan.requests.communication_savings import cluster_savings
 from ironlaw.workload.layout import Layout
 
@@ -35,7 +35,7 @@ SIMPLE_AT_MOST = 1.01
 
 def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
-    found = search_layouts(request, keep=KEPT) if request.layout is None else None
+    found = search(request, keep=KEPT) if request.layout is None else None
     where = request.system
     if found is not None:
         layout, plan, choice = _best_layout(request, found, usable_bytes(where))
@@ -151,7 +151,7 @@ def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, A
     }  # fmt: skip
     more: dict[str, Any] = {"budget": {}, "margin": margin}
     if request.layout is not None:
-        found = search_layouts(request, keep=KEPT)
+        found = search(request, keep=KEPT)
         if found.best:
             return more | {"would_fit": [f'--layout "{chosen(request, found, limit)[0].layout}"']}
     return more | {"would_fit": would_fit(request)}

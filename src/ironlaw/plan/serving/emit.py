@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ironlaw.catalog.models import repository
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.plan.emit.options import given
+from ironlaw.plan.emit import given
 from ironlaw.plan.serving.estimate import Served
 from ironlaw.plan.serving.request import ServeRequest
 

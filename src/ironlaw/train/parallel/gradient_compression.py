@@ -77,7 +77,7 @@ class PowerSGD(StepPlugin):
     def held(self) -> Any:
         return [self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict]
 
-    # -- checkpoints: `Spread` of train/parallel/store.py ----------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.state.iter}

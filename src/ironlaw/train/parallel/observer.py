@@ -182,21 +182,18 @@ def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
             for phase in Phase
             if phase in found
         }
-    sums: dict[str, Line] = {}
-    for one in everybodys:
-        for call in one["communication"]:
-            name = f"{call['dimension']} {call['kind']}"
-            known = sums.get(
-                name, Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, bytes_moved=0.0, seconds=0.0,
-                           origin=Origin.MEASURED)
-            )  # fmt: skip
-            sums[name] = replace(
-                known, bytes_moved=(known.bytes_moved or 0.0) + call["bytes"] / count,
-                seconds=(known.seconds or 0.0) + call["exposed_seconds"] / count,
-                count=max(known.count or 0, round(call["count"])),
-            )  # fmt: skip
+    calls: dict[str, list[dict[str, Any]]] = {}
+    for call in (call for one in everybodys for call in one["communication"]):
+        calls.setdefault(f"{call['dimension']} {call['kind']}", []).append(call)
+    lines = [
+        Line(
+            Phase.COMMUNICATION, Kind.COLLECTIVE, name, count=max(round(call["count"]) for call in of),
+            bytes_moved=sum(call["bytes"] / count for call in of),
+            seconds=sum(call["exposed_seconds"] / count for call in of), origin=Origin.MEASURED,
+        )
+        for name, of in calls.items()
+    ]  # fmt: skip
     waited = ledger.phase_seconds.get(Phase.COMMUNICATION)
-    lines = list(sums.values())
     if waited is not None:
         rest = waited - sum(line.seconds or 0.0 for line in lines)
         if rest > 1e-6:

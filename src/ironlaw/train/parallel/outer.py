@@ -102,7 +102,7 @@ class Outer(StepPlugin):
     def held(self) -> Any:
         return [*self.common, *self.optimizer.state.values()]
 
-    # -- checkpoints: `Spread` of train/parallel/store.py ----------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, Tensor]:
         """Common weights under the run's own names, and the outer momentum."""

@@ -1,6 +1,7 @@
 """What a setting of `[communication]` adds to a step on many ranks: the step asks each plug-in, and knows none by name.
 
-Its state lies in checkpoints under `name`, its tensors rank by rank (`Spread` of `store.py`).
+Its state lies in checkpoints under `name`, its tensors rank by rank, by names of their own (`store.py`); so does an
+average of the weights, on one process too.
 """
 
 from __future__ import annotations

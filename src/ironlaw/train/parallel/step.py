@@ -199,10 +199,10 @@ class LayoutStep(Step):
     def _loss_scale(self) -> float:
         """What this rank's loss is multiplied with. Its gradients are averaged with others', those of one process added
         up: divided by their number, they have its size, and overflow where it does."""
-        return self.scale.scaler.get_scale() / self.averaging if self.scale.enabled else 1.0
+        return self.scale.get_scale() / self.averaging if self.scale.is_enabled() else 1.0
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return loss * self._loss_scale() if self.scale.enabled else loss
+        return loss * self._loss_scale() if self.scale.is_enabled() else loss
 
     def _weights(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where rows have unequal numbers of targets: what a sum of losses is multiplied with, and for every row what
@@ -318,7 +318,7 @@ class LayoutStep(Step):
         gradients = [local_part(p.grad) for p in self.applied.parameters() if p.grad is not None]
         if shrink != 1.0 and gradients:
             torch._foreach_mul_(gradients, shrink)
-        if self.scale.enabled:  # from the same numbers, so that no rank skips alone
+        if self.scale.is_enabled():  # from the same numbers, so that no rank skips alone
             self.overflowed = not all(map(math.isfinite, norms))
             self.scale.decided(self.overflowed)
         return mean, norms[0], flags > 0, sums[sites:]

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.model.parameters import Parameter, model_parameters
-from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import STATE
 from ironlaw.train.parallel.materialize import Parts, pieces, read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
@@ -34,8 +33,6 @@ from ironlaw.workload.optimizers import OptimizerConfig
 
 NAME = "sharded"
 FOLDER = "shards"
-Spread = StepPlugin | WeightAverage
-"""States of which every rank has tensors of its own. They go the way of weights and moments, by name."""
 
 
 class ShardedFiles:
@@ -53,7 +50,7 @@ class ShardedFiles:
         # Copies are not written: the original is on this rank, or on one that writes it.
         tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not name.endswith(COPY)}
         for part in states.values():
-            if isinstance(part, Spread):
+            if isinstance(part, StepPlugin):
                 tensors = part.saved(tensors)
         rest = {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.first else {}
         return tensors, host_copy(rest)
@@ -75,7 +72,7 @@ class ShardedFiles:
             _init_optim_state(optimizer)  # type: ignore[arg-type]  # tensors to read into: one update by nothing
         # Two tensors may read the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
-        spread = [part for part in states.values() if isinstance(part, Spread)]
+        spread = [part for part in states.values() if isinstance(part, StepPlugin)]
         alone = not (folder / FOLDER).is_dir()  # written by one process
         known = {} if not spread else _of_one_process(folder) if alone else _known(folder)
         for part in spread:

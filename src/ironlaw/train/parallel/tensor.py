@@ -90,9 +90,9 @@ def _attention(here: str, block: nn.Module, stream: Placement) -> dict[str, obje
     if isinstance(cast(Block, block).attention, LatentAttention):
         return {
             here + "attention": PartOfSum(stream),
-            here + "attention.query_up": Part(0),
-            here + "attention.latent_up": Part(0),
-            here + "attention.out": Part(1),
+            here + "attention.query_up": DividedLinear(0),
+            here + "attention.latent_up": DividedLinear(0),
+            here + "attention.out": DividedLinear(1),
         }
     return {
         # The input is a DTensor for all three: their gradients add up before they are reduced, once.
@@ -120,9 +120,9 @@ def _feed_forward(here: str, block: nn.Module, stream: Placement) -> dict[str, o
         return styles
     styles = {here + "ffn": PartOfSum(stream)}
     if ffn.shared is not None:
-        styles |= {here + "ffn.shared.up": Part(0), here + "ffn.shared.down": Part(1)}
+        styles |= {here + "ffn.shared.up": DividedLinear(0), here + "ffn.shared.down": DividedLinear(1)}
         if ffn.shared.gate is not None:
-            styles[here + "ffn.shared.gate"] = Part(0)
+            styles[here + "ffn.shared.gate"] = DividedLinear(0)
     return styles
 
 
@@ -152,7 +152,7 @@ class PartOfSum(ParallelStyle):
         return module
 
 
-class Part(ParallelStyle):
+class DividedLinear(ParallelStyle):
     """A linear layer of which every rank has a part and computes with it alone: outputs (0) or inputs (1) divided."""
 
     def __init__(self, dimension: int) -> None:
