@@ -12,7 +12,7 @@ from torch import nn
 import ironlaw
 from ironlaw.ledger import Ledger
 from ironlaw.observe.inputs import padding
-from ironlaw.observe.user_code import padding_line
+from ironlaw.observe.user_code import clipping_line, padding_line
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -189,3 +189,11 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
             optimizer.step()
             optimizer.zero_grad()
     assert facts_of(tmp_path / "run")["unread_values"] is None
+
+
+def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
+    by_hand, whole = tmp_path / "by_hand.py", tmp_path / "whole.py"
+    by_hand.write_text("for p in model.parameters():\n    nn.utils.clip_grad_norm_(p, 1.0)\n")
+    whole.write_text("import torch\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n")
+    assert clipping_line([str(by_hand)]) is None
+    assert clipping_line([str(by_hand), str(whole)]) == f"{whole}:2"

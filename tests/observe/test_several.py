@@ -82,6 +82,10 @@ def test_a_machine_measured_with_other_threads_gives_a_plan_that_says_so(
     assert "measured with 4 threads, run with 1" in step.basis
     assert step.low is not None and step.high is not None and step.high > 3 * step.low
     assert plan.facts["matmul_peak_flops_per_second"] == profile.matmul_peak("fp32") / 2
+    assert any(remedy.name == "threads" for remedy in explain_observed(tmp_path / "run", profile).remedies)
+    document["facts"]["rank_own_seconds"] = [0.1, 0.1, 0.1, 0.1]  # four ranks share the four cores
+    file.write_text(json.dumps(document))
+    assert not any(remedy.name == "threads" for remedy in explain_observed(tmp_path / "run", profile).remedies)
 
 
 def planned_beside(

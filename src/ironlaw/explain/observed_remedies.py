@@ -95,8 +95,9 @@ def _straggler(now: ObservedPlans) -> list[Proposal]:
 
 
 def _threads(now: ObservedPlans) -> list[Proposal]:
-    gains = now.fact("thread_gain")
-    if gains is None:
+    gains, ranks = now.fact("thread_gain"), len(now.fact("rank_own_seconds") or [0])
+    # Ranks share the cores; what was timed at the end of one had those of the others, too.
+    if gains is None or now.fact("threads") < now.fact("cores") <= now.fact("threads") * ranks:
         return []
     saved = sum(
         (x.seconds or 0.0) * gains["matmul" if x.kind in (Kind.MATMUL, Kind.ATTENTION) else "elementwise"]

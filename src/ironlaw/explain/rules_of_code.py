@@ -144,11 +144,14 @@ def _batch_gain(e: RunEvidence) -> float | None:
 
 
 def _by_hand(e: RunEvidence) -> float | None:
-    """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
-    lines, place = e.lines(Phase.OPTIMIZER), (e.fact("places") or {}).get("update")
-    if not lines or place is None:
+    """Time between the backward pass and the end of the update that lines other than the optimizer's call take, and
+    other than PyTorch's own clipping: where that is long, the batch is small."""
+    lines, places = e.lines(Phase.OPTIMIZER), e.fact("places") or {}
+    if not lines or "update" not in places:
         return None
-    return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
+    usual = {places["update"], places.get("clipping")}
+    by_hand = sum(share for line, share in lines if line not in usual and line.partition(" (in ")[0] not in usual)
+    return by_hand * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
 def _by_hand_figures(e: RunEvidence) -> list[str]:
@@ -283,7 +286,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
         "The loop itself works on gradients or weights beside the optimizer's update: {share} of the step.",
         "torch._foreach_ functions, torch.nn.utils.clip_grad_norm_, torch.optim.swa_utils, or every so many steps",
-        "clipping by PyTorch's own function takes under 5%", _by_hand_figures,
+        "a tenth of the step is more than what loops log or count there", _by_hand_figures,
     ),
     Rule(
         "attention_kernel", Axis.ALGORITHM, 0.05, _gain("native"),

@@ -26,6 +26,7 @@ from ironlaw.observe.inputs import padding
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
+    clipping_line,
     files_of,
     growing_line,
     holder_of,
@@ -274,6 +275,7 @@ class Habits:
         """Rule -> the line that it is about, where the run or the text of the code tells."""
         seen = {rule: self.lines[what].most_common(1)[0][0] for rule, what in SEEN.items() if self.lines[what]}
         named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
+        named["clipping"] = clipping_line(self._files)
         found = seen | {rule: place for rule, place in named.items() if place}
         return {rule: place for rule, place in found.items() if place != "?"}
 

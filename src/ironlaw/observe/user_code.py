@@ -113,6 +113,16 @@ def line_calling(names: Sequence[str], files: Sequence[str]) -> str | None:
     return None
 
 
+def clipping_line(files: Sequence[str]) -> str | None:
+    """Where PyTorch clips all gradients of a model at once."""
+    for file, node in _nodes(files):
+        match node:
+            case ast.Call(args=[ast.Call(func=called), *_]) if _last_name(called) == "parameters":
+                if _last_name(node.func) in ("clip_grad_norm_", "clip_grad_value_"):
+                    return f"{file}:{node.lineno}"
+    return None
+
+
 def padding_line(files: Sequence[str]) -> str | None:
     """Where rows are filled up, by what code calls it: a function before a keyword before a variable."""
     found = []
