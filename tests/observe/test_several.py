@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 
 import ironlaw
 from ironlaw.explain.observed import explain_observed
-from ironlaw.ledger import Ledger, Phase
+from ironlaw.explain.observed_remedies import _threads
+from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
 from ironlaw.workload.trace import trace
@@ -82,10 +85,15 @@ def test_a_machine_measured_with_other_threads_gives_a_plan_that_says_so(
     assert "measured with 4 threads, run with 1" in step.basis
     assert step.low is not None and step.high is not None and step.high > 3 * step.low
     assert plan.facts["matmul_peak_flops_per_second"] == profile.matmul_peak("fp32") / 2
-    assert any(remedy.name == "threads" for remedy in explain_observed(tmp_path / "run", profile).remedies)
-    document["facts"]["rank_own_seconds"] = [0.1, 0.1, 0.1, 0.1]  # four ranks share the four cores
-    file.write_text(json.dumps(document))
-    assert not any(remedy.name == "threads" for remedy in explain_observed(tmp_path / "run", profile).remedies)
+
+
+@pytest.mark.parametrize(("ranks", "offered"), [(1, True), (4, False)])
+def test_ranks_that_share_the_cores_are_offered_no_threads(ranks: int, offered: bool) -> None:
+    facts = {"threads": 1, "cores": 4, "thread_gain": {"matmul": 0.5, "elementwise": 0.2},
+             "rank_own_seconds": [0.1] * ranks}  # fmt: skip
+    line = SimpleNamespace(kind=Kind.MATMUL, seconds=0.1)
+    now: Any = SimpleNamespace(fact=facts.get, lines=[line], step=0.2, steps=10)
+    assert bool(_threads(now)) is offered
 
 
 def planned_beside(
