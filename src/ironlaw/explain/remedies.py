@@ -67,8 +67,8 @@ def _faster_formats(now: Situation) -> Iterable[Proposal]:
     from ironlaw.train.parallel.planning import plan_on_accelerators
 
     try:
-        accelerator, _ = accelerator_of(now.profile.name)
-        before = plan_on_accelerators(now.config, now.profile, ranks_of(now.run))
+        accelerator, ranks = accelerator_of(now.profile.name)[0], ranks_of(now.run)
+        before = plan_on_accelerators(now.config, now.profile, ranks)
     except UserError:  # nobody catalogued it
         return
     for name, recipe in precision_recipes().items():
@@ -76,7 +76,7 @@ def _faster_formats(now: Situation) -> Iterable[Proposal]:
         try:
             if not recipe.library or not number_format(name).multiplied_by(accelerator):
                 continue
-            after = plan_on_accelerators(with_settings(now.config, settings), now.profile, ranks_of(now.run))
+            after = plan_on_accelerators(with_settings(now.config, settings), now.profile, ranks)
         except UserError:  # not with this model, or these adapters
             continue
         gain, basis = 1 - after.step_seconds / before.step_seconds, f"planned by {accelerator.name}'s catalogued rates"

@@ -150,8 +150,7 @@ def _by_hand(e: RunEvidence) -> float | None:
     if not lines or "update" not in places:
         return None
     usual = {places["update"], places.get("clipping")}
-    by_hand = sum(share for line, share in lines if line not in usual and line.partition(" (in ")[0] not in usual)
-    return by_hand * (e.phase_share(Phase.OPTIMIZER) or 0.0)
+    return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
 def _by_hand_figures(e: RunEvidence) -> list[str]:

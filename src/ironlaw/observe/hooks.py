@@ -127,9 +127,10 @@ def _watch_optimizers(
         return (args, kwargs | {"closure": within}) if "closure" in kwargs else ((args[0], within, *args[2:]), kwargs)
 
     def ends(optimizer: Any, *_: Any) -> None:
-        if role(optimizer) is not None:
+        done = role(optimizer)
+        if done is not None:
             partition.end()
-            if role(optimizer) is optimizers[-1]:
+            if done is optimizers[-1]:
                 listener.stepped()
 
     def clearing(original: Any) -> Any:
