@@ -71,6 +71,7 @@ def test_factors_and_parts_of_heads() -> None:
         ("gemma-3-1b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "write rope_type"),
         ("glm-4-9b", {"partial_rotary_factor": None}, "partial_rotary_factor = None"),
         ("olmo-2-7b", {"model_type": "olmo3", "rope_theta": 20_000.0}, "in two ways"),
+        ("olmo-2-7b", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "write one table"),
         ("olmo-2-7b", {"is_causal": False}, "is_causal"),
         ("command-r7b", {"head_dim": 64}, "head_dim = 64"),
         ("bloom-7b1", {"n_head": 16}, "n_head = 16"),

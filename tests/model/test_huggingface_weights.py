@@ -17,7 +17,7 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, read_config, to_fields
-from ironlaw.model.huggingface.weights import check_weights, load_weights, stored_type, write_model
+from ironlaw.model.huggingface.weights import check_weights, load_weights, read_weights, stored_type, write_model
 from ironlaw.model.transformer import Transformer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: nothing here needs the network
@@ -189,6 +189,30 @@ def test_files_of_the_bare_gpt2_with_its_masks_and_a_shorter_context(tmp_path: P
     tokens = torch.randint(0, 70, (1, 16))
     with torch.no_grad():
         assert torch.equal(other(tokens), model(tokens))
+
+
+def test_of_one_file_and_an_older_index_the_file_is_read(tmp_path: Path) -> None:
+    """As `transformers` does; and what is not weights of this model in plain numbers is refused."""
+    config = ModelConfig(**MODELS["llama"])
+    write_model(tmp_path / "old", config, random_model(config).state_dict())
+    shard, index = tmp_path / "model-1.safetensors", tmp_path / "model.safetensors.index.json"
+    (tmp_path / "old" / "model.safetensors").rename(shard)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(shard), shard.name)}), encoding="utf-8")
+    weights = {name: 2 * tensor for name, tensor in random_model(config).state_dict().items()}
+    write_model(tmp_path, config, weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_weights(tmp_path, config))
+    (tmp_path / "model.safetensors").unlink()
+    shard.unlink()
+    with pytest.raises(UserError, match=r"no weights at .*model-1.safetensors"):
+        check_weights(tmp_path, config)
+    write_model(tmp_path, config, weights)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(UserError, match="an adapter beside the weights: merge it"):
+        check_weights(tmp_path, config)
+    fields = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match=r"in few bits \(fp8\): convert them"):
+        check_weights(tmp_path, config)
 
 
 def test_wrong_weights_are_one_line(tmp_path: Path) -> None:

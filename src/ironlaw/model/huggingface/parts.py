@@ -59,6 +59,8 @@ class Rope:
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
         newer: Fields = fields.get("rope_parameters") or {}
+        if "full_attention" in newer and not self.by_kind:
+            raise UserError("rope_parameters with a table of each kind of layer is not supported here: write one table")
         table = {**newer.get("full_attention", newer), **(fields.get("rope_scaling") or {})}
         if self.by_kind:
             _check_kinds(newer, table)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, write_json
+from ironlaw.files import known_json, read_json, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
 from ironlaw.model.huggingface.families import FAMILIES
@@ -36,13 +36,17 @@ class _Files:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
+        # Where both are there, an index is of older files: `transformers` takes the single one.
+        single = (folder / SINGLE).is_file() or not (folder / SHARDED).is_file()
+        path = None
         try:
-            for path in _shards(folder) if (folder / SHARDED).is_file() else [folder / SINGLE]:
+            for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
-        except FileNotFoundError as error:
-            missing = error.filename or folder / SINGLE
-            raise UserError(f"no weights at {missing}: give a directory with {SINGLE} or {SHARDED}") from None
+        except FileNotFoundError:
+            raise UserError(
+                f"no weights at {path}: give a directory with {SINGLE}, or {SHARDED} and all its files"
+            ) from None
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
         # Files of the bare GPT-2, without its output layer, leave out the first part of the names.
@@ -95,13 +99,19 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     """UserError when the files in `folder` are not weights of `config`; reads their headers only."""
     from ironlaw.model.transformer import Transformer
 
+    held = known_json(folder / "config.json").get("quantization_config")
+    if held:
+        method = held.get("quant_method") if isinstance(held, dict) else held
+        raise UserError(f"the weights in {folder} are stored in few bits ({method}): convert them to bf16 first")
+    if (folder / "adapter_model.safetensors").is_file():
+        raise UserError(
+            f"{folder} holds an adapter beside the weights: merge it, or start from it (finetune.start_from)"
+        )
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
     with ExitStack() as stack:
         files = _Files(folder, stack)
         known: set[str] = set()
-        if any(name.endswith(".weight_scale_inv") for name in files.names):  # as DeepSeek-V3 was released
-            raise UserError(f"the weights in {folder} are stored in 8 bits: convert them to bf16 first")
         for entry in entries(config, names_of(folder, config)):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
