@@ -13,6 +13,7 @@ import torch
 
 import ironlaw
 from ironlaw.api import ExplainResult, PlanResult, TrainResult
+from ironlaw.config import build_config, with_settings
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,46 @@ def test_settings_change_every_form_of_config(
         assert 2 * half.flops_per_step.value == whole.flops_per_step.value
     with pytest.raises(ironlaw.UserError, match=r"train\.step.*train\.steps"):
         ironlaw.plan(tiny_document(), settings={"train.step": 4})
+
+
+WRONG: dict[str, Any] = {
+    "what": [None, 3, b"gpt2", ("a",), object()], "on": [3, "", []],
+    "settings": ["x=1", 3, {3: 4}, {"train.steps": None}],
+    "tokens": [5e9, [], ""], "steps": ["3", 0, -1, 1.5, True, 10**30], "sequence": [0, "3", 10**30],
+    "global_batch": [-1, 0, 2.5, 10**30], "precision": [3], "layout": [{"dp": 8}], "network": [[]], "serve": [3, ""],
+    "price_per_hour": ["x", -1, 0, float("nan"), float("inf")], "nonsense": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_arguments_of_the_wrong_type_are_one_line(name: str, value: Any) -> None:
+    given = {"what": "gpt2", "on": "8xh100-sxm-80gb", name: value}
+    with pytest.raises(ironlaw.UserError) as error:
+        ironlaw.plan(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_run_no_module_and_no_port_is_one_line(run: TrainResult, tmp_path: Path) -> None:
+    module = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    observe: Any = ironlaw.observe
+    anything: Any = module
+    for call in (
+        lambda: ironlaw.train(anything), lambda: ironlaw.explain(anything), lambda: ironlaw.serve(anything),
+        lambda: ironlaw.train({}, out=anything), lambda: ironlaw.explain(run, anything),
+        lambda: ironlaw.serve(run, port=99_999), lambda: observe(optimizer, module), lambda: observe(None, optimizer),
+        lambda: observe([module, 3], optimizer), lambda: observe(module, [optimizer, "x"]), lambda: observe("x", "y"),
+        lambda: observe(module, optimizer, 3), lambda: observe(module, optimizer, tmp_path, profile_steps=1.5),
+    ):  # fmt: skip
+        with pytest.raises(ironlaw.UserError) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_settings_take_any_text_and_paths() -> None:
+    model = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 300, "context": 16}
+    found = build_config({"model": model}, overrides=with_settings({"model.name": "é😀", "data.path": Path("a b")}))
+    assert (found.model.name, found.data.path) == ("é😀", "a b")
 
 
 def test_a_run(run: TrainResult) -> None:

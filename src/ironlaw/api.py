@@ -14,14 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field
 
 from ironlaw.config import RunConfig, build_config, load_config, with_settings
 from ironlaw.errors import UserError
-from ironlaw.files import read_json_lines
+from ironlaw.files import as_path, read_json_lines
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.report.console import recorder
+from ironlaw.schema import Count, Text, checked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, Any]
 """Dotted config keys to values: `{"train.steps": 200, "optimizer.lr": 3e-4}`."""
+
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 PRE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;font-family:ui-monospace,monospace">{code}</pre>'
 
@@ -203,23 +208,24 @@ class RunningServer(Shown):
         console.print(f"{served.name}: {state}, {served.weights} weights, {served.kv} keys and values, {served.device}")
 
 
+@checked
 def plan(
     what: str | Path | Settings | RunConfig,
     *,
-    on: str | None = None,
+    on: Text | None = None,
     settings: Settings | None = None,
-    tokens: str | None = None,
-    steps: int | None = None,
-    sequence: int | None = None,
-    global_batch: int | None = None,
-    precision: str | None = None,
-    optimizer: str | None = None,
-    engine: str | None = None,
-    layout: str | None = None,
-    network: str | None = None,
-    serve: str | None = None,
-    weights: str | None = None,
-    price_per_hour: float | None = None,
+    tokens: Text | None = None,
+    steps: Count | None = None,
+    sequence: Count | None = None,
+    global_batch: Count | None = None,
+    precision: Text | None = None,
+    optimizer: Text | None = None,
+    engine: Text | None = None,
+    layout: Text | None = None,
+    network: Text | None = None,
+    serve: Text | None = None,
+    weights: Text | None = None,
+    price_per_hour: Annotated[float, Field(ge=0.0001, le=1e6)] | None = None,
 ) -> PlanResult:
     """Plan a run before it starts, or with `serve="input=1024 output=256 rate=10/s"` a served model.
 
@@ -248,6 +254,7 @@ def plan(
     return PlanResult(answer.ledger, answer.fits, answer.more)
 
 
+@checked
 def train(
     config: str | Path | Settings | RunConfig,
     *,
@@ -267,7 +274,7 @@ def train(
     from ironlaw.train.session import run_training
 
     chosen = _config(config, settings)
-    folder = Path(out) if out is not None else default_name(chosen.model.name)
+    folder = as_path(out, "out") if out is not None else default_name(chosen.model.name)
     profile = this_machine(messages().print, progress)
     live = LiveRun(recorder() if quiet else messages(), folder, None)
     with live:
@@ -312,7 +319,8 @@ def explained(run: Path, other: Path | None = None) -> tuple[dict[str, Any], Doc
     return document, run_view(document, explanation.metrics, explanation.config_text)
 
 
-def serve(path: str | Path | TrainResult, *, port: int = 0, settings: Settings | None = None) -> RunningServer:
+@checked
+def serve(path: str | Path | TrainResult, *, port: Port = 0, settings: Settings | None = None) -> RunningServer:
     """Serve a run or a Hugging Face directory over HTTP in a thread; `port` 0 is any free one. Keys of `settings` are
     those of `ironlaw serve --set`, such as `{"serve.batch": 16}`."""
     return RunningServer(_path(path), with_settings(settings), port)
@@ -347,4 +355,4 @@ def _config(config: str | Path | Settings | RunConfig, settings: Settings | None
 
 def _path(run: Any) -> Path:
     """Of a run in any form: its directory or file."""
-    return Path(getattr(run, "out", None) or getattr(run, "path", None) or run)
+    return as_path(getattr(run, "out", None) or getattr(run, "path", None) or run, "run")

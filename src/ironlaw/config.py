@@ -299,7 +299,10 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
 
 def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
     """`{"train.steps": 200}` as `section.key=value`, which `--set` takes."""
-    return [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
+    for key, value in (settings or {}).items():
+        if value is None:
+            raise UserError(f"{key} = None says nothing: leave it out")
+    return [f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in (settings or {}).items()]
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -19,13 +19,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, shortened
 
 TEXT_LIMIT_BYTES = 2**28
 """Of a file that is read whole: configs, profiles, tables of runs. The largest known are some megabytes."""
 
 LINE_LIMIT_BYTES = 2**24
 """Of metrics and records; a longer line is none of ours."""
+
+
+def as_path(given: object, what: str) -> Path:
+    """The path that somebody gave from Python for `what`."""
+    if isinstance(given, Path) or (isinstance(given, str) and given and "\0" not in given):
+        return Path(given)
+    raise UserError(f"{what} = {shortened(' '.join(repr(given).split()))} is no path: give text or a pathlib.Path")
 
 
 def cache_folder() -> Path:

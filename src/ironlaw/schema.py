@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Annotated, Any, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, validate_call
 
-from ironlaw.errors import LARGEST
+from ironlaw.errors import LARGEST, UserError, shortened
 
 LONGEST = 4096  # characters, as the longest path
 Refusals = Iterator[tuple[object, str]]
 """What must not hold of a config, and where it does, what is wrong and what to write instead."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Text = Annotated[str, Field(min_length=1, max_length=LONGEST)]
+Count = Annotated[int, Field(gt=0, le=LARGEST)]
 
 
 class Section(BaseModel):
@@ -57,3 +65,28 @@ def refuse(refusals: Refusals) -> None:
     for holds, message in refusals:
         if holds:
             raise ValueError(message)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, whose arguments must have the types that it is annotated with: else a UserError of one line."""
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, defer_build=True)
+    call, names = validate_call(config=strict)(function), list(inspect.signature(function).parameters)
+
+    @wraps(function)
+    def checked_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except ValidationError as error:
+            if error.title != function.__name__:
+                raise
+            first, *others = error.errors()
+            where = first["loc"][0]
+            name = names[where] if isinstance(where, int) and where < len(names) else where
+            wanted = [
+                first["msg"],
+                *(e["msg"].removeprefix("Input should be ") for e in others if e["loc"][0] == where),
+            ]
+            given = shortened(" ".join(repr(first["input"]).split()))
+            raise UserError(f"{function.__name__}: {name} = {given}: {' or '.join(dict.fromkeys(wanted))}") from None
+
+    return checked_call

@@ -149,6 +149,7 @@ SETTINGS = (
     "recompute.budget=1.1.1GB", "optimizer.name=adamw2", "optimizer.no_decay=['nothing']", "optimizer.rank=0",
     "tracking.to=['x']", "tracking.to=x", "layout.schedule=x", "model=3", "train=3", "=", "a.b.c.d=1", "train.steps.x=1",
     "train.=1", "..=1", "train.steps", "model.moe.x=1", "model.moe=1", "model.moe.experts=0", "model.latent.x=1",
+    "data.format=[]", "data.format={a=1}", "data.sources=[{format=[1]}]", "model.parallel_norms=true",
     "data.sources=[]x", "data.sources=['x']", "data.sources=[{}]", "data.cache=", "model.rope_scaling=3",
     "model.rope_scaling={a='b'}", "optimizer.groups=[{pattern=''}]", "train.start_from=nowhere", "train.offload=x",
 )  # fmt: skip
@@ -207,6 +208,21 @@ WORDS = {
     "--tokens": ("", "0", "-5", "1Q", "1e99", "1.1.1", f"{HUGE}T", "1e400"),
     "--layout": LAYOUTS,
 }  # fmt: skip
+
+
+MODULES = b"""
+import sys
+def leaves(): sys.exit(7)
+def fails(): raise OSError("[/x]\\x1b[31m")
+def never(): return never()
+"""
+
+
+def of_modules() -> Iterator[Case]:
+    for name in ("leaves", "fails", "never", "absent"):
+        yield f"plan a module: {name}", ["plan", f"mine:{name}", "--input=x=4"], {"mine.py": MODULES}
+        yield f"plan its inputs: {name}", ["plan", "torch.nn:Identity", f"--input=mine:{name}"], {"mine.py": MODULES}
+    yield "plan a script", ["plan", "script:build", "--input=x=4"], {"script.py": b"import sys\nsys.exit(3)\n"}
 
 
 def of_words() -> Iterator[Case]:
@@ -461,6 +477,6 @@ COPY_OF_THE_RUN = _copied
 def cases() -> list[Case]:
     made = (
         of_config_files, of_paths, of_tables, of_settings, of_number_options, of_words, of_hugging_face, of_csv, of_traces,
-        of_texts, of_outputs, of_runs, of_serving, of_finetuning,
+        of_texts, of_outputs, of_runs, of_serving, of_finetuning, of_modules,
     )  # fmt: skip
     return [case for make in made for case in make()]

@@ -98,6 +98,17 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("Mellanox HDR 200Gb/s x 4", 100, "infiniband"),
         ("HPE Slingshot 200 Gbit/s per NIC, 4 NICs per node", 100, "slingshot"),
         ("EFA 3,200Gbps ENA 200Gbps", 400, "efa"),
+        ("HDR-200 x4", 100, "infiniband"),
+        ("HDR200 x4 per node", 100, "infiniband"),
+        ("Omni-Path 100 x4", 50, "infiniband"),
+        ("100 Gigabit Ethernet x 8", 100, "roce"),
+        ("Spectrum-X 400GbE x8", 400, "roce"),
+        ("200 GBps IB x 4", 100, "infiniband"),
+        # Words for one, slower rates of the same port, what a node lacks.
+        ("one 400Gb/s InfiniBand port", 50, "infiniband"),
+        ("4x NVIDIA BlueField-3 400Gb/s", 200, "infiniband"),
+        ("1/10/25/100GbE", 12.5, "roce"),
+        ("2x 25 Gb/s Ethernet, no InfiniBand", 6.25, "roce"),
     ],
 )
 def test_networks_as_people_describe_them(text, gigabytes, fabric):

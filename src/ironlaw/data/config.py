@@ -71,7 +71,7 @@ class DataConfig(Section):
             return given
         sources = given.get("sources")
         tables = [given, *(sources if isinstance(sources, list | tuple) else ())]
-        chats = any(isinstance(table, dict) and table.get("format") in CHATS for table in tables)
+        chats = any(isinstance(table, dict) and str(table.get("format")) in CHATS for table in tables)
         return {"packing": "best_fit"} | given if chats else given
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ class Switches(Section):
     # Norms stand before each branch of a block, after it (OLMo 2), or both (Gemma 2, GLM 4).
     norm_place: Literal["pre", "post", "sandwich"] = "pre"
     # Attention and feed-forward network read the same stream, through one norm (GPT-J, Cohere) or one each (GPT-NeoX).
-    parallel_norms: Literal[0, 1, 2] = 0  # 0: one branch after the other
+    parallel_norms: int = Field(0, ge=0, le=2)  # 0: one branch after the other
     norm_bias: bool = True  # of a layernorm (not in Cohere, MPT)
     norm_weight: bool = True  # norms without parameters otherwise (OLMo)
     embedding_norm: bool = False  # BLOOM

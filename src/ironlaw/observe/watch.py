@@ -30,6 +30,7 @@ from torch.profiler import profile
 
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
+from ironlaw.files import as_path
 from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
 from ironlaw.machine.load import OtherLoad
@@ -62,6 +63,7 @@ from ironlaw.observe.updates import updates_of
 from ironlaw.package import __version__
 from ironlaw.workload.trace_kernels import tensors
 
+MOST_PROFILED = 1000  # steps
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
 PROBE_EVERY_SECONDS = 2.0  # a probe takes some 10 ms: half a percent of the loop, and in no step
@@ -82,16 +84,21 @@ class Watch:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], out: str | Path | None = None, *,
         profile_steps: int = 3, plan: bool = True, name: str | None = None,
     ) -> None:  # fmt: skip
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        models: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+        optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        if not models or not all(isinstance(m, nn.Module) for m in models):
+            raise UserError("observe(model, optimizer) needs the torch.nn.Module that the loop trains")
+        if not isinstance(profile_steps, int) or not 0 <= profile_steps <= MOST_PROFILED:
+            raise UserError(f"profile_steps = {profile_steps!r}: give a number of steps, 0 to {MOST_PROFILED}")
         self.optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # wrappers of Accelerate
         if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in self.optimizers):
             raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.out, self.plan = Path(out or f"runs/observed-{stamp}"), plan
+        self.out, self.plan = as_path(f"runs/observed-{stamp}" if out is None else out, "out"), plan
         if (self.out / "ledger.json").exists():
             raise UserError(f"{self.out} holds a run already: give another out=")
-        self.model: nn.Module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-        self.name = name or type(_inner(self.model)).__name__
+        self.model: nn.Module = model if isinstance(model, nn.Module) else nn.ModuleList(models)
+        self.name = str(name or type(_inner(self.model)).__name__)
         self.device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         self.partition = Partition(cuda=self.device.type == "cuda")
         self.metrics: list[dict[str, Any]] = []

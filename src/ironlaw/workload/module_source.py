@@ -85,7 +85,14 @@ def read_inputs(texts: Sequence[str]) -> Any:
         return [parse_input(text) for text in texts]
     if len(texts) > 1:
         raise UserError(f"{functions[0]} returns all inputs: give no other --input")
-    made = resolve_module(functions[0])()
+    try:
+        made = resolve_module(functions[0])()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{functions[0]} fails: {type(error).__name__}: {_one_line(error)}: it returns the inputs"
+        ) from error
     return made if isinstance(made, dict | list | tuple) else [made]
 
 
@@ -104,7 +111,7 @@ def resolve_module(spec: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script ends the process
         reason = _one_line(error)
         advice = install_advice(error, where)
         own = isinstance(error, ModuleNotFoundError)

@@ -137,7 +137,7 @@ def _traced(
                 module.train(before)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         size = None if parameters is None else _bytes(parameters)
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
         raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error

@@ -29,7 +29,7 @@ class Untraceable(UserError):
 
 
 def explained(
-    error: Exception, name: str, where: str, path: str, *, real: bool, parameter_bytes: int | None
+    error: BaseException, name: str, where: str, path: str, *, real: bool, parameter_bytes: int | None
 ) -> Untraceable:
     """What went wrong in one line, and what to do."""
     place = f"{where}, in {path}" if path else where
@@ -51,7 +51,7 @@ def explained(
     return Untraceable(reason, install_advice(error) or advice, parameter_bytes)
 
 
-def _line(error: Exception) -> tuple[str, bool]:
+def _line(error: BaseException) -> tuple[str, bool]:
     """The innermost line outside of torch and of this package, and whether it is the user's own."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)

@@ -22,6 +22,7 @@ FABRIC_WORDS = {
     "edr": "infiniband", "hdr": "infiniband", "ndr": "infiniband", "xdr": "infiniband", "quantum": "infiniband",
     "slingshot": "slingshot", "ici": "ici", "rdma": "infiniband", "connectx": "infiniband", "cx": "infiniband",
     "nic": "infiniband", "nics": "infiniband", "hca": "infiniband", "hcas": "infiniband",
+    "bluefield": "infiniband", "spectrum": "roce",
     "opa": "infiniband", "omni": "infiniband", "omnipath": "infiniband", "fdr": "infiniband",
 }  # fmt: skip
 """Words of an `interconnect` column, and the kind of network they mean."""
@@ -29,7 +30,7 @@ FABRIC_WORDS = {
 PLAIN = {"ethernet", "gbe", "tcp"}
 """Words that also stand for what joins a node to the rest of the house: a kind named beside them is the better one."""
 
-CARDS = {"rdma", "connectx", "cx", "nic", "nics", "hca", "hcas"}
+CARDS = {"bluefield", "rdma", "connectx", "cx", "nic", "nics", "hca", "hcas"}
 """Words that say no kind: any other overrules them."""
 
 NAMED_GBITS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "opa": 100, "omni": 100, "omnipath": 100}
@@ -42,15 +43,20 @@ FASTEST_PORT = 800e9  # bit/s: XDR, and Ethernet of 2025
 LEAST, MOST = 1e9, 1e14  # bit/s that one description of a node may come to
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-_COUNT = re.compile(r"(\d+)\s*(?:x|×|\*)\s*", re.IGNORECASE)
+_COUNT = re.compile(r"(?<![\d.])(\d{1,2})\s*(?:x|×|\*)\s*", re.IGNORECASE)  # of `HDR200 x4` the 200 is none
 _PORTS = re.compile(
     r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?"
     r"(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
     re.IGNORECASE,
 )
-_COUNT_BEHIND = re.compile(r"(?:s|[a-z]it|\b[a-z])\s*[x×*]\s*(\d{1,2})\b(?!\s*[a-z])", re.IGNORECASE)
+_COUNT_BEHIND = re.compile(
+    r"(?:s|[a-z]it|\b[a-z]|[a-z]\s+|\d{3}\s*)[x×*]\s*(\d{1,2})\b(?!\.\d|\s*[TGM](?:b|\b))", re.IGNORECASE
+)
+_DENIED = re.compile(r"\b(?:no|without)\s+\w+|(?:\d+/)+(?=\d+\s*[TG])", re.IGNORECASE)
+"""What a node does not have, and the slower rates of a port: of `10/25GbE` 25 counts."""
+
 _PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
-_WORD_COUNT = {"dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
+_WORD_COUNT = {"one": 1, "single": 1, "dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
 _RATE = re.compile(
     rf"(?P<rate>{_NUMBER})\s*-?(?P<unit>[TGM](?:i?[bB](?:(?:it|yte)s?)?)?(?:\s*/\s*s(?:ec)?|\s*ps)?(?:[eE]\b)?\b)?",
     re.IGNORECASE,
@@ -122,7 +128,7 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
     of what the nodes can send. A kind of network without a rate has that of the usual node; words that name none leave
     it as it is. UserError for figures that no network has.
     """
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect)
+    text = _DENIED.sub(" ", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect))
     text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` is four of HDR
     if _SIGN.search(text):
         raise UserError(f"network '{interconnect}': a count or a rate is above 0")
