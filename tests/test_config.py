@@ -47,6 +47,17 @@ def test_examples_load(path: Path) -> None:
         ({"model": MODEL, "train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
         ({"model": MODEL, "train": {"steps": 1.5}}, "train.steps = 1.5"),
         ({"model": MODEL, "train": {"precision": "fp4"}}, "did you mean nvfp4"),
+        (
+            {"model": MODEL, "finetune": {"targets": "q_proj"}},
+            "finetune.targets = 'q_proj': write a list, [\"q_proj\"]",
+        ),
+        (
+            {
+                "model": MODEL | {"bias": False, "moe": {"experts": 4, "experts_per_token": 2}},
+                "train": {"precision": "fp8"},
+            },
+            "does not reach experts yet",
+        ),
         ({"model": MODEL | {"heads": 5}}, "use heads = 4 or give head_size"),
         ({"model": MODEL | {"heads": 8, "kv_heads": 3}}, "use kv_heads = 2"),
         ({"model": {"name": "gpt2", "layers": -1}}, "model.layers = -1: input should be greater than 0"),

@@ -376,6 +376,8 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing: add it, or give model.name of a catalogued model"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "tuple_type":
+        message = f"write a list, [{json.dumps(problem['input'], default=str)}]"
     if not key or problem["type"] == "value_error":
         return f"{key + ': ' if key and not message.startswith(key) else ''}{message}"
     return f"{key} = {shortened(repr(problem['input']))}: {message[0].lower()}{message[1:]}"

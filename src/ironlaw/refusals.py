@@ -33,6 +33,8 @@ def _of_steps(run: Run) -> Refusals:
         (train.noise_scale_every and run.accumulation == 1,
          "train.noise_scale_every compares the gradients of a micro-batch and of the whole batch: use "
          f"train.micro_batch = {max(1, train.global_batch // 2)} or less, of a larger train.global_batch"),
+        (model.moe and _rounds(run),
+         f'train.precision = "{train.precision}" does not reach experts yet: use train.precision = "bf16"'),
         (train.loss == "chunked" and not model.logits_are_a_product,
          'train.loss = "chunked" takes logits that are a product, and these have '
          f'{"a bias" if model.head_bias else "a cap"}: use "full"'),

@@ -66,7 +66,7 @@ def test_a_slower_precision_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "precision"),
-    [("NVIDIA H100 80GB HBM3", "fp8"), ("NVIDIA B200", "mxfp8"), ("NVIDIA A100-SXM4-80GB", None), ("Acme Turbo", None)],
+    [("NVIDIA H100 80GB HBM3", "fp8"), ("NVIDIA B200", "nvfp4"), ("NVIDIA A100-SXM4-80GB", None), ("Acme Turbo", None)],
 )
 def test_a_format_that_the_accelerator_multiplies_is_proposed(gpu: str, precision: str | None) -> None:
     """With the gain between two plans by its catalogued rates; the machine itself was measured in fp32 and bf16."""
@@ -82,6 +82,9 @@ def test_a_format_that_the_accelerator_multiplies_is_proposed(gpu: str, precisio
     ]
     assert found["precision"].gain == pytest.approx(1 - planned[1].step_seconds / planned[0].step_seconds)
     assert 0.05 < found["precision"].gain < 0.5
+    # What nothing trains in is not proposed, and is named.
+    assert "fp8_delayed" in found["precision"].basis and ("mxfp4" in found["precision"].basis) == (precision == "nvfp4")
+    assert "precision" not in remedies(config, profile, ranks=4, device="cuda")  # several ranks train in 16 bits
     small = remedies(make_config({"hidden": 256}, precision="bf16"), profile)
     assert "precision" not in small  # where products do not bind, casts cost more than they save
 

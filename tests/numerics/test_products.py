@@ -12,6 +12,7 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.numerics.products import LowPrecisionLinear, Moment, emulate
+from ironlaw.train.precision import PRODUCTS, Product, hand_over, mxfp8_product
 
 TOKENS, INPUTS, OUTPUTS = 96, 64, 160
 PLAIN = [n for n, r in precision_recipes().items() if not r.stochastic and not r.rotation and not r.history]
@@ -121,3 +122,55 @@ def test_the_last_blocks_of_nvfp4_and_the_head_stay_wide() -> None:
     narrow = {name.split(".")[1] for name, module in model.named_modules() if isinstance(module, LowPrecisionLinear)}
     assert narrow == {str(number) for number in range(6)}
     assert set(model.state_dict()) == names
+
+
+def by_library(product: Product, multiple: int, width: int = INPUTS) -> list[torch.Tensor]:
+    """Output and gradients of a layer and of one of no whole tiles, over 3 x 11 tokens."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Sequential(Linear(width, 96), Linear(96, 7))])
+    names = list(layers.state_dict())
+    hand_over(layers, product, multiple)
+    x = torch.randn(3, 11, width, requires_grad=True)
+    y = layers[0](x)
+    y.square().sum().backward()
+    assert list(layers.state_dict()) == names  # checkpoints and the optimizer see the weights as they were
+    return [y, *(p.grad for p in (x, *layers.parameters()) if p.grad is not None)]
+
+
+def test_a_librarys_product_takes_whole_tiles_of_tokens() -> None:
+    shapes = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        shapes.append((tuple(x.shape), tuple(weight.shape)))
+        return x @ weight.t()
+
+    plain, padded = by_library(product, 1), by_library(product, 32)
+    assert shapes == [((33, 64), (96, 64)), ((33, 96), (7, 96)), ((64, 64), (96, 64))]
+    for one, other in zip(plain, padded, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_torchaos_mxfp8_is_the_emulated_one() -> None:
+    pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    rules = precision_recipe("mxfp8")
+    assert rules is not None
+    emulated, x = one_layer("mxfp8", Moment()), torch.randn(3, 11, INPUTS)
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Sequential(Linear(INPUTS, OUTPUTS))])
+    hand_over(blocks, *mxfp8_product("emulated"))
+    found = []
+    for layer in (emulated, blocks[0].get_submodule("0")):
+        given = x.clone().requires_grad_()
+        layer(given).square().sum().backward()
+        found.append([given.grad, *(p.grad for p in layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_torchao_has_the_products_that_are_taken(name: str) -> None:
+    """What runs on a GPU alone is at least there under these names."""
+    pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    pytest.importorskip("triton")
+    product, multiple = PRODUCTS[name]()
+    assert callable(product) and multiple in (32, 128)

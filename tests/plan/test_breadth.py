@@ -61,6 +61,15 @@ def test_optimizer_state_is_that_of_the_parameters_shapes(name):
     assert planned == pytest.approx(exact, rel=1e-3, abs=1e6)
 
 
+def test_state_that_is_paged_says_where_it_goes():
+    moments = [
+        line.note
+        for line in ledger("dp=8 zero=0 micro_batch=1", optimizer="paged_adamw").memory
+        if line.component == "moments"
+    ]
+    assert moments == ["leaves for the host where the device is full"]
+
+
 def test_muon_pays_for_its_products_and_shards_them():
     adam, muon = (outcome("dp=8", "dp=8 zero=1", optimizer=name).times.optimizer for name in ("adamw", "muon"))
     # Five iterations of 2 m (m n + m^2 + m n) FLOPs on every matrix, m the smaller side (arXiv 2409.20325).

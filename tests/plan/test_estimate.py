@@ -145,3 +145,24 @@ def test_the_plan_of_emulated_products_says_that_their_rounding_is_not_planned(p
     assert seconds.high is not None and planned.high is not None
     assert seconds.high / seconds.value > 5 * planned.high / planned.value
     assert seconds.low == planned.low and "emulated" in seconds.basis
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "emulated"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), {"fp8", "fp8_rowwise", "mxfp8", "nvfp4", "mxfp4"}),
+        ("NVIDIA H100 80GB HBM3", (9, 0), {"mxfp8", "nvfp4", "mxfp4"}),
+        ("NVIDIA B200", (10, 0), {"mxfp4"}),
+    ],
+)
+def test_a_measured_gpu_emulates_what_its_units_do_not_multiply(
+    gpu: str,
+    capability: tuple[int, int],
+    emulated: set[str],
+    tiny_config: Callable[..., RunConfig],
+    machine_profile: Profile,
+) -> None:
+    profile = replace(machine_profile, device="cuda", name=gpu, capability=capability)
+    for precision in ("fp8", "fp8_rowwise", "mxfp8", "nvfp4", "mxfp4"):
+        reason = plan_run(tiny_config(train={"precision": precision}), profile).facts["precision_reason"]
+        assert ("emulated" in reason) == (precision in emulated), precision

@@ -369,7 +369,14 @@ def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
     assert held["weights"] == pytest.approx(2 * ends + 4 * norms + nf4 + 4 * trained + tables, rel=1e-5)
     assert not answer.fits and "too much already" in answer.ledger.facts["finetune"]
     small = plan_request("llama3-8b", on="rtx-4090", overrides=["finetune.method=qlora"])
-    assert small.fits and "left for activations" in small.ledger.facts["finetune"]
+    said = small.ledger.facts["finetune"]
+    assert small.fits and "left for activations" in said
+    # A tenth of the model, which adapters alone leave frozen, is named with the key that trains it.
+    ends = 2 * 128256 * 4096 / 8030261248
+    assert f"output layer ({ends:.0%})" in said and 'finetune.modules_to_save = ["embeddings"]' in said
+    settings = ["finetune.method=qlora", 'finetune.modules_to_save=["embeddings"]']
+    saved = plan_request("llama3-8b", on="rtx-4090", overrides=settings)
+    assert "output layer" not in saved.ledger.facts["finetune"]
     # On two cards each has half of what one holds: nf4 codes too, all but the scales of scales.
     shared = plan_request("llama3-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"])
     halves = {line.component: line.bytes for line in shared.ledger.memory}

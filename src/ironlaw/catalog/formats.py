@@ -47,6 +47,7 @@ class NumberFormat:
     kernels_of: str = ""  # format whose measured kernels stand in; empty where its own were measured
     vendor: str = ""  # whose hardware alone multiplies it; may be empty
     capability: tuple[int, int] | None = None  # first NVIDIA compute capability that multiplies it
+    library: str = ""  # what trains in it on such units; empty where nothing does
 
     @property
     def element(self) -> NumberFormat:
@@ -117,6 +118,16 @@ class NumberFormat:
         peaks = found.peak_flops_per_second
         return self.peak in peaks and (not self.block_scaled or "fp4" in peaks) and self.vendor in ("", found.vendor)
 
+    def in_units(self, capability: tuple[int, int] | None) -> bool:
+        """Whether a training step computes in it on a device of this compute capability, None of a CPU."""
+        reached = self.capability is None or (capability is not None and capability >= self.capability)
+        return bool(self.library) and reached
+
+    @property
+    def trained_by(self) -> str:
+        """Empty of what no step computes in."""
+        return (self.library or "emulated") if self.held_as else ""
+
     @property
     def needs_maximum(self) -> bool:
         """Whether a scale is of a whole row or tensor, so that all of it is read before the first number is rounded."""
@@ -159,14 +170,18 @@ def _read(name: str, table: dict[str, Any], tables: dict[str, Any]) -> NumberFor
 def format_entries(name: str | None = None) -> list[dict[str, Any]]:
     """Rows of `ironlaw formats`: one format, or all.
 
-    Each `{name, title, bits, bits_per_element, largest, smallest, spacing, block, scale, multiplied_by, source, url}`;
-    `block` is [rows, columns], 0 for all of them; `multiplied_by` names accelerators that have its products.
+    Each `{name, title, bits, bits_per_element, largest, smallest, spacing, block, scale, trained_by, multiplied_by,
+    source, url}`; `block` is [rows, columns], 0 for all of them; `trained_by` the library whose products training
+    takes, or "emulated"; `multiplied_by` names accelerators that have its products.
     """
     catalogued = [accelerator(found) for found in accelerator_names()]
     formats = [number_format(name)] if name else list(number_formats().values())
     return [
         {
-            **{key: getattr(known, key) for key in ("name", "title", "bits", "bits_per_element", "block", "scale")},
+            **{
+                key: getattr(known, key)
+                for key in ("name", "title", "bits", "bits_per_element", "block", "scale", "trained_by")
+            },
             **{key: getattr(known.element, key) for key in ("largest", "smallest", "spacing")},
             "multiplied_by": [found.name for found in catalogued if known.multiplied_by(found)],
             "source": source(known.source).title,

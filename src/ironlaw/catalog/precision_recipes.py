@@ -31,7 +31,6 @@ class PrecisionRecipe:
     headroom: float = 1.0  # factor of gradients before they are rounded, undone after
     history: int = 0  # micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself
     keep_last: float = 0.0  # share of the last blocks that compute in `held_as`
-    library: str = ""  # what runs it on the device's own units; empty: it is emulated everywhere
 
     @property
     def weight_block(self) -> tuple[int, int] | None:

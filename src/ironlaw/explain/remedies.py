@@ -71,15 +71,19 @@ def _faster_formats(now: Situation) -> Iterable[Proposal]:
         before = plan_on_accelerators(now.config, now.profile, ranks)
     except UserError:  # nobody catalogued it
         return
-    for name, recipe in precision_recipes().items():
-        settings: Settings = {"train.precision": name}
+    multiplied = [known for known in map(number_format, precision_recipes()) if known.multiplied_by(accelerator)]
+    basis = f"planned by {accelerator.name}'s catalogued rates"
+    if missing := [known.name for known in multiplied if not known.library]:
+        basis += f"; without {' and '.join(missing)}, which torchao does not train in"
+    for known in multiplied:
+        settings: Settings = {"train.precision": known.name}
+        if not known.library:
+            continue
         try:
-            if not recipe.library or not number_format(name).multiplied_by(accelerator):
-                continue
             after = plan_on_accelerators(with_settings(now.config, settings), now.profile, ranks)
         except UserError:  # not with this model, or these adapters
             continue
-        gain, basis = 1 - after.step_seconds / before.step_seconds, f"planned by {accelerator.name}'s catalogued rates"
+        gain = 1 - after.step_seconds / before.step_seconds
         saved, step = (gain * now.plan.totals[of].value for of in ("total_seconds", "step_seconds"))
         if after.fits:
             yield Proposal(settings, gain, saved, step, before.peak_bytes - after.peak_bytes, basis)

@@ -312,6 +312,7 @@ def _identity(device: torch.device) -> dict[str, Any]:
         "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         "threads": torch.get_num_threads(),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
+        "capability": torch.cuda.get_device_capability(device) if cuda else None,
     }
 
 

@@ -152,6 +152,7 @@ class Profile:
     probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
     # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
     best_seconds: dict[str, float] = field(default_factory=dict)
+    capability: tuple[int, int] | None = None  # NVIDIA's compute capability; None of a CPU
 
     @property
     def machine(self) -> str:
@@ -206,6 +207,7 @@ class Profile:
         complete = all("fp32" in table for table in by_precision)
         complete &= {"forward", "backward"} <= self.tiny_block_seconds.keys()
         complete &= {"compute", "memory"} <= self.interference.keys()
+        complete &= self.device == "cpu" or self.capability is not None
         return complete and min(self.best_seconds.values(), default=1.0) > 0
 
 

@@ -42,10 +42,8 @@ def measured_precision(precision: str, profile: Profile) -> str:
 
 
 def is_emulated(precision: str, profile: Profile) -> bool:
-    """Whether a run here rounds the operands of its products itself: no CPU multiplies few bits, and on CUDA the
-    recipes that no library runs are emulated too."""
-    recipe = precision_recipe(precision)
-    return recipe is not None and (profile.device != "cuda" or not recipe.library)
+    """Whether a run here rounds the operands of its products itself."""
+    return precision_recipe(precision) is not None and not number_format(precision).in_units(profile.capability)
 
 
 @dataclass(frozen=True)

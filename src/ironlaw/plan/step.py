@@ -219,8 +219,16 @@ def finetuning(config: RunConfig, program: Program) -> str:
     """What is trained."""
     if config.model.latent is not None:
         return f"{config.finetune.method} is planned here as if everything were trained: an upper bound"
-    trained = sum(p.elements for p in program.stages[0].shards)
-    return f"{config.finetune.method} trains {trained:,} parameters beside {config.model.parameters:,} frozen ones"
+    model, trained = config.model, sum(p.elements for p in program.stages[0].shards)
+    known = f"{config.finetune.method} trains {trained:,} parameters beside {model.parameters:,} frozen ones"
+    divided = config.layout is not None and config.layout.tp * config.layout.pp > 1
+    if config.finetune.modules_to_save or config.objective.kind == "dpo" or divided:
+        return known
+    ends = model.vocab * model.hidden * (1 if model.tied else 2) / model.parameters
+    return (
+        f"{known}, the embedding and output layer ({ends:.0%}) among them: where the text is unlike the base's, "
+        'finetune.modules_to_save = ["embeddings"] trains these too'
+    )
 
 
 def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:

@@ -131,7 +131,7 @@ def add_run_totals(ledger: Ledger, config: RunConfig, profile: Profile) -> None:
         _unmasked_flops(ledger, config), calculated, "the same with every attention score counted, as PyTorch counts"
     )
     totals["tokens_per_second"] = step.rate(tokens, "tokens per step / step time")
-    totals["total_seconds"] = _total_time(ledger, config, step)
+    totals["total_seconds"] = total_time(ledger, config, step)
     energy = _energy(profile, totals["total_seconds"])
     if energy is not None:
         totals["energy_joules"] = energy
@@ -166,7 +166,7 @@ def _unmasked_flops(ledger: Ledger, config: RunConfig) -> int:
     return model_flops(ledger) - masked + masked * 2 * model.layers * sequence**2 // pairs
 
 
-def _total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:
+def total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:
     """All steps, and the validation passes between them (forward only)."""
     forward = sum(line.seconds or 0.0 for line in ledger.select(phase=Phase.FORWARD)) / step.value
     passes = 1 + (config.train.steps - 1) // config.evaluation.every if config.evaluation.every else 1

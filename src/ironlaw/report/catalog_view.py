@@ -55,15 +55,16 @@ def _printed(key: str, value: float) -> str:
 def formats_view(entries: Sequence[Mapping[str, Any]]) -> Document:
     made = Document()
     made.table(
-        ["format", "bits", "largest", "smallest", "spacing", "<scale", "8B weights", "on"],
+        ["format", "bits", "largest", "smallest", "spacing", "<scale", "8B weights", "on", "<trains"],
         [
             [e["name"], f"{e['bits_per_element']:.4g}", f"{e['largest']:.3g}", f"{e['smallest']:.3g}",
              f"{e['spacing']:.3g}", _scale(e), units.bytes_(REFERENCE_PARAMETERS * e["bits_per_element"] / 8),
-             str(len(e["multiplied_by"]) or "")]
+             str(len(e["multiplied_by"]) or ""), e["trained_by"]]
             for e in entries
         ],
         caption="bits: with the share of block scales. largest, smallest, spacing (from 1 to the next): of one number, "
-        "before its scale. on: how many catalogued accelerators multiply it. ironlaw formats NAME names them, and the "
+        "before its scale. on: how many catalogued accelerators multiply it. trains: whose products "
+        "train.precision takes on those; emulated where no library has them. ironlaw formats NAME names them, and the "
         "source.",
     )  # fmt: skip
     return made
@@ -77,6 +78,8 @@ def format_view(entry: Mapping[str, Any]) -> Document:
         ("largest number", f"{entry['largest']:.4g}"), ("smallest above 0", f"{entry['smallest']:.4g}"),
         ("distance from 1 to the next", f"{entry['spacing']:.6g}"), ("scale", _scale(entry) or "none"),
         ("multiplied by", ", ".join(entry["multiplied_by"]) or "no catalogued accelerator; emulated"),
+        ("trained by", {"": "nothing: not a precision of products", "emulated": "no library: emulated everywhere"}.get(
+            entry["trained_by"], entry["trained_by"])),
         ("source", f"{entry['source']}, {entry['url']}"),
     ))  # fmt: skip
     return made

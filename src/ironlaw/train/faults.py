@@ -39,7 +39,7 @@ def out_of_memory(
     """The whole answer in one line: where, what the plan had expected, what needs less, and where to go on."""
     device = isinstance(error, torch.OutOfMemoryError)
     where = f"the {'device' if device else 'host'} is out of memory in step {step + 1}"
-    expected = plan.totals["peak_bytes" if device or "resident_bytes" not in plan.totals else "resident_bytes"].value
+    expected = plan.totals["peak_bytes" if device else "resident_bytes"].value
     advice = next(_smaller(config, plan, profile), None)
     less = (
         f"train.micro_batch = {advice[0]} (now {config.micro_batch}) plans {units.bytes_(advice[1])} less: "

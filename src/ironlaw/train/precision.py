@@ -5,19 +5,24 @@ Weights, gradients, optimizer state and reductions are fp32 in every one of them
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.catalog.precision_recipes import PrecisionRecipe, precision_recipe
 from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
-from ironlaw.model.moe import ExpertLinear
+from ironlaw.model.autocast import followed
+from ironlaw.model.linear import Linear, become
 from ironlaw.numerics.aware import hold_as
-from ironlaw.numerics.products import Moment, emulate
+from ironlaw.numerics.hadamard import rotation
+from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,10 +33,9 @@ def autocast(device: torch.device, precision: str) -> Any:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def in_hardware(precision: str, device: torch.device) -> bool:
-    """Whether the device multiplies this format itself; formats of 16 bits and more run everywhere but for tf32."""
-    needed = number_format(precision).capability
-    return needed is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= needed)
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """NVIDIA's compute capability, None of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def prepare(
@@ -45,39 +49,94 @@ def prepare(
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     rules = precision_recipe(precision)
     if rules is None:
-        if not in_hardware(precision, device):
+        if not number_format(precision).in_units(capability(device)):
             raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')
         return None
-    if in_hardware(precision, device) and rules.library:
-        _quantize(blocks, precision)
+    if number_format(precision).in_units(capability(device)):
+        _hand_over(blocks, rules)
         return None
-    if any(isinstance(module, ExpertLinear) for module in blocks.modules()):
-        raise UserError(f'train.precision = "{precision}" does not reach experts yet: use train.precision = "bf16"')
     moment = Moment(train.seed, device=device)
     emulate(blocks, rules, moment)
     return moment
 
 
-def _quantize(blocks: nn.ModuleList, precision: str) -> None:
-    """The linear layers of the blocks multiply in 8 bits; the output layer does not, which costs accuracy."""
+def _hand_over(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
+    """The linear layers of the recipe's blocks multiply by torchao; the output layer does not, which costs accuracy."""
+    layers = nn.ModuleList(list(blocks)[: rules.blocks(len(blocks))])
     try:
-        if precision == "mxfp8":
-            from torchao.prototype.mx_formats.config import MXLinearConfig
-            from torchao.quantization import quantize_
-
-            quantize_(blocks, MXLinearConfig(), filter_fn=_divisible)
+        if rules.name in PRODUCTS:
+            hand_over(layers, *PRODUCTS[rules.name]())
         else:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            config = Float8LinearConfig.from_recipe_name("rowwise" if precision == "fp8_rowwise" else "tensorwise")
-            convert_to_float8_training(blocks, module_filter_fn=_divisible, config=config)
+            config = Float8LinearConfig.from_recipe_name("rowwise" if rules.name == "fp8_rowwise" else "tensorwise")
+            convert_to_float8_training(layers, module_filter_fn=lambda layer, _: _divisible(layer, 16), config=config)
     except ImportError:
-        raise UserError(f"train.precision = \"{precision}\" needs torchao: pip install 'ironlaw[quant]'") from None
+        raise UserError(f"train.precision = \"{rules.name}\" needs torchao: pip install 'ironlaw[quant]'") from None
 
 
-def _divisible(module: nn.Module, name: str) -> bool:
-    """The hardware multiplies in tiles of 16."""
-    return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x (M, K) and weight (N, K), of one type -> x weight^T (M, N), with its derivatives."""
+
+
+def mxfp8_product(kernels: str = "auto") -> tuple[Product, int]:
+    """torchao's, with the specification's scales; and what M, N and K are multiples of."""
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    chosen, scale = KernelPreference(kernels), ScaleCalculationMode.FLOOR
+    return partial(_to_mxfp8_then_scaled_mm, kernel_preference=chosen, scale_calculation_mode=scale), 32
+
+
+def nvfp4_product() -> tuple[Product, int]:
+    """The same of NVFP4: square blocks of weights, stochastic gradients, a rotation along the tokens."""
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+
+    signs = rotation(16, ROTATION_SEED, torch.device("cpu"))[:, 0].sign()  # of the emulation's rotation
+    return partial(nvfp4_linear, sign_vector=tuple(signs.int().tolist())), 128
+
+
+def fp8_block_product() -> tuple[Product, int]:
+    """The same of blocks of 128; by Triton where cuBLAS, which has them on Hopper alone, does not multiply them."""
+    from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, fp8_blockwise_mm.apply(x, weight, 128, x.dtype, capability(x.device) != (9, 0)))
+
+    return product, 128
+
+
+PRODUCTS: dict[str, Callable[[], tuple[Product, int]]] = {
+    "mxfp8": mxfp8_product, "nvfp4": nvfp4_product, "fp8_block": fp8_block_product,
+}  # fmt: skip
+
+
+class LibraryLinear(Linear):
+    """`Linear` whose product is a library's. Its own layers would put wrappers or buffers among the weights."""
+
+    product: Product
+    multiple: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = followed(x).flatten(0, -2)
+        missing = -len(rows) % self.multiple  # rows of zeros add nothing to a gradient
+        product = self.product(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight.to(rows.dtype))
+        product = product[: len(rows)].unflatten(0, x.shape[:-1])
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def hand_over(blocks: nn.Module, product: Product, multiple: int) -> None:
+    """Layers of whole tiles multiply by `product`; the others keep PyTorch's."""
+    for module in blocks.modules():
+        if isinstance(module, Linear) and _divisible(module, multiple):
+            layer = become(module, LibraryLinear)
+            layer.product, layer.multiple = product, multiple
+
+
+def _divisible(module: nn.Module, tile: int) -> bool:
+    """The hardware multiplies in tiles."""
+    return isinstance(module, nn.Linear) and module.in_features % tile == 0 and module.out_features % tile == 0
 
 
 class LossScale(torch.amp.GradScaler):

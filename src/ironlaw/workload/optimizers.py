@@ -30,7 +30,7 @@ OptimizerName = Literal[
 MATRIX_OPTIMIZERS = ("galore", "muon")  # for the matrices of the blocks; AdamW has the rest
 
 # State that CUDA moves to the host page by page where the device is full (QLoRA, arXiv 2305.14314, section 3).
-PAGED = ("paged_adamw", "paged_adam8bit")
+PAGED = dict.fromkeys(("paged_adamw", "paged_adam8bit"), "leaves for the host where the device is full")
 QUANTIZED = ("adam8bit", "paged_adam8bit")
 QUANTIZED_FROM_ELEMENTS = 4096  # bitsandbytes keeps the state of smaller tensors in fp32
 QUANTIZED_BLOCK = 256  # elements that share one fp32 scale

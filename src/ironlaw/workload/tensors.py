@@ -34,11 +34,11 @@ def lasting_tensors(
     """Of a rank with these layers, which updates `shards`, beside so many bytes of what is frozen. Weights are fp32."""
     elements = sum(p.elements for p in shards) * FP32
     buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)
-    hosted, paged = recipe.offloads_optimizer, recipe.optimizer.name in PAGED
+    hosted, paged = recipe.offloads_optimizer, PAGED.get(recipe.optimizer.name)
     state = 0 if hosted else state_bytes(shards, recipe.optimizer)
     average = elements if recipe.average else 0
     yield Tensor("weights", frozen + elements + buffers)
-    where = ", on the host" if hosted else ", leaves for the host where the device is full" if paged else ""
+    where = ", on the host" if hosted else f", {paged}" if paged else ""
     yield Tensor("optimizer", state, f"{recipe.optimizer.name}{where}")
     yield Tensor("batch", batch_bytes(batch) // layout.dp, "tokens and targets")
     if recipe.average:

@@ -37,9 +37,9 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.blocks import Policy
-from ironlaw.workload.conventions import StorageFormat
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import PAGED
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute_config import Recompute
@@ -137,9 +137,7 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
     peak_at = _peak_at(candidates, where, outcome)
     if run is not None:
         outcome, memory, peak_at = _walked(asked, layout.filled(asked.global_batch), outcome, *run)
-    ledger = Ledger(
-        "plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where.engine.storage)
-    )
+    ledger = Ledger("plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where))
     ledger.totals = _totals(asked, candidates, outcome, peak_at)
     ledger.facts = _facts(asked, layout, outcome)
     ledger.facts["peak_at"] = peak_at
@@ -327,6 +325,8 @@ _NOTES = {
 }
 
 
-def _memory(peak: PeakMemory, held: StorageFormat) -> list[MemoryLine]:
+def _memory(peak: PeakMemory, where: ClusterSystem) -> list[MemoryLine]:
+    held = where.engine.storage
     notes = _NOTES | ({"weights": held.description} if held.copy_bytes else {})
+    notes["moments"] = PAGED.get(where.update.name, "")
     return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in PARTS]

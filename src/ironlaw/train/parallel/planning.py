@@ -29,6 +29,7 @@ from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
 from ironlaw.plan.recipe import batch_of, not_trained_here, recipe_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
+from ironlaw.plan.totals import total_time
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute_config import Recompute
@@ -82,6 +83,9 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     plan = plan_cluster(replace(asked, recipe=(batch_of(config), recipe)), layout)
     plan.ledger.decisions = replace(decided, recompute=plan.ledger.decided.recompute)
     plan.ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
+    totals = plan.ledger.totals
+    totals["resident_bytes"] = totals["peak_bytes"]  # of the device's memory
+    totals["total_seconds"] = total_time(plan.ledger, config, totals["step_seconds"])
     return plan
 
 

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.train.mesh import Mesh
+from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import TIMEOUT_SECONDS, Rendezvous, join
 from ironlaw.workload.layout import Layout
@@ -180,6 +182,8 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
             f"use a multiple of {layout.dp}"
         )
+    if size > 1:
+        _check_supported(config, layout)
     _check_communication(config, layout)
     micro_batch = micro_batch_of(config, share)
     plan = layout_of(layout, micro_batch)
@@ -211,6 +215,30 @@ def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
     """Replicas whose sequences are one micro-batch of the config: more than one where theirs are fewer than that."""
     return max(1, config.micro_batch // (config.train.global_batch // dp))
+
+
+def _check_supported(config: RunConfig, layout: LayoutConfig) -> None:
+    """One process does these; several do not yet."""
+    train = config.train
+    unsupported = {
+        f'objective.kind = "{config.objective.kind}"': config.objective.needs_logits,
+        'train.compile = "graphs"': train.compile == "graphs",
+        f'train.precision = "{train.precision}"': precision_recipe(train.precision) is not None,
+        f'train.offload = "{train.offload}"': train.offload != "none",
+    }
+    for setting, wanted in unsupported.items():
+        if wanted:
+            raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
+    communication = config.communication
+    if train.average_decay is not None and communication.local_steps:
+        raise UserError("train.average_decay has no one model to follow with communication.local_steps: leave one out")
+    if train.noise_scale_every and (communication.local_steps or communication.gradients == "powersgd"):
+        raise UserError(
+            "train.noise_scale_every needs the gradients that all ranks share: leave out communication.local_steps and "
+            '"powersgd"'
+        )
+    if train.noise_scale_every:
+        first_part(config, layout)
 
 
 def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
@@ -48,16 +47,12 @@ class LayoutStep(Step):
 
     def _build(self, onednn: bool, fresh: bool) -> None:
         config, ranks, plan = self.config, self.mesh, self.decisions
-        _check_supported(config, ranks.config, self.precision)
         self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
         model = self._adapted() if adapts else shapes(config.model)
         mark_fused(model)
-        if precision.prepare(model, model.blocks, self.device, self.precision, config.train) is not None:
-            raise UserError(
-                f'train.precision = "{self.precision}" is emulated here, which several processes do not do: use "bf16"'
-            )
+        precision.prepare(model, model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
@@ -401,30 +396,6 @@ class LayoutStep(Step):
 
     def facts(self) -> dict[str, Any]:
         return {"skipped_updates": self.scale.skipped_steps}
-
-
-def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) -> None:
-    """One process does these; several do not yet."""
-    train = config.train
-    unsupported = {
-        f'objective.kind = "{config.objective.kind}"': config.objective.needs_logits,
-        'train.compile = "graphs"': train.compile == "graphs",
-        f'train.precision = "{precision}"': precision not in ("fp32", "tf32", "bf16", "fp16"),
-        f'train.offload = "{train.offload}"': train.offload != "none",
-    }
-    for setting, wanted in unsupported.items():
-        if wanted:
-            raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
-    communication = config.communication
-    if train.average_decay is not None and communication.local_steps:
-        raise UserError("train.average_decay has no one model to follow with communication.local_steps: leave one out")
-    if train.noise_scale_every and (communication.local_steps or communication.gradients == "powersgd"):
-        raise UserError(
-            "train.noise_scale_every needs the gradients that all ranks share: leave out communication.local_steps and "
-            '"powersgd"'
-        )
-    if train.noise_scale_every:
-        first_part(config, layout)
 
 
 def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
