@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
-from ironlaw.train.precision import in_hardware
+from ironlaw.train.precision import capability
 from ironlaw.train.result import Outcome
 
 pytestmark = pytest.mark.gpu
@@ -35,18 +36,19 @@ def test_fp32_is_the_cpus(
     assert losses(tmp_path / "here") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-3)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4"])
 def test_other_precisions_are_near(
     precision: str, config: Config, train: Train, losses: Losses, tmp_path: Path, device: torch.device
 ) -> None:
-    hardware = in_hardware(precision, device)
+    hardware = number_format(precision).in_units(capability(device))
     if precision == "tf32" and not hardware:
         with pytest.raises(UserError, match="newer NVIDIA GPU"):
             train(config(train={"precision": precision}), tmp_path / "here")
         return
-    if precision in ("fp8", "mxfp8") and hardware:
+    by_library = hardware and number_format(precision).narrow
+    if by_library:
         pytest.importorskip("torchao")
-    compile_ = "on" if precision in ("fp8", "mxfp8") and hardware else "off"
+    compile_ = "on" if by_library else "off"
     train(config(LLAMA), tmp_path / "fp32")
     train(config(LLAMA, train={"precision": precision, "compile": compile_}), tmp_path / "here")
     assert losses(tmp_path / "here") == pytest.approx(

@@ -377,11 +377,13 @@ def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
     settings = ["finetune.method=qlora", 'finetune.modules_to_save=["embeddings"]']
     saved = plan_request("llama3-8b", on="rtx-4090", overrides=settings)
     assert "output layer" not in saved.ledger.facts["finetune"]
+    assert f"beside {8030261248 - 2 * 128256 * 4096:,} frozen ones" in saved.ledger.facts["finetune"]
     # On two cards each has half of what one holds: nf4 codes too, all but the scales of scales.
     shared = plan_request("llama3-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"])
     halves = {line.component: line.bytes for line in shared.ledger.memory}
     assert halves["weights"] == pytest.approx((held["weights"] + tables) / 2, rel=1e-3)
     assert not shared.fits and "left for activations" in shared.ledger.facts["finetune"]
+    assert f"trains {trained:,} parameters" in shared.ledger.facts["finetune"]  # of the job, not of a card
     options = Options(**vars(WorkOptions(sequence=512)))  # with a quarter of the words
     earlier = plan_request("llama-2-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"], options=options)
     assert earlier.fits

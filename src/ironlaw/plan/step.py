@@ -30,6 +30,7 @@ from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import MeasuredMachine, is_emulated, measured_precision
 from ironlaw.model.huggingface.configs import names_of
+from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.decisions import Decision, choose_attention, within_budget
 from ironlaw.plan.lines import CollectiveCost, fold
 from ironlaw.plan.memory import Peak, peak_memory
@@ -37,7 +38,7 @@ from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offloa
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, held_by_process
-from ironlaw.workload.finetune import adapters_of
+from ironlaw.workload.finetune import ENDS, adapters_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
@@ -219,12 +220,16 @@ def finetuning(config: RunConfig, program: Program) -> str:
     """What is trained."""
     if config.model.latent is not None:
         return f"{config.finetune.method} is planned here as if everything were trained: an upper bound"
-    model, trained = config.model, sum(p.elements for p in program.stages[0].shards)
-    known = f"{config.finetune.method} trains {trained:,} parameters beside {model.parameters:,} frozen ones"
+    model, adapters = config.model, program.recipe.adapters
+    assert adapters is not None
+    trained = sum(p.elements for p in adapters.trained(model, range(model.layers)))
+    own = {p.name: p.elements for p in model_parameters(model)}
+    frozen = model.parameters - sum(count for name, count in own.items() if adapters.trains(name, model))
+    known = f"{config.finetune.method} trains {trained:,} parameters beside {frozen:,} frozen ones"
     divided = config.layout is not None and config.layout.tp * config.layout.pp > 1
     if config.finetune.modules_to_save or config.objective.kind == "dpo" or divided:
         return known
-    ends = model.vocab * model.hidden * (1 if model.tied else 2) / model.parameters
+    ends = sum(own.get(end, 0) for end in ENDS) / model.parameters
     return (
         f"{known}, the embedding and output layer ({ends:.0%}) among them: where the text is unlike the base's, "
         'finetune.modules_to_save = ["embeddings"] trains these too'

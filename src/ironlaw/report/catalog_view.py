@@ -55,7 +55,7 @@ def _printed(key: str, value: float) -> str:
 def formats_view(entries: Sequence[Mapping[str, Any]]) -> Document:
     made = Document()
     made.table(
-        ["format", "bits", "largest", "smallest", "spacing", "<scale", "8B weights", "on", "<trains"],
+        ["format", "bits", "largest", "smallest", "spacing", "<scale", "8B model", "on", "<trains"],
         [
             [e["name"], f"{e['bits_per_element']:.4g}", f"{e['largest']:.3g}", f"{e['smallest']:.3g}",
              f"{e['spacing']:.3g}", _scale(e), units.bytes_(REFERENCE_PARAMETERS * e["bits_per_element"] / 8),
