@@ -121,7 +121,7 @@ class Problem:
         prompt = prompt_seconds(s, np.where(self.together, requests, 1.0), inputs)
         steady = [at_concurrency(s, requests, self.inputs, outputs, which) for which in (True, False)]
         room = room_tokens(s, self.fraction, self.of_free)
-        kept = s.held_tokens(np.maximum(self.inputs + outputs, 1.0))
+        kept = s.demand.cached_tokens(np.maximum(self.inputs + outputs, 1.0))
         most = np.clip(room / np.maximum(kept, 1.0), 1.0, s.rates.most_requests * s.attention_dp)
         rate = np.where(self.together, steady[0].tokens_per_second, steady[1].tokens_per_second)
         return {

@@ -48,11 +48,14 @@ def test_a_compiled_block_is_its_modules(weights: str, error: float, form: str) 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    runner = engine(prepare(model, ServeConfig(device="cpu", weights=weights), "tiny")).runner
+    made = engine(prepare(model, ServeConfig(device="cpu", weights=weights), "tiny"))
+    runner = made.runner
     if runner.blocks is None:
         assert runner.native is None or runner.native.block is None  # else a form that it does not know
         pytest.skip("this processor does not multiply it, or there is no C compiler")
-    requests = [Request([3], Sampling(), blocks=list(range(1 + 8 * n, 9 + 8 * n))) for n in range(3)]
+    requests = [Request([3], Sampling(), blocks=[[] for _ in made.blocks.windows]) for _ in range(3)]
+    for request in requests:
+        made.blocks.extend(request, made.blocks.needed(request, 24))
     for start, count in ((0, 20), (20, 1), (21, 3)):  # a prompt, a token, and a token with two drafted ones
         work = [RunnerWork(r, [(7 * p + n) % 70 for p in range(start, start + count)], start, count)
                 for n, r in enumerate(requests)]  # fmt: skip

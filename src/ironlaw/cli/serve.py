@@ -43,7 +43,7 @@ def serve(
     warm_up(made)
     about = {
         "model": served.name, "device": str(served.device), "weights": served.weights, "kv": served.kv,
-        "kv_tokens": (made.blocks.count - 1) * config.block, "context": made.context, "threads": served.threads,
+        "kv_tokens": made.blocks.tokens, "context": made.context, "threads": served.threads,
         "kernels": served.kernels,
     }  # fmt: skip
 

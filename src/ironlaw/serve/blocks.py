@@ -1,28 +1,55 @@
 """Which pages of keys and values are whose: counted references, equal beginnings shared, the least recent reused first.
 
-A full page is known by the digest of all tokens up to its end. A page that nobody uses any more keeps its content, and
-its digest, until it is needed for something else.
+A page is of one group of layers: all of one kind where a model has two, with a window and without, so that a window's
+pages are free again behind it. A request has a table of pages for each group. A full page is known by its group and
+the digest of all tokens up to its end. A page that nobody uses any more keeps its content, and its digest, until it is
+needed for something else.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain, cycle
 
+from ironlaw.model.config import ModelConfig
 from ironlaw.serve.request import Request
 
 
-class Blocks:
-    """`count` pages of `size` tokens. Page 0 is nobody's: rows that only fill up a batch write there, and it stands
-    where a request had pages that are behind its `window`: of all layers, None where one sees everything."""
+def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[list[int]]]:
+    """The window of each group, None where one of its layers sees everything, and of each model's layers the group.
 
-    def __init__(self, count: int, size: int, share: bool = True, window: int | None = None) -> None:
-        self.count, self.size, self.share, self.window = count, size, share, window
+    Pages are of one size, so no group is larger than the first model has layers of the rarer kind, as in vLLM's hybrid
+    cache manager; a draft model's layers join them.
+    """
+    first = models[0]
+    windowed = sum(map(first.is_windowed, range(first.layers)))
+    kinds = [first.layers - windowed, windowed]
+    size = min(count for count in kinds if count)
+    full, total = -(-kinds[0] // size), sum(-(-count // size) for count in kinds)
+    windows: list[int | None] = [0] * total
+    groups = []
+    for model in models:
+        places = [cycle(range(full) or range(total)), cycle(range(full, total) or range(total))]
+        groups.append([next(places[model.is_windowed(layer)]) for layer in range(model.layers)])
+        for layer, group in enumerate(groups[-1]):
+            own, widest = model.sliding_window if model.is_windowed(layer) else None, windows[group]
+            windows[group] = None if own is None or widest is None else max(own, widest)
+    return windows, groups
+
+
+class Blocks:
+    """`count` pages of `size` tokens, for groups of layers with these `windows`. Page 0 is nobody's: rows that only
+    fill up a batch write there, and it stands where a request had pages that are behind a window."""
+
+    def __init__(self, count: int, size: int, share: bool = True, windows: Sequence[int | None] = (None,)) -> None:
+        self.count, self.size, self.share, self.windows = count, size, share, windows
         self._users = [0] * count
-        self._digest: list[bytes | None] = [None] * count
-        self._known: dict[bytes, int] = {}
+        self._key: list[tuple[int, bytes] | None] = [None] * count
+        self._known: dict[tuple[int, bytes], int] = {}
         self._empty = list(range(count - 1, 0, -1))  # without content
         self._unused: OrderedDict[int, None] = OrderedDict()  # with content that somebody may ask for again
         self.queried = self.hits = 0  # tokens of prompts that were looked up, and found
@@ -39,6 +66,18 @@ class Blocks:
     def usage(self) -> float:
         return self.used / (self.count - 1)
 
+    @property
+    def tokens(self) -> int:
+        """Whose keys and values all pages hold, where no window has been passed."""
+        return (self.count - 1) // len(self.windows) * self.size
+
+    def longest(self, budget: int) -> float:
+        """Tokens of a request that is alone, of which `budget` are computed at a time."""
+        within = sum(-(-(window + budget) // self.size) + 1 for window in self.windows if window is not None)
+        left, full = self.count - 1 - within, self.windows.count(None)
+        behind = left // full * self.size if full else math.inf if left >= 0 else 0
+        return max(self.tokens, behind)
+
     def digests(self, tokens: Sequence[int], known: Sequence[bytes], salt: bytes) -> list[bytes]:
         """Of the full pages of `tokens`, the first of which are `known`; equal tokens of another `salt` are others."""
         found = list(known)
@@ -49,47 +88,56 @@ class Blocks:
             found.append(before)
         return found
 
-    def find(self, request: Request) -> list[int]:
-        """Pages that hold the beginning of a request, but for its last token: that one's logits are wanted."""
+    def find(self, request: Request) -> list[list[int]]:
+        """Pages by group that hold the beginning of a request, but for its last token: that one's logits are wanted. 0
+        where a page is behind the window."""
         if not self.share:
-            return []
+            return [[] for _ in self.windows]
         request.digests = self.digests(request.tokens, request.digests, request.salt)
-        found = []
-        for digest in request.digests[: (len(request.tokens) - 1) // self.size]:
-            page = self._known.get(digest)
-            if page is None:
+        rows, known, longest = list[list[int]](), [0] * len(self.windows), 0
+        for end, digest in enumerate(request.digests[: (len(request.tokens) - 1) // self.size], 1):
+            rows.append([self._known.get((group, digest), 0) for group in range(len(self.windows))])
+            known = [count + 1 if page else 0 for count, page in zip(known, rows[-1], strict=True)]
+            unseen = [self._unseen(end * self.size, window) for window in self.windows]
+            if all(count >= end - least for count, least in zip(known, unseen, strict=True)):
+                longest = end
+            elif any(window is None and not page for window, page in zip(self.windows, rows[-1], strict=True)):
                 break
-            found.append(page)
-        return found
+        unseen = [self._unseen(longest * self.size, window) for window in self.windows]
+        return [[0] * least + [row[group] for row in rows[least:longest]] for group, least in enumerate(unseen)]
+
+    def _unseen(self, computed: int, window: int | None) -> int:
+        """Of the pages with so many tokens, those that no token to come can see."""
+        return 0 if window is None else max(0, computed - window + 1) // self.size
 
     def needed(self, request: Request, tokens: int) -> int:
         """Pages to add for a request to hold `tokens`."""
-        return -(-tokens // self.size) - len(request.blocks)
+        return len(self.windows) * (-(-tokens // self.size) - len(request.blocks[0]))
 
-    def can_take(self, found: Sequence[int], more: int) -> bool:
-        return more <= self.free - sum(self._users[page] == 0 for page in found)
+    def can_take(self, found: Sequence[Sequence[int]], more: int) -> bool:
+        return more <= self.free - sum(page > 0 and self._users[page] == 0 for page in chain(*found))
 
-    def take(self, request: Request, found: Sequence[int]) -> None:
+    def take(self, request: Request, found: Sequence[list[int]]) -> None:
         """The pages `found` become the request's first."""
-        for page in found:
+        for page in filter(None, chain(*found)):
             if self._users[page] == 0:
                 del self._unused[page]
             self._users[page] += 1
-        request.blocks, request.remembered = list(found), len(found)
+        request.blocks, request.remembered = [list(table) for table in found], len(found[0])
 
     def extend(self, request: Request, count: int) -> None:
-        """Add `count` pages, which `free` says are there."""
-        for _ in range(count):
+        """Add `count` pages, which `free` says are there, equally many to each table."""
+        for number in range(count):
             if self._empty:
                 page = self._empty.pop()
             else:
                 page, _ = self._unused.popitem(last=False)
-                digest = self._digest[page]
-                assert digest is not None
-                del self._known[digest]
-                self._digest[page] = None
+                key = self._key[page]
+                assert key is not None
+                del self._known[key]
+                self._key[page] = None
             self._users[page] = 1
-            request.blocks.append(page)
+            request.blocks[number % len(self.windows)].append(page)
 
     def remember(self, request: Request, computed: int) -> None:
         """The full pages among the first `computed` tokens can be shared from now on."""
@@ -99,31 +147,32 @@ class Blocks:
         if len(request.digests) < full:
             request.digests = self.digests(request.tokens[: full * self.size], request.digests, request.salt)
         start, request.remembered = request.remembered, full
-        for page, digest in zip(request.blocks[start:full], request.digests[start:full], strict=True):
-            if page and self._digest[page] is None and digest not in self._known:
-                self._digest[page] = digest
-                self._known[digest] = page
+        for group, table in enumerate(request.blocks):
+            for page, digest in zip(table[start:full], request.digests[start:full], strict=True):
+                if page and self._key[page] is None and (group, digest) not in self._known:
+                    self._key[page] = group, digest
+                    self._known[group, digest] = page
 
     def release(self, request: Request) -> None:
         """Last pages first: beginnings are shared more often, and so live longer."""
-        self._give_back(request.blocks)
-        request.blocks = []
+        for table in request.blocks:
+            self._give_back(table)
+        request.blocks = [[] for _ in self.windows]
         request.computed = 0
 
     def forget(self, request: Request) -> None:
         """Give back the pages that no token to come can see."""
-        if self.window is None:
-            return
-        unseen = max(0, request.computed - self.window + 1) // self.size
-        if unseen and request.blocks[unseen - 1]:
-            self._give_back(request.blocks[:unseen])
-            request.blocks[:unseen] = [0] * unseen
+        for table, window in zip(request.blocks, self.windows, strict=True):
+            unseen = self._unseen(request.computed, window)
+            if unseen and table[unseen - 1]:
+                self._give_back(table[:unseen])
+                table[:unseen] = [0] * unseen
 
     def _give_back(self, pages: Sequence[int]) -> None:
         for page in filter(None, reversed(pages)):
             self._users[page] -= 1
             if self._users[page] == 0:
-                if self._digest[page] is None:
+                if self._key[page] is None:
                     self._empty.append(page)
                 else:
                     self._unused[page] = None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ironlaw.errors import UserError
-from ironlaw.serve.blocks import Blocks
+from ironlaw.serve.blocks import Blocks, layer_groups
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import allowed
 from ironlaw.serve.loading import LoadedModel
@@ -50,21 +50,24 @@ class Engine:
         self.model_config = served.model.config
         self.context = min(config.context or self.model_config.context, self.model_config.context)
         models = [served] + ([served.draft] if served.draft is not None else [])
-        per_token = sum(kv_bytes_per_token(m.model.config, m.kv) for m in models)
-        count = config.blocks or served.kv_memory(config) // (per_token * config.block)
+        windows, groups = layer_groups([m.model.config for m in models])
+        page = config.block * sum(
+            kv_bytes_per_token(m.model.config, m.kv) * max(map(own.count, own))
+            for m, own in zip(models, groups, strict=True)
+        )
+        count = config.blocks or served.kv_memory(config) // page
         # No more than all requests at their longest can use, and at least one of them.
-        longest = -(-self.context // config.block)
-        count = min(count, config.batch * longest) + 1  # page 0 is nobody's
-        if count < 2:
+        count = min(count, config.batch * len(windows) * -(-self.context // config.block)) + 1  # page 0 is nobody's
+        if count <= len(windows):
             raise UserError(
-                f"no memory for keys and values: {per_token * config.block:,} bytes a page; raise serve.kv_memory"
+                f"no memory for keys and values: {page * len(windows):,} bytes a page; raise serve.kv_memory"
             )
-        layers = [(m.model.config, layer) for m in models for layer in range(m.model.config.layers)]
-        windows = [model.sliding_window if model.is_windowed(layer) else None for model, layer in layers]
-        seen = None if None in windows else max(window for window in windows if window is not None)
-        self.blocks = Blocks(count, config.block, config.share_prefixes, seen)
+        self.blocks = Blocks(count, config.block, config.share_prefixes, windows)
         self.scheduler = Scheduler(config, self.blocks)
-        self.runner, *drafts = (Runner(m, count, config.block, config.compiled, config.graphs) for m in models)
+        self.runner, *drafts = (
+            Runner(m, own, count, config.block, config.compiled, config.graphs)
+            for m, own in zip(models, groups, strict=True)
+        )
         self.proposer: Proposer | None = None
         if config.speculation == "ngram":
             self.proposer = NGram(config.ngram, config.drafted)
@@ -84,7 +87,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._number = 0
-        self.longest_prompt = min(self.context, (count - 1) * config.block) - 1  # an answer of one more has a place
+        longest = self.blocks.longest(config.token_budget)
+        self.longest_prompt = int(min(self.context, longest)) - 1  # an answer of one more has a place
         self.finished: deque[Request] = deque(maxlen=4_000)  # newest, for figures
         self.drafted_tokens = self.accepted_tokens = 0
 

@@ -33,7 +33,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "kind": "serving", "engine": "ironlaw", "model": engine.model_config.model_dump(exclude_none=True, mode="json"),
         "name": served.name, "device": device_name(served.device), "weights": served.weights, "kv": served.kv,
         "threads": served.threads, "batch": config.batch, "token_budget": config.token_budget, "block": config.block,
-        "blocks": engine.blocks.count, "kv_tokens": (engine.blocks.count - 1) * config.block,
+        "blocks": engine.blocks.count, "kv_tokens": engine.blocks.tokens,
         "kv_bytes": engine.runner.kv_bytes, "weight_bytes": served.weight_bytes, "policy": config.policy,
         "speculation": config.speculation, "share_prefixes": config.share_prefixes, "context": engine.context,
         "preemptions": engine.scheduler.preemptions, "prefix_queried": engine.blocks.queried,

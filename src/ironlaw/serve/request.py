@@ -83,8 +83,8 @@ class Request:
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    remembered: int = 0  # of its blocks, which others can find by now
+    blocks: list[list[int]] = field(default_factory=list)  # pages by group of layers
+    remembered: int = 0  # of each group's, which others can find by now
     digests: list[bytes] = field(default_factory=list)  # of the first full blocks
     is_long: bool = False  # beyond the original context of a model that turns positions otherwise from there on
     drafted_for: int = 0  # tokens whose keys and values the draft model has

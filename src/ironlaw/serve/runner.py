@@ -45,10 +45,10 @@ def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
 
 
 def kv_bytes_per_token(config: ModelConfig, store: str) -> int:
-    """In all layers; formats of 8 and 4 bits have an fp32 scale for each head's key and value."""
+    """In one layer; formats of 8 and 4 bits have an fp32 scale for each head's key and value."""
     heads, sizes = kv_heads_and_sizes(config)
     bits = number_format(store).bits
-    return config.layers * heads * sum(math.ceil(size * bits / 8) + (4 if bits <= 8 else 0) for size in sizes)
+    return heads * sum(math.ceil(size * bits / 8) + (4 if bits <= 8 else 0) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,12 @@ class RunnerWork:
 
 
 class Runner:
-    def __init__(self, served: LoadedModel, pages: int, page: int, compiles: bool = True, graphs: bool = False) -> None:
+    """`groups`: of each layer, whose pages it shares (`blocks.py`). The n-th layers of all groups have one tensor."""
+
+    def __init__(
+        self, served: LoadedModel, groups: Sequence[int], pages: int, page: int, compiles: bool = True,
+        graphs: bool = False,
+    ) -> None:  # fmt: skip
         model, config, device, kept = served.model, served.model.config, served.device, KV_TYPES[served.kv]
         self.model, self.config, self.device, self.page, self.pages = model, config, device, page, pages
         heads, sizes = kv_heads_and_sizes(config)
@@ -77,22 +82,23 @@ class Runner:
         for module in model.modules():
             if isinstance(module, PackedNorm):
                 module.native = self.native
-        self.caches = []
-        for block, (windowed, _) in zip(model.blocks, model.kinds(), strict=True):
-            store = Pages(pages, page, heads, sizes, kept, device)
+        self.groups, self.caches = groups, list[LayerCache]()
+        self.stores = [Pages(pages, page, heads, sizes, kept, device) for _ in range(max(map(groups.count, groups)))]
+        for layer, (block, (windowed, _)) in enumerate(zip(model.blocks, model.kinds(), strict=True)):
             sinks = getattr(block.attention, "sinks", None)
+            store = self.stores[groups[:layer].count(groups[layer])]
             self.caches.append(LayerCache(config, store, windowed, self.native, sinks))
         self.blocks = compiled_blocks(model, self.native, self.caches)
         own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
         self.rows = _ROWS if device.type == "cpu" and not own else 1
-        nobody = Request([0], Sampling(), blocks=[0])
+        nobody = Request([0], Sampling(), blocks=[[0] for _ in range(max(groups) + 1)])
         self.spare = RunnerWork(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
         self.graphs = Graphs() if graphed else None
 
     @property
     def kv_bytes(self) -> int:
-        return sum(cache.pages.bytes for cache in self.caches)
+        return sum(store.bytes for store in self.stores)
 
     @torch.inference_mode()
     def run(self, work: Sequence[RunnerWork]) -> tuple[Tensor | None, list[RunnerWork]]:
@@ -116,11 +122,11 @@ class Runner:
         if self.config.rope_long:
             long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
         positions = self._tensor(places)
-        now = self._now(few, many, positions)
-        for cache in self.caches:
-            cache.now = now
+        now = [self._now(few, many, positions, group) for group in range(max(self.groups) + 1)]
+        for cache, group in zip(self.caches, self.groups, strict=True):
+            cache.now = now[group]
         # The profiler sees operations by their modules.
-        whole = self.blocks if now.rows is None and not torch.autograd.profiler._is_profiler_enabled else None
+        whole = self.blocks if now[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         with self.precision():
             logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
@@ -128,15 +134,22 @@ class Runner:
     def _graphed(self, graphs: Graphs, work: Sequence[RunnerWork]) -> Tensor:
         """Logits (P, V) of one new token each, in a step of few shapes: requests and pages are powers of two."""
         work = [*work, *[self.spare] * (bucket(len(work)) - len(work))]
-        positions, kept = self._tensor([w.start for w in work]), self.caches[0].pages
-        pages = self._table(work, bucket(max(w.start // self.page + 1 for w in work)))
-        tokens = self._tensor([w.tokens[0] for w in work])
-        return graphs(self._decode, tokens, positions, self._rows(work, positions), kept.blocks(pages))
+        positions, width = self._tensor([w.start for w in work]), bucket(max(w.start // self.page + 1 for w in work))
+        tokens, groups = self._tensor([w.tokens[0] for w in work]), range(max(self.groups) + 1)
+        rows = [self._rows(work, positions, group) for group in groups]
+        blocks = [self.stores[0].blocks(self._table(work, group, width)) for group in groups]
+        return graphs(self._decode, tokens, positions, *rows, *blocks)
 
-    def _decode(self, tokens: Tensor, positions: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
-        group = Group(slice(0, len(tokens)), len(tokens), 1, positions[:, None], blocks)
-        for cache in self.caches:
-            cache.now = Now(rows, None, [group])
+    def _decode(self, tokens: Tensor, positions: Tensor, *places: Tensor) -> Tensor:
+        """`places`: of each group the rows to write, then of each the blocks to read."""
+        rows, blocks = places[: len(places) // 2], places[len(places) // 2 :]
+        whole = slice(0, len(tokens))
+        now = [
+            Now(r, None, [Group(whole, len(tokens), 1, positions[:, None], b)])
+            for r, b in zip(rows, blocks, strict=True)
+        ]
+        for cache, group in zip(self.caches, self.groups, strict=True):
+            cache.now = now[group]
         with self.precision():
             return self.model.continued(tokens, positions, self.caches)
 
@@ -149,12 +162,12 @@ class Runner:
         many = [w for w in work if len(w.tokens) > _FEW] if self.native is not None else work
         parts: list[list[RunnerWork]] = []
         spare = 0
-        for w in sorted(many, key=lambda w: (len(w.tokens), w.start == 0, len(w.request.blocks))):
+        for w in sorted(many, key=lambda w: (len(w.tokens), w.start == 0, len(w.request.blocks[0]))):
             last = parts[-1] if parts else []
             fits = bool(last) and len(last[0].tokens) == len(w.tokens) and (last[0].start == 0) == (w.start == 0)
             if fits and w.start:
                 # Ordered by length: those before become as long as this one.
-                spare += (len(w.request.blocks) - len(last[-1].request.blocks)) * len(last)
+                spare += (len(w.request.blocks[0]) - len(last[-1].request.blocks[0])) * len(last)
                 fits = spare <= _SPARE_PAGES
             if fits:
                 last.append(w)
@@ -163,34 +176,42 @@ class Runner:
                 spare = 0
         return few, parts
 
-    def _now(self, few: Sequence[RunnerWork], many: Sequence[Sequence[RunnerWork]], positions: Tensor) -> Now:
+    def _now(
+        self, few: Sequence[RunnerWork], many: Sequence[Sequence[RunnerWork]], positions: Tensor, group: int
+    ) -> Now:
         keeps = self.native is not None and self.native.keeps and not many
         some, row = None, sum(len(w.tokens) for w in few)
         if few:
             sequence = [number for number, w in enumerate(few) for _ in w.tokens]
             some = Few(
-                row, self._table(few, dtype=torch.int32), self._tensor(sequence, torch.int32), positions[:row].int()
+                row,
+                self._table(few, group, dtype=torch.int32),
+                self._tensor(sequence, torch.int32),
+                positions[:row].int(),
             )
         groups = []
         for part in many:
             count, each = len(part), len(part[0].tokens)
             rows = slice(row, row + count * each)
             row = rows.stop
-            blocks = None if part[0].start == 0 else self.caches[0].pages.blocks(self._table(part))
+            blocks = None if part[0].start == 0 else self.stores[0].blocks(self._table(part, group))
             groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
-        return Now(None if keeps else self._rows([*few, *(w for part in many for w in part)], positions), some, groups)
+        ordered = [*few, *(w for part in many for w in part)]
+        return Now(None if keeps else self._rows(ordered, positions, group), some, groups)
 
-    def _rows(self, ordered: Sequence[RunnerWork], positions: Tensor) -> Tensor:
+    def _rows(self, ordered: Sequence[RunnerWork], positions: Tensor, group: int) -> Tensor:
         page = self.page
-        held = [w.request.blocks[p // page] for w in ordered for p in range(w.start, w.start + len(w.tokens))]
-        return self.caches[0].pages.rows(self._tensor(held), positions % page)
+        held = [w.request.blocks[group][p // page] for w in ordered for p in range(w.start, w.start + len(w.tokens))]
+        return self.stores[0].rows(self._tensor(held), positions % page)
 
-    def _table(self, part: Sequence[RunnerWork], width: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
-        """(sequences, pages); `width` pages, or as many as the longest has"""
+    def _table(
+        self, part: Sequence[RunnerWork], group: int, width: int | None = None, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """(sequences, pages) of one group; `width` pages, or as many as the longest has"""
         width = width or max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
         table = np.zeros((len(part), width), np.int32)  # numpy reads lists in a third of PyTorch's time
         for row, w in zip(table, part, strict=True):
-            held = w.request.blocks[:width]
+            held = w.request.blocks[group][:width]
             row[: len(held)] = held
         if table.max() >= self.pages:
             raise ValueError(f"page {table.max()} of {self.pages}: compiled code would read past them")

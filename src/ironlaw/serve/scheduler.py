@@ -54,7 +54,7 @@ class Scheduler:
         """`propose`: drafted tokens of a request that decodes, taken as far as budget and pages go."""
         budget = self.config.token_budget
         step: list[Scheduled] = []
-        if self.blocks.window is not None:
+        if any(self.blocks.windows):
             for request in self.running:
                 self.blocks.forget(request)
         left, preempted = len(self.running), self.preemptions  # each that decodes goes before what is only drafted
@@ -87,12 +87,11 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         found = self.blocks.find(request)
-        computed = len(found) * self.blocks.size
+        computed = len(found[0]) * self.blocks.size
         count = min(len(request.tokens) - computed, budget)
-        request.blocks = []
-        more = -(-(computed + count) // self.blocks.size) - len(found)
+        more = len(found) * (-(-(computed + count) // self.blocks.size) - len(found[0]))
         # One page of every running request may be full: to admit what is preempted a step later helps nobody.
-        if not self.blocks.can_take(found, more + min(len(self.running), self.blocks.free // 8)):
+        if not self.blocks.can_take(found, more + min(len(found) * len(self.running), self.blocks.free // 8)):
             return None
         self.waiting.pop(0)
         self.blocks.take(request, found)

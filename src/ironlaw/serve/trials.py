@@ -66,16 +66,18 @@ class Load:
 
     @torch.inference_mode()
     def _loss(self, engine: Engine) -> float:
-        pages, size, losses = engine.blocks.count - 1, engine.config.block, []
+        losses = []
         for prompt in self.prompts:
             half = len(prompt) // 2
-            if half < 1 or -(-len(prompt) // size) > pages:
+            if half < 1 or len(prompt) > engine.blocks.tokens:
                 continue
-            request = Request(prompt, Sampling(), blocks=list(range(1, 1 + -(-len(prompt) // size))))
+            request = Request(prompt, Sampling(), blocks=[[] for _ in engine.blocks.windows])
+            engine.blocks.extend(request, engine.blocks.needed(request, len(prompt)))
             engine.runner.run([RunnerWork(request, list(prompt[:half]), 0, 0)])
             logits, _ = engine.runner.run([RunnerWork(request, list(prompt[half:-1]), half, len(prompt) - 1 - half)])
             if logits is not None:
                 losses.append(float(F.cross_entropy(logits.float(), torch.tensor(prompt[half + 1 :]))))
+            engine.blocks.release(request)
         return statistics.mean(losses) if losses else 0.0
 
 

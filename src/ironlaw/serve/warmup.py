@@ -43,8 +43,8 @@ def warm_up(engine: Engine, seconds: float = LONGEST_SECONDS) -> None:
 async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> None:
     """With an engine of its own on the same model: pages, figures and shared beginnings of the other stay as they
     are."""
-    config, key, size = engine.config, secrets.token_hex(), engine.config.block
-    pages = (-(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
+    config, key, size, groups = engine.config, secrets.token_hex(), engine.config.block, len(engine.blocks.windows)
+    pages = (groups * -(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
     most = max(MOST_PAGES, engine.blocks.count // 16)  # a GPU has little room beside the other's pages
     alone = {"speculation": "none", "blocks": 1 + min(max(pages), most), "api_keys": (key,)}
     alone |= {"waiting": config.batch, "body_bytes": 2**20}  # a limit that somebody set is not for these clients

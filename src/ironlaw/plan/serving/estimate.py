@@ -79,7 +79,7 @@ class Served:
     def most_requests(self, request: ServeRequest) -> int:
         """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
         longest; pages are handed out as they are needed, and only the last is partly empty."""
-        kept = float(self.system.held_tokens(request.length))
+        kept = float(self.system.demand.cached_tokens(request.length))
         if self.engine.paged:
             kept = math.ceil(kept / BLOCK_TOKENS) * BLOCK_TOKENS
         return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests) * self.layout.attention_dp))

@@ -48,21 +48,20 @@ class MeasuredClock:
         self.known: dict[tuple[int, int, int, int], dict[str, float]] = {}
         self.passes = {phase: sorted((p for p in passes if p["phase"] == phase), key=lambda p: float(p["tokens"]))
                        for phase in ("decode", "prefill")}  # fmt: skip
-        demand = demand_of(model)
-        self.cached_tokens, self.windowed, self.window = demand.cached_tokens, demand.windowed, demand.window
+        self.holds = demand_of(model).cached_tokens
         self.token_seconds = self._token_seconds()
 
     def _token_seconds(self) -> float | None:
         """Of a cached token in a decoding pass, where passes of as many requests behind caches of other lengths were
         timed; else curves say it."""
         same = [(a, b) for a, b in combinations(self.passes["decode"], 2) if a["tokens"] == b["tokens"]]
-        more = [a["tokens"] * float(self.cached_tokens(b["length"]) - self.cached_tokens(a["length"])) for a, b in same]
+        more = [a["tokens"] * float(self.holds(b["length"]) - self.holds(a["length"])) for a, b in same]
         longer = [b["model_seconds"] - a["model_seconds"] for a, b in same]
         squares = sum(m * m for m in more)  # least squares through 0
         return max(0.0, sum(map(mul, more, longer)) / squares) if squares > LENGTHS**2 else None
 
     def _took(self, p: Mapping[str, Any]) -> float:
-        reading = (self.token_seconds or 0.0) * p["tokens"] * float(self.cached_tokens(p["length"]))
+        reading = (self.token_seconds or 0.0) * p["tokens"] * float(self.holds(p["length"]))
         return max(0.0, float(p["model_seconds"]) - (reading if p["phase"] == "decode" else 0.0))
 
     def _alike(self, p: Mapping[str, Any], tokens: int) -> float:
@@ -82,12 +81,8 @@ class MeasuredClock:
 
     def _decode(self, decoding: int, length: float) -> float:
         behind = 0 if self.token_seconds is not None else round(length)
-        reading = (self.token_seconds or 0.0) * decoding * float(self.cached_tokens(length))
+        reading = (self.token_seconds or 0.0) * decoding * self.holds(length)
         return self._pass("decode", [Chunk(1, behind)] * decoding) + reading
-
-    def holds(self, length: float) -> float:
-        """As `serve/blocks.py`: pages behind a window are free again where all layers have one."""
-        return length if self.windowed < 1 else min(length, self.window)
 
     def parts(self, decoding: int, length: float, new: int, cached: float = 0.0, prompts: int = 1) -> dict[str, float]:
         """Seconds of a token of each of `decoding` sequences behind `length` others, and of `new` tokens of so many

@@ -73,9 +73,6 @@ class ServingEngine:
     # them from a compiled language.
     host: str = "graphs"
     emit: str = ""
-    windows: str = (
-        "layer"  # whose pages behind a window are free again: of layers that have one; "model": where all have
-    )
     # Rows of logits it makes room for before it hands out the cache, on small and on large devices.
     sampled: Sequence[int] = (0, 0)
 

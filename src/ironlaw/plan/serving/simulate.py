@@ -103,80 +103,138 @@ def replay(
 
     ValueError where the cache of `kv_tokens` holds not even one of them.
     """
-    coming, waiting = deque(requests), deque[SimulatedRequest]()
-    for _ in range(min(at_once or 0, len(coming))):
-        waiting.append(coming.popleft())
-    now, total = 0.0, len(coming) + len(waiting)
-    running: list[SimulatedRequest] = []
-    done: list[SimulatedRequest] = []
-    spent: dict[str, float] = {}
-    made: list[tuple[float, int]] = []
-    steps = decode_steps = batch = usage = queue = preempted = 0.0
-    while len(done) < total and now < MOST_SECONDS:
-        while at_once is None and coming and coming[0].arrival <= now:
-            waiting.append(coming.popleft())
-        if not running and not waiting:
-            now = max(now, coming[0].arrival)
-            continue
-        kept = held = 0.0
-        decoding: list[SimulatedRequest] = []
-        prefilling: list[SimulatedRequest] = []
-        for one in running:
-            whole = one.left <= 0
-            kept += clock.holds(one.cached + whole)
-            (decoding if whole else prefilling).append(one)
-            held += one.cached if whole else 0
-        while kept > kv_tokens and len(running) > 1:  # the latest goes back, and is computed again
-            last = running.pop()
-            preempted += 1
-            side = decoding if decoding and decoding[-1] is last else prefilling
-            side.pop()
-            kept -= clock.holds(last.cached + (side is decoding))
-            held -= last.cached if side is decoding else 0
+    return _Replay(clock, deque(requests), at_once, kv_tokens, most_requests, budget).play()
+
+
+@dataclass
+class _Replay:
+    """An engine at work: who is where, what time it is, and what its steps took."""
+
+    clock: Clock
+    coming: deque[SimulatedRequest]
+    at_once: int | None
+    kv_tokens: float
+    most_requests: int
+    budget: int
+    now: float = 0.0
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
+    running: list[SimulatedRequest] = field(default_factory=list)
+    done: list[SimulatedRequest] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=dict)
+    made: list[tuple[float, int]] = field(default_factory=list)  # by the end of each step: when, tokens in all
+    steps: list[tuple[int, float, int]] = field(default_factory=list)  # decoding, part of the cache, waiting
+    preemptions: int = 0
+
+    def play(self) -> Played:
+        for _ in range(min(self.at_once or 0, len(self.coming))):
+            self.waiting.append(self.coming.popleft())
+        total = len(self.coming) + len(self.waiting)
+        while len(self.done) < total and self.now < MOST_SECONDS:
+            while self.at_once is None and self.coming and self.coming[0].arrival <= self.now:
+                self.waiting.append(self.coming.popleft())
+            if self.running or self.waiting:
+                self.step()
+            else:
+                self.now = max(self.now, self.coming[0].arrival)
+        return self.summary()
+
+    def step(self) -> None:
+        kept = self.make_room()
+        decoding = [one for one in self.running if one.left <= 0]
+        held = sum(one.cached for one in decoding)
+        chunk, behind, prompts, kept = self.fill(self.budget - len(decoding), kept)
+        if not decoding and not chunk:  # nothing will ever move
+            raise ValueError(f"a cache of {self.kv_tokens:.0f} tokens holds no request of {self.waiting[0].input}")
+        mean = held / len(decoding) if decoding else 0.0
+        parts = self.clock.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0, prompts)
+        self.now += sum(parts.values())
+        for name, value in parts.items():
+            self.spent[name] = self.spent.get(name, 0.0) + value
+        self.steps.append((len(decoding), kept / max(self.kv_tokens, 1.0), len(self.waiting)))
+        self.give()
+
+    def make_room(self) -> float:
+        """Tokens of the cache that those who run need next; while there are too many, the latest goes back, and is
+        computed again."""
+        kept = 0.0
+        for one in self.running:
+            kept += self.clock.holds(one.cached + (one.left <= 0))
+        while kept > self.kv_tokens and len(self.running) > 1:
+            last = self.running.pop()
+            kept -= self.clock.holds(last.cached + (last.left <= 0))
             last.again, last.cached = last.produced, 0
-            waiting.appendleft(last)
-        left, chunk, behind, prompts = budget - len(decoding), 0, 0.0, 0
+            self.waiting.appendleft(last)
+            self.preemptions += 1
+        return kept
+
+    def fill(self, left: int, kept: float) -> tuple[int, float, int, float]:
+        """Chunks of prompts for what is left of the budget: new tokens, the sum of those behind which each of them is,
+        prompts, and what the cache holds with them."""
+        prefilling = deque(one for one in self.running if one.left > 0)
+        chunk, behind, prompts = 0, 0.0, 0
         while left > 0:
-            is_place = waiting and len(running) < most_requests
+            is_place = self.waiting and len(self.running) < self.most_requests
             if prefilling:
-                one = prefilling.pop(0)
-            elif is_place and kept + clock.holds(min(left, waiting[0].left)) <= kv_tokens:
-                one = waiting.popleft()
-                running.append(one)
+                one = prefilling.popleft()
+            elif is_place and kept + self.clock.holds(min(left, self.waiting[0].left)) <= self.kv_tokens:
+                one = self.waiting.popleft()
+                self.running.append(one)
             else:
                 break
             part = min(left, one.left)
             behind += one.cached * part
-            kept += clock.holds(one.cached + part) - clock.holds(one.cached)
+            kept += self.clock.holds(one.cached + part) - self.clock.holds(one.cached)
             one.cached += part
             chunk, left, prompts = chunk + part, left - part, prompts + 1
-        if not decoding and not chunk:  # nothing will ever move
-            raise ValueError(f"a cache of {kv_tokens:.0f} tokens holds no request of {waiting[0].input}")
-        mean = held / len(decoding) if decoding else 0.0
-        parts = clock.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0, prompts)
-        now += sum(parts.values())
-        for name, value in parts.items():
-            spent[name] = spent.get(name, 0.0) + value
-        before = len(made) and made[-1][1]
-        steps, usage, queue = steps + 1, usage + kept / max(kv_tokens, 1.0), queue + len(waiting)
-        decode_steps, batch = decode_steps + bool(decoding), batch + len(decoding)
-        for one in list(running):
+        return chunk, behind, prompts, kept
+
+    def give(self) -> None:
+        """A token to each that has nothing left to compute; another request comes where one ends."""
+        given = self.made[-1][1] if self.made else 0
+        for one in list(self.running):
             if one.left > 0:
                 continue
             one.produced += 1
-            before += 1
+            given += 1
             one.cached += 1
             if one.produced == 1:
-                one.first = now
+                one.first = self.now
             if one.produced >= one.output:
-                one.last = now
-                running.remove(one)
-                done.append(one)
-                if at_once is not None and coming:
-                    waiting.append(coming.popleft())
-                    waiting[-1].arrival = now
-        made.append((now, before))
-    return _summary(done, at_once is not None, spent, made, steps, decode_steps, batch, usage, queue, int(preempted))
+                one.last = self.now
+                self.running.remove(one)
+                self.done.append(one)
+                if self.at_once is not None and self.coming:
+                    self.waiting.append(self.coming.popleft())
+                    self.waiting[-1].arrival = self.now
+        self.made.append((self.now, given))
+
+    def summary(self) -> Played:
+        done = sorted(self.done, key=lambda r: r.arrival)
+        edge = len(done) // 10
+        seen = done[edge : len(done) - edge] or done
+        ttft = np.array([r.first - r.arrival for r in seen])
+        tpot = np.array([(r.last - r.first) / max(r.output - 1, 1) for r in seen])
+        times, produced = (np.array(column, dtype=float) for column in zip(*self.made, strict=True))
+        first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
+        half = len(ttft) // 2
+        late = half > 10 and self.at_once is None and np.median(ttft[half:]) > 2 * np.median(ttft[:half]) + 0.2
+        rate = produced[-1] / times[-1]
+        if last > first and not late:  # the middle, without the queue's filling and emptying
+            rate = (produced[last] - produced[first]) / (times[last] - times[first])
+        count, (decoding, usage, queue) = len(self.steps), (list(column) for column in zip(*self.steps, strict=True))
+        return Played(
+            ttft_seconds={f"p{p}": float(np.percentile(ttft, p)) for p in (50, 90, 99)},
+            tpot_seconds={f"p{p}": float(np.percentile(tpot, p)) for p in (50, 90, 99)} | {"mean": float(tpot.mean())},
+            output_tokens_per_second=float(rate),
+            requests_per_second=float(rate * len(done) / produced[-1]),
+            decode_batch=sum(decoding) / max(count - decoding.count(0), 1),
+            step_seconds=sum(self.spent.values()) / count,
+            kv_usage=sum(usage) / count,
+            waiting=sum(queue) / count,
+            preemptions=self.preemptions,
+            keeps_up=not late,
+            seconds={name: value / count for name, value in self.spent.items()},
+        )
 
 
 class _Clock:
@@ -184,6 +242,7 @@ class _Clock:
 
     def __init__(self, system: System) -> None:
         self.system, self.known = system, dict[tuple[int, int, int], dict[str, float]]()
+        self.windowed, self.window = system.demand.windowed, system.demand.window
         # Of one cached token, the draft model's too.
         self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
 
@@ -192,16 +251,11 @@ class _Clock:
         if key not in self.known:
             parts = pass_parts(self.system, float(decoding), 1.0, float(new), cached)
             self.known[key] = {name: float(value) for name, value in parts.items()}
-        kept = _windowed(self.system.demand.windowed, self.system.demand.window, length)
-        return self.known[key] | {"cache": decoding * kept * self.cache_seconds}
+        return self.known[key] | {"cache": decoding * self.holds(length) * self.cache_seconds}
 
     def holds(self, length: float) -> float:
-        return _windowed(self.system.windowed_pages, self.system.demand.window, length)
-
-
-def _windowed(share: float, window: float, length: float) -> float:
-    """`Demand.cached_tokens` in plain numbers: it is asked hundreds of thousands of times."""
-    return length - share * max(length - window, 0.0)
+        """`Demand.cached_tokens` in plain numbers: it is asked hundreds of thousands of times."""
+        return length - self.windowed * max(length - self.window, 0.0)
 
 
 def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
@@ -219,34 +273,3 @@ def _enough(requests: int, system: System, request: ServeRequest) -> int:
     )
     at_once = request.concurrency or (request.rate or 1.0) * alone
     return int(min(max(requests, 4 * at_once), MOST_REQUESTS))
-
-
-def _summary(
-    done: list[SimulatedRequest], closed: bool, spent: dict[str, float], made: list[tuple[float, int]], steps: float,
-    decode_steps: float, batch: float, usage: float, queue: float, preempted: int,
-) -> Played:  # fmt: skip
-    done.sort(key=lambda r: r.arrival)
-    edge = len(done) // 10
-    seen = done[edge : len(done) - edge] or done
-    ttft = np.array([r.first - r.arrival for r in seen])
-    tpot = np.array([(r.last - r.first) / max(r.output - 1, 1) for r in seen])
-    times, produced = (np.array(column, dtype=float) for column in zip(*made, strict=True))
-    first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
-    half = len(ttft) // 2
-    late = half > 10 and not closed and np.median(ttft[half:]) > 2 * np.median(ttft[:half]) + 0.2
-    rate = produced[-1] / times[-1]
-    if last > first and not late:  # the middle, without the queue's filling and emptying
-        rate = (produced[last] - produced[first]) / (times[last] - times[first])
-    return Played(
-        ttft_seconds={f"p{p}": float(np.percentile(ttft, p)) for p in (50, 90, 99)},
-        tpot_seconds={f"p{p}": float(np.percentile(tpot, p)) for p in (50, 90, 99)} | {"mean": float(tpot.mean())},
-        output_tokens_per_second=float(rate),
-        requests_per_second=float(rate * len(done) / produced[-1]),
-        decode_batch=batch / max(decode_steps, 1.0),
-        step_seconds=sum(spent.values()) / max(steps, 1.0),
-        kv_usage=usage / max(steps, 1.0),
-        waiting=queue / max(steps, 1.0),
-        preemptions=preempted,
-        keeps_up=not late,
-        seconds={name: value / max(steps, 1.0) for name, value in spent.items()},
-    )

@@ -46,7 +46,7 @@ def at_concurrency(system: System, requests: Number, inputs: Number, outputs: Nu
 def most_at_once(system: System, engine: ServingEngine, inputs: Number, outputs: Number) -> Number:
     """Requests whose caches fit, each at its full length, and no more than each copy of attention decodes at once."""
     room = room_tokens(system, engine.memory_fraction, engine.of_free)
-    kept = system.held_tokens(np.maximum(inputs + outputs, 1.0))
+    kept = system.demand.cached_tokens(np.maximum(inputs + outputs, 1.0))
     return np.clip(room / np.maximum(kept, 1.0), 1.0, system.rates.most_requests * system.attention_dp)
 
 

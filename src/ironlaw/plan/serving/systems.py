@@ -90,7 +90,6 @@ def system_of(
         head_bytes=WIDE_BYTES if stored.wide else width,
         expert_bytes=width,
         cache_bytes=CACHE_BYTES[formats.cache],
-        windowed_pages=demand.windowed if engine.windows == "layer" or demand.windowed == 1 else 0.0,
         sampled=float(engine.sampled[device.memory_bytes.value >= LARGE_BYTES and device.generation != "ampere"]),
     )
 

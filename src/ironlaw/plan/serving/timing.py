@@ -57,7 +57,6 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
-    windowed_pages: Number  # share of the cache whose pages are free again behind a window
     sampled: Number = 0.0  # rows of logits that the engine leaves room for
     drafted: Number = 0.0  # tokens proposed to a pass
     acceptance: Number = 0.0  # the chance that one stands
@@ -74,10 +73,6 @@ class System:
         d = self.demand
         dense = (d.dense - d.head) * self.dense_bytes + (d.head + d.table) * self.head_bytes
         return dense * self.attention_dp + d.experts * self.expert_bytes
-
-    def held_tokens(self, length: Number) -> Number:
-        """Of a sequence, that its pages hold, as a mean over layers."""
-        return length - self.windowed_pages * np.maximum(length - self.demand.window, 0.0)
 
     @property
     def cache_parts(self) -> Number:
