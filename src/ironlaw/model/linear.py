@@ -99,6 +99,10 @@ class RoundedLinear(Linear):
 
     function: type[torch.autograd.Function]
 
+    def product(self, x: Tensor) -> Tensor:
+        found: Tensor = self.function.apply(x, self.weight, self)
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = self.function.apply(followed(x), self.weight, self)
+        product = self.product(followed(x))
         return product if self.bias is None else product + self.bias.to(product.dtype)

@@ -18,8 +18,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.precision_recipes import PrecisionRecipe, precision_recipe
 from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
-from ironlaw.model.autocast import followed
-from ironlaw.model.linear import Linear, become
+from ironlaw.model.linear import Linear, RoundedLinear, become
 from ironlaw.numerics.aware import hold_as
 from ironlaw.numerics.hadamard import rotation
 from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate
@@ -112,18 +111,17 @@ PRODUCTS: dict[str, Callable[[], tuple[Product, int]]] = {
 }  # fmt: skip
 
 
-class LibraryLinear(Linear):
-    """`Linear` whose product is a library's. Its own layers would put wrappers or buffers among the weights."""
+class LibraryLinear(RoundedLinear):
+    """`Linear` whose product is a library's. The library's layers would put wrappers or buffers among the weights."""
 
-    product: Product
+    multiply: Product
     multiple: int
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = followed(x).flatten(0, -2)
+    def product(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
         missing = -len(rows) % self.multiple  # rows of zeros add nothing to a gradient
-        product = self.product(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight.to(rows.dtype))
-        product = product[: len(rows)].unflatten(0, x.shape[:-1])
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+        found = self.multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight.to(rows.dtype))
+        return found[: len(rows)].unflatten(0, x.shape[:-1])
 
 
 def hand_over(blocks: nn.Module, product: Product, multiple: int) -> None:
@@ -131,7 +129,7 @@ def hand_over(blocks: nn.Module, product: Product, multiple: int) -> None:
     for module in blocks.modules():
         if isinstance(module, Linear) and _divisible(module, multiple):
             layer = become(module, LibraryLinear)
-            layer.product, layer.multiple = product, multiple
+            layer.multiply, layer.multiple = product, multiple
 
 
 def _divisible(module: nn.Module, tile: int) -> bool:
