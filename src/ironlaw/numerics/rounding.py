@@ -36,6 +36,8 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
     if format.integers:
         return _whole(x, generator).clamp(*format.integers)
     assert format.mantissa_bits is not None
+    if format.mantissa_bits >= 23:
+        return x.clone()  # fp32 itself, and what is wider
     if format.exponent_bits == 8 and format.sign:
         return _shorten(x, format, generator)
     if format.special == "none":
@@ -65,8 +67,6 @@ def _shorten(x: Tensor, format: NumberFormat, generator: torch.Generator | None)
     """bf16 and tf32: fp32 with the last bits of the mantissa rounded off, subnormals included."""
     assert format.mantissa_bits is not None
     dropped = 23 - format.mantissa_bits
-    if not dropped:
-        return x.clone()
     bits = x.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     if generator is None:
@@ -124,7 +124,9 @@ def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Ten
 def encode(x: Tensor, format: NumberFormat) -> Tensor:
     """Codes of numbers that `round_to` gave: uint8 up to 8 bits, else the narrowest PyTorch type that holds them."""
     if format.bits > 8:
-        return x.to({"fp16": torch.float16, "bf16": torch.bfloat16}.get(format.name, torch.float32))
+        return x.to(
+            {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(format.name, torch.float32)
+        )
     if format.integers:
         return (x.to(torch.int16) & ((1 << format.bits) - 1)).to(torch.uint8)
     table = code_values(format, x.device)
