@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from markupsafe import Markup
@@ -29,6 +29,7 @@ class Series:
     ys: Sequence[float]
     style: str
     dots: bool = False
+    label: str = ""  # beside each dot
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,7 @@ def _level(frame: Frame, level: Level) -> str:
 def _series(frame: Frame, series: Series) -> str:
     points = [(frame.x(x), frame.y(y)) for x, y in zip(series.xs, series.ys, strict=True)]
     dots = "".join(f'<circle class="dot-{series.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in points)
+    dots += "".join(text(x + 5, y - 4, series.label, "start") for x, y in points if series.label)
     line = f'<polyline class="line-{series.style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
     return line + dots if series.dots else line
 
@@ -217,7 +219,7 @@ def _thin(series: Series) -> Series:
     bins = [finite[i : i + per_bin] for i in range(0, len(finite), max(1, per_bin))]
     xs = [sum(x for x, _ in b) / len(b) for b in bins]
     ys = [sum(y for _, y in b) / len(b) for b in bins]
-    return Series(series.name, xs, ys, series.style, series.dots)
+    return replace(series, xs=xs, ys=ys)
 
 
 def _range(ys: Sequence[float], from_zero: bool, top: float | None) -> tuple[float, float]:

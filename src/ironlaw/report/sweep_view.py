@@ -100,7 +100,10 @@ def _place(value: float, values: Sequence[float]) -> float:
 def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
     scale, unit = (1e-6, "MB") if axis == "bytes" else (1.0, AXES[axis])
     best = _frontier(points, axis)
-    series = [Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True) for p in points]
+    series = [
+        Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
+        for letter, p in zip(string.ascii_letters, points, strict=False)
+    ]
     series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
     return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit, width=width)
