@@ -49,6 +49,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"left_on": [{"name": "Anomaly detection", "saved": 0.4, "place": "a.py:1"}]},
     },
     "float64": {"gains": {"float64": 0.4}, "facts": {"float64": {"saved": 0.5, "place": "a.py:2"}}},
+    "half_slow": {"gains": {"half": 0.4}, "facts": {"half": {"saved": 0.5, "place": "a.py:2"}}},
     "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
     "update_unfused": {"gains": {"fused_update": 0.2}},
     "gradients_idle": {"facts": {"idle_gradients": {"part": 0.9, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
@@ -72,6 +73,18 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"float64_operations": {"part": 0.5, "place": "a.py:4", "lines": []}},
         "phases": {"forward": 0.1, "backward": 0.2},
     },
+    "decompositions": {
+        "facts": {"decompositions": {"part": 0.5, "place": "a.py:4", "lines": []}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "attention_masked": {
+        "facts": {"masked_attention": {"part": 0.5, "place": "a.py:4", "lines": []}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "thread_busy": {
+        "facts": {"busy_thread": {"part": 0.5, "place": "a.py:7"}, "paused_seconds": 0.1, "other_load": 0.0},
+    },
+    "updates_again": {"facts": {"updates_again": {"place": "a.py:8", "per_step": 1.0}}},
     "optimizer_rebuilt": {"facts": {"optimizer_made": {"place": "a.py:4", "per_step": 1.0}}},
     "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
     "graphs_again": {"facts": {"graphs_again": {"part": 0.5, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
@@ -202,6 +215,20 @@ def test_what_the_line_that_asks_for_a_batch_does_besides_is_input(plan: Ledger)
     lines = {"data": [["a.py:3", 1.0]], "host": [["a.py:3 (in b.py:9)", 0.9], ["a.py:7", 0.1]]}
     found = verdict(plan, phases={"data": 0.03, "host": 0.1}, facts={"lines": lines}).findings
     assert found[0].rule == "input_bound" and "host_bound" not in {f.rule for f in found}
+
+
+def test_rows_that_a_small_batch_leaves_untouched_are_the_batchs_doing(plan: Ledger) -> None:
+    rows = {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}}
+    share = next(f for f in verdict(plan, **rows).findings if f.rule == "rows_untouched").share
+    for gain, first in ((share + 0.05, "rows_untouched"), (2.5 * share, "batch_small")):
+        assert verdict(plan, **rows, gains={"batch": gain}).findings[0].rule == first
+
+
+def test_what_no_plan_was_fitted_to_and_what_agents_play_are_notices(plan: Ledger) -> None:
+    over = verdict(plan, kinds={"matmul": 2.0}, facts={"source": "observe"})
+    assert over.healthy and "off_plan" in {f.rule for f in over.findings}
+    played = verdict(plan, facts=wall(evaluation=15.0)["facts"] | {"rollouts": 1.0})
+    assert played.healthy and played.findings[0].rule == "evaluation_frequent"
 
 
 def test_waiting_for_a_slow_rank_is_not_communication(plan: Ledger) -> None:

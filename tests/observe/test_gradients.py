@@ -105,6 +105,85 @@ def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path
     assert "# MADE" in line(facts["optimizer_made"]["place"]) and facts["optimizer_made"]["per_step"] == 1.0
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("causal", [False, True])
+def test_matrices_that_are_decomposed_and_causal_masks_have_lines(causal: bool, tmp_path: Path) -> None:
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.full((1024, 1024), float("-inf")).triu(1 if causal else 9)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = model(torch.randn(1, 8, 1024, 16))
+            out = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)  # MASK
+            largest = torch.linalg.svdvals(model.weight)[0]  # SVD
+            (out.square().mean() / largest).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    assert "# SVD" in line(facts["decompositions"]["place"])
+    assert ("# MASK" in line(facts["masked_attention"]["place"])) if causal else facts["masked_attention"] is None
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("rows", [1, 64])
+def test_outputs_that_no_loss_reads_are_gradients_of_zeros(rows: int, tmp_path: Path) -> None:
+    model, head = nn.Linear(16, 64), nn.Linear(64, 512)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    with ironlaw.observe([model, head], optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            logits = head(torch.relu(model(torch.randn(4, 64, 16))))  # HEAD
+            logits[:, -rows:].logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    zeros = facts_of(tmp_path / "run")["zero_products"]
+    assert zeros is None if rows == 64 else "# HEAD" in line(zeros["place"])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_update_with_the_gradients_of_the_last_one(times: int, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            model(torch.randn(4, 8)).square().mean().backward()
+            for _ in range(times):
+                optimizer.step()  # HERE
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    assert facts["steps_done"] == 6 and facts["left_in_eval"] is None
+    assert (facts["updates_again"] is None) if times == 1 else "# HERE" in line(facts["updates_again"]["place"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_types_that_may_be_slower_than_fp32_are_timed_against_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            model(torch.randn(4, 8, dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+    facts = facts_of(tmp_path / "run")
+    assert {name for name in ("half", "float64") if facts[name]} == (
+        {torch.float16: {"half"}, torch.float32: set(), torch.float64: {"float64"}}[dtype]
+    )
+    assert all(0 <= facts[name]["saved"] < 1 for name in ("half", "float64") if facts[name])
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_gradients_from_elsewhere_are_updates_of_their_own(looked: bool, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            with torch.no_grad():
+                found = model(torch.randn(4, 8)).std() if looked else torch.tensor(1.0)
+            for parameter in model.parameters():
+                parameter.grad = found * torch.randn_like(parameter)
+            optimizer.step()
+    facts = facts_of(tmp_path / "run")
+    assert facts["steps_done"] == 6 and facts["updates_again"] is None
+
+
 def test_gradients_that_are_gathered_over_steps_are_not_idle(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import ironlaw
-from ironlaw.observe.sampler import classify, logs
+from ironlaw.observe.partition import Partition
+from ironlaw.observe.sampler import StackSampler, classify, logs
 from ironlaw.observe.user_code import stacks
 
 
@@ -74,6 +75,25 @@ def test_waiting_for_a_thread_that_waits_too_is_not() -> None:
         return while_running(waits, lambda other: classify(waiting, [other]))
 
     assert while_running(waits, both)[0] == "read"
+
+
+@pytest.mark.parametrize("part", [0.05, 0.5])
+def test_a_thread_that_computes_beside_the_loop_has_a_line(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`part` of a core, whatever this machine has left for it."""
+    ended = threading.Event()
+    thread = threading.Thread(target=counts, args=(ended,), daemon=True)
+    thread.start()
+    computed = lambda: {thread.ident: part * time.perf_counter(), threading.get_ident(): time.perf_counter()}  # noqa: E731
+    monkeypatch.setattr("ironlaw.observe.sampler._computed_seconds", computed)
+    partition = Partition()
+    partition.start()
+    with StackSampler(partition) as sampler:
+        while not sampler._beside:
+            time.sleep(0.01)
+    ended.set()
+    found = sampler.busy_thread()
+    assert (found is None) == (part < 0.1)
+    assert found is None or found["place"].rpartition(":")[0] == __file__
 
 
 def test_tokenising_is_known_by_its_names() -> None:

@@ -63,14 +63,9 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         gap = self.gap
         return {
-            "schema_version": 1,
-            "before": str(self.before.run_dir),
-            "after": str(self.after.run_dir),
-            "sentence": self.sentence,
-            "change": self.change,
-            "per": "token" if self.per_token else "step",
-            "noise": self.noise,
-            "is_difference": self.real,
+            "schema_version": 1, "before": str(self.before.run_dir), "after": str(self.after.run_dir),
+            "sentence": self.sentence, "change": self.change, "per": "token" if self.per_token else "step",
+            "noise": self.noise, "is_difference": self.real,
             "totals": {name: _pair(row) for name, row in gap.totals.items()},
             "phases": [_pair(row) for row in gap.phases],
             "kinds": [_pair(row) for row in gap.kinds],
@@ -79,7 +74,7 @@ class Comparison:
             "settings": self.settings,
             "grade": asdict(self.grade) if self.grade is not None else None,
             "bottlenecks": [self.before.diagnosis.sentence, self.after.diagnosis.sentence],
-        }
+        }  # fmt: skip
 
 
 def compare(before: Explanation, after: Explanation) -> Comparison:
@@ -99,19 +94,14 @@ def compare(before: Explanation, after: Explanation) -> Comparison:
 
 def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:
     """What was set, or was there, differently: keys of the configs, then facts of the runs."""
-    sides = [_flat(e.config.model_dump(mode="json")) if e.config is not None else {} for e in (before, after)]
-    facts = [_facts(e.run) for e in (before, after)]
-    keys = dict.fromkeys([*sides[0], *sides[1]])
-    changed = [
-        {"name": key, "before": sides[0].get(key), "after": sides[1].get(key), "of": "config"}
-        for key in keys
-        if sides[0].get(key) != sides[1].get(key)
-    ]
-    for key in dict.fromkeys([*facts[0], *facts[1]]):
-        a, b = facts[0].get(key), facts[1].get(key)
-        alike = isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_ALIKE
-        if a != b and not alike:
-            changed.append({"name": key, "before": a, "after": b, "of": "run"})
+    both, changed = (before, after), []
+    configs = [_flat(e.config.model_dump(mode="json")) if e.config is not None else {} for e in both]
+    for of, (one, other) in {"config": configs, "run": [_facts(e.run) for e in both]}.items():
+        for key in dict.fromkeys([*one, *other]):
+            a, b = one.get(key), other.get(key)
+            alike = of == "run" and isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_ALIKE
+            if a != b and not alike:
+                changed.append({"name": key, "before": a, "after": b, "of": of})
     return changed
 
 

@@ -39,7 +39,7 @@ class Finding:
 
     @property
     def fault(self) -> bool:
-        return self.tier in (Tier.SEEN, Tier.BEYOND)
+        return self.tier in (Tier.SEEN, Tier.BEYOND) and not self.slight
 
     @property
     def weight(self) -> float:
@@ -101,7 +101,13 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
             not_tested.append(rule.name)
         elif value >= rule.least:
             findings.append(Finding(rule, value, *rule.state(evidence, value)))
-    return sorted(findings, key=lambda f: (f.tier, f.slight, -f.weight)), not_tested
+
+    def place(finding: Finding) -> tuple[Any, ...]:
+        eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)
+        ahead = next(eases, finding)
+        return ahead.tier, ahead.slight, -ahead.weight, ahead is not finding
+
+    return sorted(findings, key=place), not_tested
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:

@@ -135,15 +135,11 @@ class Explanation:
         checks = self.checks
         met = [check.met for check in checks]
         return {
-            "schema_version": SCHEMA_VERSION,
-            "run": str(self.run_dir),
-            "bottleneck": self.diagnosis.sentence,
-            "diagnosis": self.diagnosis.to_json(),
+            "schema_version": SCHEMA_VERSION, "run": str(self.run_dir),
+            "bottleneck": self.diagnosis.sentence, "diagnosis": self.diagnosis.to_json(),
             "time": {
-                "step": _row(totals, "step_seconds"),
-                "tokens_per_second": _row(totals, "tokens_per_second"),
-                "total": _row(totals, "total_seconds"),
-                "unattributed_seconds": gap.unattributed_seconds,
+                "step": _row(totals, "step_seconds"), "tokens_per_second": _row(totals, "tokens_per_second"),
+                "total": _row(totals, "total_seconds"), "unattributed_seconds": gap.unattributed_seconds,
                 "unattributed_fraction": gap.unattributed_fraction,
                 "phases": [row.to_json() for row in gap.phases],
                 "kinds": [row.to_json() for row in gap.kinds],
@@ -154,29 +150,22 @@ class Explanation:
                 "wall": self.run.facts.get("wall_seconds"),
             },
             "memory": {
-                "peak": _row(totals, "peak_bytes"),
-                "resident": _row(totals, "resident_bytes"),
+                "peak": _row(totals, "peak_bytes"), "resident": _row(totals, "resident_bytes"),
                 "components": [row.to_json() for row in gap.memory],
             },
-            "waterfall": waterfall(self.plan, gap),
-            "roofline": roofline(self.plan, self.run),
+            "waterfall": waterfall(self.plan, gap), "roofline": roofline(self.plan, self.run),
             "ranks": ranks_document(self.plan, self.run),
-            "timeline": self.run.facts.get("timeline"),
-            "memory_groups": self.run.facts.get("memory_groups"),
-            "memory_curve": self.run.facts.get("memory_curve"),
+            **{name: self.run.facts.get(name) for name in ("timeline", "memory_groups", "memory_curve")},
             "energy_use": energy_use(self.plan, self.run),
-            "mfu": _row(totals, "mfu"),
-            "energy": _row(totals, "energy_joules"),
-            "parameters": _row(totals, "parameters"),
-            "flops_per_step": _row(totals, "flops_per_step"),
+            "mfu": _row(totals, "mfu"), "energy": _row(totals, "energy_joules"),
+            "parameters": _row(totals, "parameters"), "flops_per_step": _row(totals, "flops_per_step"),
             "losses": self.losses,
             "accuracy_met": {check.name: check.to_json() for check in checks}
             | {"all": None if None in met else all(met)},
-            "remedies": [remedy.to_json() for remedy in self.remedies],
-            "remedies_note": self.remedies_note,
+            "remedies": [remedy.to_json() for remedy in self.remedies], "remedies_note": self.remedies_note,
             "notes": self.notes,
             "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN}},
-        }
+        }  # fmt: skip
 
 
 # Facts that have keys of their own in the document.

@@ -117,12 +117,15 @@ def _left_on(now: ObservedPlans) -> list[Proposal]:
     return [replace(p, title=f"{worst['name']}: switch it back") for p in saved]
 
 
-def _float64(now: ObservedPlans) -> list[Proposal]:
-    found = now.fact("float64")
-    if not found:
-        return []
-    how = f"model.float(), and inputs in torch.float32 ({found['place'] or 'where it is built'})"
-    return _saved(now, how, found["saved"] * now.phase(*PASSES), "both types timed at the end of the run")
+def _fp32(fact: str) -> Callable[[ObservedPlans], list[Proposal]]:
+    def propose(now: ObservedPlans) -> list[Proposal]:
+        found = now.fact(fact)
+        if not found:
+            return []
+        how = f"model.float(), inputs in torch.float32, no autocast ({found['place'] or 'where it is built'})"
+        return _saved(now, how, found["saved"] * now.phase(*PASSES), "both types timed at the end of the run")
+
+    return propose
 
 
 def _precision(now: ObservedPlans) -> list[Proposal]:
@@ -270,7 +273,8 @@ REMEDIES: tuple[RemedyKind, ...] = (
         "threads", "As many threads as cores", "threads are not as many as cores", Effect.NONE, "none", _threads,
     ),
     RemedyKind("mode", "Switch it back", "a switch of PyTorch is on", Effect.NONE, "none for training", _left_on),
-    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _float64),
+    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _fp32("float64")),
+    RemedyKind("half", "Train in fp32", "16 bits are slower on this machine", Effect.ROUNDING, COMPARE, _fp32("half")),
     RemedyKind(
         "precision", "Train in bf16", "the run is in fp32, and this machine multiplies bf16 faster", Effect.ROUNDING,
         COMPARE, _precision, least=LEAST_PLANNED,

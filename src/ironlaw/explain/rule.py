@@ -51,6 +51,7 @@ class Rule:
     placed: str = ""  # a fact with a line of code, which becomes the first figure
     tier: Tier = Tier.SEEN
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
+    eased_by: str = ""  # a rule whose remedy takes this cost away too: named first where what else it saves is more
     noticed: float | None = None  # from here on, below the threshold, a notice: it would cost more elsewhere
 
     @property

@@ -16,6 +16,7 @@ from ironlaw.machine.interference import MOST_OTHERS
 from ironlaw.units import count, percent, rate, seconds
 
 SHAPE, NEXT_TO = 0.25, 0.001  # of the step, that the shapes of a model cost; just below is a notice
+OFF_PLAN, EVALUATIONS = 0.10, 0.10
 LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
 
 
@@ -23,7 +24,8 @@ def _off_plan(e: RunEvidence) -> float | None:
     worst = e.most_off_plan()
     if worst is None or e.step is None:
         return None
-    return max(0.0, worst[1] - worst[2] - e.tolerance * worst[1]) / e.step
+    over = max(0.0, worst[1] - worst[2] - e.tolerance * worst[1]) / e.step
+    return min(over, OFF_PLAN - NEXT_TO) if e.tolerance else over  # nobody fitted the plan to a module that is not ours
 
 
 def _tell_off_plan(e: RunEvidence) -> tuple[str, list[str]]:
@@ -33,6 +35,12 @@ def _tell_off_plan(e: RunEvidence) -> tuple[str, list[str]]:
     if planned:
         took = f"{measured / planned:.2f} times what this machine was measured to need for them"
     return f"Operations of kind {kind} take {took}.", [*line_figures(e, kind), here]
+
+
+def _evaluations(e: RunEvidence) -> float | None:
+    """Passes without gradients; those in training mode may play what is learned from next, and are a notice."""
+    share = e.wall_share("evaluation")
+    return share if share is None or (e.fact("rollouts") or 0.0) < 0.5 else min(share, EVALUATIONS - NEXT_TO)
 
 
 def _throughout(e: RunEvidence) -> float | None:
@@ -194,13 +202,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "input_bound", Axis.DATA, 0.10, _input_share, _tell_input,
         "put data.cache on faster storage; `--set data.mock=true` trains on random tokens and shows what data costs",
-        "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here",
+        "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here", noticed=0.05,
     ),
     Rule(
         "host_bound", Axis.MACHINE, 0.10, _host_share,
         "The training loop's own Python holds the step up: {share} of it is neither data nor compute.",
         "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
-        "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures,
+        "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures, noticed=0.05,
     ),
     Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),
@@ -244,11 +252,11 @@ RULES: tuple[Rule, ...] = (
         tier=Tier.BEYOND,
     ),
     Rule(
-        "evaluation_frequent", Axis.ALGORITHM, 0.10, lambda e: e.wall_share("evaluation"),
+        "evaluation_frequent", Axis.ALGORITHM, EVALUATIONS, _evaluations,
         "Evaluation takes {share} of the time: it runs more often, or on more batches, than training can afford.",
         "raise evaluation.every or lower evaluation.batches",
         "a tenth of the budget buys a loss curve of dozens of points in any run worth watching",
-        lambda e: _wall(e, "evaluation"),
+        lambda e: _wall(e, "evaluation"), noticed=EVALUATIONS - NEXT_TO,
     ),
     Rule(
         "checkpoint_frequent", Axis.ALGORITHM, 0.05, lambda e: e.wall_share("checkpoint"),
@@ -276,9 +284,9 @@ RULES: tuple[Rule, ...] = (
         lambda e: [f"run in {e.fact('precision') or e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
     ),
     Rule(
-        "off_plan", Axis.MACHINE, 0.10, _off_plan, _tell_off_plan,
+        "off_plan", Axis.MACHINE, OFF_PLAN, _off_plan, _tell_off_plan,
         "measure the machine again; if it stays, the profile does not cover these shapes",
-        "the plan is wanted within 10%", tier=Tier.BEYOND,
+        "the plan is wanted within 10%", tier=Tier.BEYOND, noticed=OFF_PLAN - NEXT_TO,
     ),
     Rule(
         "compute_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("compute"),

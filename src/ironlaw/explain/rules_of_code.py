@@ -220,6 +220,13 @@ CODE_RULES: tuple[Rule, ...] = (
         placed="added_gradients",
     ),
     Rule(
+        "updates_again", Axis.ALGORITHM, 0.5, _found("updates_again", 0.9),
+        "The optimizer updates again with the gradients of its last update: momentum and decay count twice.",
+        "optimizer.step() once per backward pass, and after it zero_grad()",
+        "an update before which no pass came since the optimizer's last one, in about every step",
+        placed="updates_again",
+    ),
+    Rule(
         "optimizer_rebuilt", Axis.ALGORITHM, 0.5, _found("optimizer_made", 0.9),
         "The optimizer is made anew in every step: it forgets its moments, and is set up again and again.",
         "make it once, before the loop", "as many constructions as updates", placed="optimizer_made",
@@ -249,9 +256,17 @@ CODE_RULES: tuple[Rule, ...] = (
         "both types timed at the end of the run", placed="float64", noticed=NOTICED,
     ),
     Rule(
+        "half_slow", Axis.ALGORITHM, 0.15, _gain("half"),
+        "Numbers of 16 bits are slower than fp32 on this machine: {share} of the step.",
+        "fp32 here: no autocast, no .half(); 16 bits pay where the processor multiplies them", "both types timed at "
+        "the end of the run; casts cost a small model up to a tenth", lambda e: [f"in {e.fact('precision')}"],
+        placed="half",
+    ),
+    Rule(
         "profiler_left_on", Axis.ALGORITHM, 0.05, _found("profiled", PROFILER_COSTS),
-        "A profiler of the loop's own is running: it slows every operation.",
-        "record a few steps only (torch.profiler.schedule)", "a step of 9 ms took 22% longer under it, measured",
+        "A profiler or tracer of the loop's own is running: it slows every operation.",
+        "record a few steps only (torch.profiler.schedule); cProfile, tracemalloc and a debugger off",
+        "a step of 9 ms took 22% longer under PyTorch's, measured",
         lambda e: [str(e.fact("profiled"))],
     ),
     Rule(
@@ -279,7 +294,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "Rows of embeddings that no token of the batch was are updated all the same: {share} of the step.",
         "nn.Embedding(..., sparse=True) with torch.optim.SparseAdam of its own; moments of untouched rows then rest",
         "the update, by their share of all gradients; models of a few thousand words stay under 10%",
-        placed="untouched_rows",
+        placed="untouched_rows", eased_by="batch_small",
     ),
     Rule(
         "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
@@ -309,8 +324,9 @@ CODE_RULES: tuple[Rule, ...] = (
     Rule(
         "zeros_multiplied", Axis.ALGORITHM, 0.05, _share_of("zero_products", *PASSES),
         "Products have an operand of which 95% and more are zeros, as one-hot rows: they take {share} of the step.",
-        "indices in place of one-hot rows (nn.Embedding, F.cross_entropy, gather, index_add), or sparse tensors",
-        "counted in one step; what is not zero would take a twentieth",
+        "indices in place of one-hot rows (nn.Embedding, F.cross_entropy, gather, index_add), or sparse tensors; where "
+        "the loss reads a few rows only, those alone before the product",
+        "counted in one step, gradients included; what is not zero would take a twentieth",
         _more_lines("zero_products"), placed="zero_products", noticed=0.005,
     ),
     Rule(
@@ -319,6 +335,13 @@ CODE_RULES: tuple[Rule, ...] = (
         "a matrix product, torch.cdist or einsum in place of differences of all pairs; expand() in place of repeat()",
         "results of eight times the elements of their operands, counted in one step; masks and rotations stay under 5%",
         _more_lines("broadcasts"), placed="broadcasts",
+    ),
+    Rule(
+        "decompositions", Axis.ALGORITHM, 0.05, _share_of("decompositions", *PASSES),
+        "A matrix is decomposed or inverted in every step: {share} of the step.",
+        "every so many steps, or by iteration (torch.nn.utils.parametrizations.spectral_norm takes one per step)",
+        "singular values, QR, inverses and the like, counted in one step; they run on one core and in no fused kernel",
+        _more_lines("decompositions"), placed="decompositions", noticed=0.005,
     ),
     Rule(
         "float64_operations", Axis.ALGORITHM, 0.05,
@@ -331,6 +354,13 @@ CODE_RULES: tuple[Rule, ...] = (
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
         "Attention is not fused: it writes its scores to memory, which costs {share} of the step.",
         "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
+    ),
+    Rule(
+        "attention_masked", Axis.ALGORITHM, 0.05, _share_of("masked_attention", *PASSES),
+        "Attention is given a causal mask, which it reads and computes the hidden half for: {share} of the step.",
+        "scaled_dot_product_attention(q, k, v, is_causal=True), and no mask",
+        "both timed at the end of the run, for the calls counted in one step", _more_lines("masked_attention"),
+        placed="masked_attention", noticed=0.005,
     ),
     Rule(
         "batch_small", Axis.ALGORITHM, 0.30, _batch_gain,

@@ -123,6 +123,18 @@ def _threads(more: bool) -> Callable[[RunEvidence], float | None]:
     return measure
 
 
+def _beside(e: RunEvidence) -> float | None:
+    """What the loop's thread waits, for the interpreter's lock, while another thread computes; and for cores, by that
+    thread's part of what others compute."""
+    if "busy_thread" not in e.run.facts or e.fact("device") != "cpu" or not e.step:
+        return None
+    if not e.fact("busy_thread"):
+        return 0.0
+    own, others = e.fact("busy_thread")["part"], float(e.fact("other_load") or 0.0) * (e.fact("cores") or 1)
+    waited = float(e.fact("delayed_seconds") or 0.0) * own / (own + others)
+    return (float(e.fact("paused_seconds") or 0.0) + waited) / e.step
+
+
 DEVICE_RULES: tuple[Rule, ...] = (
     Rule(
         "oversubscribed", Axis.MACHINE, 0.05, _threads(more=True),
@@ -137,6 +149,13 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "torch.set_num_threads(number of cores), and no OMP_NUM_THREADS below it",
         "kernels timed both ways at the end of the run; 5% is above the noise of the experiment",
         facts=("threads", "cores"), noticed=NOTICED,
+    ),
+    Rule(
+        "thread_busy", Axis.MACHINE, 0.10, _beside,
+        "Another thread of the process computes beside the loop, which waits for it: {share} of the step.",
+        "give it a process of its own, or let it sleep: a thread in Python holds the interpreter's lock",
+        "the thread had a tenth of a core and more; a loop alone waits for nothing but data",
+        lambda e: [f"it computes {percent(e.fact('busy_thread')['part'], 0)} of the time"], placed="busy_thread",
     ),
     Rule(
         "attention_unfused_trace", Axis.ALGORITHM, 0.005, _unfused,

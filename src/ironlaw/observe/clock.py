@@ -21,6 +21,7 @@ class StepTimes:
     data_cpu_seconds: float = 0.0  # of the wait for data, how long this thread computed instead
     delayed_seconds: float = 0.0  # in which this thread waited for a core
     delayed_gap_seconds: float = 0.0  # of those, in no phase
+    paused_seconds: float = 0.0  # in which it neither computed nor waited for a core, nor for data
     waited_seconds: dict[str, float] = field(default_factory=dict)  # for other ranks, by what was waited for
 
     @property

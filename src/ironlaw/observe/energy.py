@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from ironlaw.observe.gpu_monitor import GpuMonitor
@@ -65,9 +66,7 @@ class EnergyMeter:
 def _packages(folder: Path) -> list[_Package]:
     found = []
     for path in sorted(folder.glob("*rapl:[0-9]*")):
-        if path.name.count(":") == 1:  # packages, not their parts, which would count twice
-            try:
+        with suppress(OSError, ValueError):
+            if path.name.count(":") == 1:  # packages, not their parts, which would count twice
                 found.append(_Package(path))
-            except (OSError, ValueError):
-                continue
     return found

@@ -72,13 +72,8 @@ def trace_ledger(trace: TraceFile) -> Ledger:
     middle = seconds[len(seconds) // 2]
     step_seconds = sum(s.end - s.begin for s in steps) / len(steps) / 1e9
     low, high = (seconds[i].end - seconds[i].begin for i in (0, -1))
-    ledger.totals["step_seconds"] = Estimate(
-        step_seconds,
-        Origin.MEASURED,
-        f"mean of {len(steps)} steps under the profiler ({traced.how})",
-        low / 1e9,
-        high / 1e9,
-    )
+    how = f"mean of {len(steps)} steps under the profiler ({traced.how})"
+    ledger.totals["step_seconds"] = Estimate(step_seconds, Origin.MEASURED, how, low / 1e9, high / 1e9)
     for phase in Phase:
         mean = sum(step.seconds(phase) for step in steps) / len(steps)
         if mean:
@@ -118,9 +113,8 @@ def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedS
     ends = [s.event.end for s in spans if s.event.name.startswith("Optimizer.step#")]
     if len(ends) >= 2:
         return [TracedStep(a, b) for a, b in itertools.pairwise(ends)], "from one optimizer step to the next"
-    return [
-        TracedStep(min(e.start for e in events), max(e.end for e in events))
-    ], "the whole trace, as it marks no steps"
+    whole_trace = TracedStep(min(e.start for e in events), max(e.end for e in events))
+    return [whole_trace], "the whole trace, as it marks no steps"
 
 
 def _phase_of(span: Span) -> Phase | None:

@@ -6,6 +6,7 @@ Through NVML (`nvidia-ml-py`, in the extra `ironlaw[energy]`); without it all of
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,9 @@ class GpuMonitor:
 
     def sample(self) -> None:
         nvml = self._nvml
-        try:
+        with suppress(nvml.NVMLError):
             self._clocks.append(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM) * 1e6)
             self._reasons.append(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
-        except nvml.NVMLError:
-            pass
 
     def facts(self) -> dict[str, Any]:
         """Mean and highest clock, hertz; share of the samples in which each reason held the clock down."""
@@ -61,19 +60,16 @@ def find_gpu_monitor(index: int, nvml: Any = None) -> GpuMonitor | None:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
         return None
-    try:
+    with suppress(nvml.NVMLError):
         nvml.nvmlInit()
         return GpuMonitor(nvml, index)
-    except nvml.NVMLError:
-        return None
+    return None
 
 
 def processor_throttle_count(cores: Path = Path("/sys/devices/system/cpu")) -> int | None:
     """How often heat has slowed a core since the system started; None where the system does not count (Linux, x86)."""
     counts = []
     for path in cores.glob(_THROTTLED):
-        try:
+        with suppress(OSError, ValueError):
             counts.append(int(path.read_text()))
-        except (OSError, ValueError):
-            continue
     return sum(counts) if counts else None

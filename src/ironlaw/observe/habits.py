@@ -10,11 +10,13 @@ import itertools
 import statistics
 import sys
 import time
+import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -84,6 +86,10 @@ NAMED: dict[str, tuple[str, ...]] = {
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> what the code that it is about calls, or sets."""
+ONCE_A_STEP = ("updates_again", "optimizer_made", "zeroed_gradients", "retained_graphs", "added_gradients")
+PROFILERS = ("profile", "emit_itt", "Profile", "setprofile", "settrace", "tracemalloc")
+DOUBLE = ("double", "float64", "set_default_dtype")
+HALF = ("autocast", "bfloat16", "float16", "half", "bf16", "fp16")
 SEEN = {
     **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
     **dict.fromkeys(("precision", "batch_small"), "forward pass"),
@@ -104,6 +110,8 @@ class Habits:
     read: int = 0  # forward passes that a backward pass has come back through
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
+    work: int = 0  # passes and evaluations begun
+    anew: bool = True  # whether there were any between the last update and the one of its optimizer before
     loop: CodeType | None = None  # the user's function that updates
     backward_seconds: float = 0.0
     again_seconds: float = 0.0  # of backward passes through a graph that another one of the step had been through
@@ -118,13 +126,16 @@ class Habits:
     def __post_init__(self) -> None:
         self._files = files_of(self.module)
         self.profiled = torch.autograd._profiler_enabled()
+        self.traced = any((sys.getprofile(), sys.gettrace(), tracemalloc.is_tracing()))  # Python itself, by whomever
         self._graphs = _compiled_graphs()
         self.gradients = GradientUse(self.module, self.optimizers)
+        self._updated: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # `work` at its last update
         self._closely: CloseLook | None = None
         self._outputs: dict[int, Callable[[], Any]] = {}  # of this step's passes: what to call where one is used
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
+        self.work += 1
         if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
             self.paddings.append(found)
         self._place = self.sees("forward pass")
@@ -151,6 +162,7 @@ class Habits:
                     self.graphs.append(tensor.grad_fn._sequence_nr())
 
     def backward_begins(self, roots: Any) -> None:
+        self.work += 1
         self.gradients.backward_begins(roots)
         self._backward_began = time.perf_counter()
 
@@ -159,7 +171,7 @@ class Habits:
         self.passes.append(time.perf_counter() - self._backward_began)
         given = dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
         if given.get("retain_graph") or given.get("create_graph"):  # a graph of the pass itself keeps the forward's
-            self.sees("graph retained")
+            self.sees("retained_graphs")
         self.gradients.backward_ended()
         self.look()
 
@@ -167,10 +179,15 @@ class Habits:
         """Counted by the line of the user's code, which it returns."""
         place = user_line()
         self.lines[what][place] += 1
+        self.work += what == "evaluation_frequent"
         return place
 
     def updates(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.updates(optimizer)
+        self.anew = not self.work or self._updated.get(optimizer) != self.work
+        self._updated[optimizer] = self.work
+        if not self.anew:
+            self.sees("updates_again")
         frame = user_frame()
         self.loop = frame.f_code if frame is not None else None
         self.sees("update")
@@ -178,7 +195,7 @@ class Habits:
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """What `zero_grad` was given: whether gradients become zeros instead of nothing."""
         if kwargs.get("set_to_none", args[0] if args else True) is False:
-            self.sees("gradients zeroed")
+            self.sees("zeroed_gradients")
 
     def look(self) -> None:
         self.on |= {mode.name for mode in MODES if mode.is_on()}
@@ -213,31 +230,30 @@ class Habits:
             self._closely.end()
 
     def facts(self, precision: str | None) -> dict[str, Any]:
-        steps = max(1, len(self.resident))
+        steps, here = max(1, len(self.resident)), self.partition is not None
         return {
             "left_on": [
                 {"name": mode.name, "saved": _saved_without(mode, self.call), "remedy": mode.remedy,
                  "place": line_calling(mode.names, self._files)}
                 for mode in MODES if mode.name in self.on
             ],
-            "float64": self._float64(),
-            "bf16": self._bf16(precision),
-            "optimizer_made": self.most_seen("optimizer made"),
+            "float64": self._tried(self._most_weights() is torch.float64, None, torch.float32, DOUBLE),
+            "half": self._tried(here and precision in ("bf16", "fp16"), None, torch.float32, HALF),
+            "bf16": self._tried(here and precision == "fp32", torch.bfloat16, None),
             "memory_growth": self._growth(),
-            "zeroed_gradients": self.most_seen("gradients zeroed"),
-            "retained_graphs": self.most_seen("graph retained"),
             "graphs_again": self._again(),
-            "added_gradients": self.most_seen("gradients found"),
+            **{fact: self.most_seen(fact) for fact in ONCE_A_STEP},
             **self.gradients.facts(self._files),
             **(self._closely.facts(self.lines["forward pass"]) if self._closely is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
             "places": self._places(),
+            "rollouts": self.lines["rollout"].total() / max(1, self.lines["evaluation_frequent"].total()),
             "forwards_per_step": self.forwards / steps,
             "read_forwards_per_step": self.read / steps,
             "forward_lines": [place for place, count in self.lines["unread pass"].most_common(4) if count],
-            "profiled": line_calling(("profile", "emit_itt"), self._files) or "?" if self.profiled else None,
+            "profiled": line_calling(PROFILERS, self._files) or "?" if self.profiled or self.traced else None,
         }  # fmt: skip
 
     def _padding(self) -> dict[str, Any] | None:
@@ -248,7 +264,7 @@ class Habits:
 
     def _again(self) -> dict[str, Any] | None:
         """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
-        kept = self.most_seen("graph retained")
+        kept = self.most_seen("retained_graphs")
         if kept is None or not self.again_seconds:
             return None
         return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}
@@ -290,24 +306,23 @@ class Habits:
         usual = statistics.median(steps)
         return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
 
-    def _bf16(self, precision: str | None) -> dict[str, Any] | None:
-        """Share of a forward and backward pass that autocast to bf16 would save; None where it is not fp32, or cannot
-        be tried."""
-        if precision != "fp32" or self.call is None or self.partition is None:
-            return None
-        now, then = self.call.passes(), replace(self.call, autocast=torch.bfloat16).passes()
-        return {"saved": share_saved(now, then)} if now is not None and then is not None else None
-
-    def _float64(self) -> dict[str, Any] | None:
-        """Share of a forward and backward pass that fp32 weights would save; None where no weight is float64."""
+    def _most_weights(self) -> torch.dtype | None:
         sizes: Counter[torch.dtype] = Counter()
         for parameter in self.module.parameters():
             sizes[parameter.dtype] += parameter.numel()
-        if not sizes or sizes.most_common(1)[0][0] is not torch.float64:
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+    def _tried(
+        self, wanted: bool, autocast: torch.dtype | None, dtype: torch.dtype | None, names: tuple[str, ...] = ()
+    ) -> dict[str, Any] | None:
+        """Share of a forward and backward pass that these types save, 0 where they cannot be tried; and the line that
+        sets the type there is now."""
+        if not wanted:
             return None
-        double, single = (self.call.passes(d) if self.call else None for d in (torch.float64, torch.float32))
-        saved = share_saved(double, single) if double is not None and single is not None else 0.0
-        return {"saved": saved, "place": line_calling(("double", "float64", "set_default_dtype"), self._files)}
+        then = replace(self.call, autocast=autocast).passes(dtype) if self.call is not None else None
+        now = self.call.passes() if self.call is not None and then is not None else None
+        saved = share_saved(now, then) if now is not None and then is not None else 0.0
+        return {"saved": saved, "place": line_calling(names, self._files)}
 
     def _growth(self) -> dict[str, Any] | None:
         """Bytes per step by which the process grew, evenly, to the end of the loop."""

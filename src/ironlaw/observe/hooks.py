@@ -78,6 +78,8 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, liste
         training = torch.is_grad_enabled() and listener.training(module)
         if training:
             listener.forward_begins(module, args, kwargs)
+        elif module.training:
+            listener.sees("rollout")
         partition.begin(Phase.FORWARD if training else _begins(listener, Phase.EVALUATION))
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -150,7 +152,7 @@ def _watch_optimizers(
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if role(optimizer) is not None:
-                listener.sees("optimizer made")
+                listener.sees("optimizer_made")
 
         return made
 

@@ -117,7 +117,7 @@ def observed_ledger(observed: Observed) -> Ledger:
     seen = {phase for phase in STEP_PHASES if any(step.phase_seconds.get(phase) for step in typical(kept))}
     tokens = (observed.facts.get("tokens_per_micro_batch") or 0) * observed.facts["accumulation"]
     add_steps(ledger, kept, seen, tokens)
-    for name in ("delayed_seconds", "delayed_gap_seconds"):
+    for name in ("delayed_seconds", "delayed_gap_seconds", "paused_seconds"):
         ledger.facts[name] = float(np.mean([getattr(step, name) for step in typical(kept)]))
     totals = ledger.totals
     ledger.facts["steps_done"] = len(observed.steps)

@@ -140,7 +140,7 @@ class Partition:
 def _times(intervals: list[Interval]) -> StepTimes:
     """Evaluation and checkpoints lie between steps: they are kept, and not part of the step's wall time."""
     phases: dict[Phase, float] = {}
-    data_cpu = delayed = delayed_gaps = 0.0
+    data_cpu = delayed = delayed_gaps = paused = 0.0
     for interval in intervals:
         seconds = interval.begin.until(interval.end)
         computed = interval.end.cpu_seconds - interval.begin.cpu_seconds
@@ -148,6 +148,8 @@ def _times(intervals: list[Interval]) -> StepTimes:
         delayed += delay if interval.phase in (None, *STEP_PHASES) else 0.0
         if interval.phase is Phase.DATA:
             data_cpu += computed
+        elif interval.phase in (None, *STEP_PHASES):
+            paused += max(0.0, seconds - computed - delay)
         if interval.phase is not None:
             phases[interval.phase] = phases.get(interval.phase, 0.0) + seconds
             continue
@@ -157,4 +159,4 @@ def _times(intervals: list[Interval]) -> StepTimes:
         phases[Phase.IDLE] = phases.get(Phase.IDLE, 0.0) + seconds - busy
     between = sum(seconds for phase, seconds in phases.items() if phase not in STEP_PHASES)
     wall = intervals[0].begin.until(intervals[-1].end) - between
-    return StepTimes(wall, phases, data_cpu, delayed, delayed_gaps)
+    return StepTimes(wall, phases, data_cpu, delayed, delayed_gaps, paused)

@@ -10,10 +10,11 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -22,9 +23,8 @@ from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import is_users, stacks, user_line
 
 EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
-_TORCH = str(Path(torch.__file__).parent)
+BUSY = 0.1  # of a core: a thread that computes less holds nothing up
 _MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
-_LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
 _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
             "matplotlib", "seaborn", "plotly", "PIL")  # fmt: skip
@@ -46,18 +46,23 @@ class StackSampler:
         # module of a library was at work there.
         self._lines: list[tuple[Interval, str, str, float, bool]] = []
         self._gaps: Counter[bool] = Counter()  # logging, or something else
+        self._beside: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
+        self._began = time.perf_counter(), _computed_seconds()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
+        ran, before = time.perf_counter() - self._began[0], self._began[1]
+        parts = [((now - before.get(thread, 0.0)) / ran, thread) for thread, now in _computed_seconds().items()]
+        self._busiest = max(((part, thread) for part, thread in parts if thread in self._beside), default=(0.0, 0))
         sys.setswitchinterval(self._interval)
 
     def _run(self) -> None:
@@ -73,6 +78,8 @@ class StackSampler:
         frames.pop(threading.get_ident(), None)
         if frame is None or not self._partition.intervals:
             return
+        for other, its in frames.items():
+            self._beside[other][user_line(its)] += 1
         inner, outer = user_line(frame), user_line(frame, self._loop)
         self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter(), _in_library(frame)))
         if running in (None, Phase.HOST):
@@ -118,6 +125,11 @@ class StackSampler:
             here[place] += place not in self._calls and not (library and kind is Kind.ELEMENTWISE)
         return [(place, count / len(self._lines)) for place, count in here.most_common(3) if count]
 
+    def busy_thread(self) -> dict[str, Any] | None:
+        """The line of the thread beside the loop's that computed most, and the part of a core that it had."""
+        part, thread = self._busiest
+        return {"place": self._beside[thread].most_common(1)[0][0], "part": part} if part >= BUSY else None
+
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None
 
@@ -129,23 +141,31 @@ class StackSampler:
         return self._places.most_common(1)[0][0] if self._places else None
 
 
+def _computed_seconds() -> dict[int, float]:
+    """Processor time of every thread of Python's, where the system tells (Linux)."""
+    found = {}
+    for thread in threading.enumerate():
+        with suppress(OSError, ValueError):  # one that has ended since
+            text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text(encoding="ascii")
+            found[thread.ident or 0] = int(text.split()[0]) / 1e9
+    return found
+
+
 def classify(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple[str, str]:
-    """By the names on the stack; the place is the innermost line that is neither torch's nor the standard library's.
+    """By the names on the stack; the place is the user's line.
 
     `others`: the stacks of the other threads. Where the loop waits for one that is at work in Python, the two take
     turns under the interpreter's lock, and that thread's line is the place.
     """
-    stage, place = "read", "?"
+    stage, place = "read", user_line(frame)
     if frame is not None and _waits(frame):
         busy = [other for other in others if not _waits(other)]
         if busy:
-            return "lock", _place(busy[0])
+            return "lock", user_line(busy[0])
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name.lower()
         if "multiprocessing" in file or "_try_get_data" in name:
             return "workers", place
-        if place == "?" and not file.startswith((_TORCH, _LIBRARY)):
-            place = f"{file}:{frame.f_lineno}"
         if any(word in name or word in Path(file).stem.lower() for word in _TOKENISE):
             stage = "tokenise"
         if "_BaseDataLoaderIter" in str(frame.f_locals.get("self").__class__) or name == "__next__":
@@ -181,11 +201,3 @@ def _in_library(frame: FrameType | None) -> bool:
 def _waits(frame: FrameType) -> bool:
     """For another thread, at a lock, a queue or an event; the wait for a worker process looks through a pipe."""
     return frame.f_code.co_filename in (threading.__file__, queue.__file__)
-
-
-def _place(frame: FrameType | None) -> str:
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((_TORCH, _LIBRARY)):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"

@@ -22,7 +22,7 @@ from ironlaw.workload.trace_kernels import tensors
 TURNS, LEAST_TURNS, MOST_SECONDS = 7, 2, 1.0
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
 LEAST_ROWS, LEAST_ODD, REPEATS = 256, 100, 5
-THREAD_TURNS, THREAD_CALLS = 9, 8
+THREAD_CALLS = 12
 MOST_LAYERS = 4
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "fused": partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True),
@@ -107,17 +107,16 @@ def threads_unlike_cores(
         "matmul": lambda: torch.mm(torch.mm(x, weight.t()), weight),
         "elementwise": lambda: torch.nn.functional.gelu(large),
     }  # fmt: skip
-    saved: dict[str, list[float]] = {kind: [] for kind in kinds}
+
+    def on(number: int, work: Callable[[], Any]) -> None:
+        torch.set_num_threads(number)
+        for _ in range(THREAD_CALLS):  # of threads that take turns the best case is rare
+            work()
+
     try:
-        for kind, work in [*kinds.items()] * THREAD_TURNS:
-            seconds = []
-            for number in (threads, cores):
-                torch.set_num_threads(number)
-                seconds.append(_mean(work))
-            saved[kind].append(1 - seconds[1] / seconds[0])
+        return {kind: share_saved(partial(on, threads, work), partial(on, cores, work)) for kind, work in kinds.items()}
     finally:
         torch.set_num_threads(threads)
-    return {kind: max(0.0, statistics.median(shares)) for kind, shares in saved.items()}
 
 
 def score_products(document: dict[str, Any]) -> list[list[int]]:
@@ -239,12 +238,3 @@ def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
         torch.mm(gradient.t(), x)
 
     return min(in_turn([both_ways], REPEATS + 1)[0][1:])
-
-
-def _mean(work: Callable[[], Any]) -> float:
-    """Of threads that take turns the best case is rare: the mean of some calls."""
-    work()
-    began = time.perf_counter()
-    for _ in range(THREAD_CALLS):
-        work()
-    return (time.perf_counter() - began) / THREAD_CALLS

@@ -256,7 +256,7 @@ class Watch:
         if not self._gradients():
             self.gradients_found = "forward"
         elif any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None):
-            self._habits.sees("gradients found")
+            self._habits.sees("added_gradients")
 
     def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.backward_ended(args, kwargs)
@@ -270,7 +270,9 @@ class Watch:
         self._stepped()
 
     def _stepped(self) -> None:
-        """The optimizer has updated, the last one where there are several: the step ends."""
+        """The optimizer has updated, the last one where there are several: the step ends, if there was one."""
+        if not self._habits.anew:
+            return
         self._habits.stepped(self._forwards)
         intervals = self.partition.intervals
         self.partition.cut()
@@ -379,6 +381,7 @@ class Watch:
             "logging_fraction": self.sampler.logging_fraction() if self.sampler is not None else None,
             "data_place": anew["place"] if anew else self.sampler.place() if self.sampler is not None else None,
             "recompile_seconds": self._habits.recompile_seconds([t.wall_seconds for t in done]),
+            "busy_thread": self.sampler.busy_thread() if self.sampler is not None else None,
             "data_cpu_fraction": sum(t.data_cpu_seconds for t in done) / waited if waited else None,
             **({"reserved_bytes": torch.cuda.max_memory_reserved(self.device),
                 "compute_units": torch.cuda.get_device_properties(self.device).multi_processor_count}
