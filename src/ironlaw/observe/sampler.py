@@ -128,7 +128,8 @@ class StackSampler:
     def busy_thread(self) -> dict[str, Any] | None:
         """The line of the thread beside the loop's that computed most, and the part of a core that it had."""
         part, thread = self._busiest
-        return {"place": self._beside[thread].most_common(1)[0][0], "part": part} if part >= BUSY else None
+        places = [place for place, _ in self._beside[thread].most_common() if place != "?"]
+        return {"place": places[0] if places else None, "part": part} if part >= BUSY else None
 
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None
