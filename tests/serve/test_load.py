@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from itertools import pairwise
@@ -16,7 +17,7 @@ from serving import write_server_directory
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.load import Report, RequestOutcome, poisson, read_trace, summary
+from ironlaw.serve.load import Client, Report, RequestOutcome, poisson, read_trace, run, summary
 from ironlaw.serve.measured import serving_ledger
 from ironlaw.serve.trials import Load
 
@@ -59,6 +60,29 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     (tmp_path / "trace").write_text(text)
     with pytest.raises(UserError, match=r"trace|no requests"):
         read_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize(("models", "answer", "told"), [
+    ("{}", "", "names no model"),
+    ('{"data": []}', "", "names no model"),
+    ('{"data": [{"id": "m"}]}', '{"error": "boom"}', "boom"),
+    ('{"data": [{"id": "m"}]}', "[1]", "has not OpenAI's form"),
+    ('{"data": [{"id": "m"}]}', '{"usage": {"tokens": 1}}', "has not OpenAI's form"),
+])  # fmt: skip
+def test_a_server_that_answers_otherwise_is_told_in_one_line(models: str, answer: str, told: str) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        body = models if b"/v1/models" in asked else f"data: {answer}\n\n"
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        writer.close()
+
+    async def load() -> None:
+        async with await asyncio.start_server(reply, "127.0.0.1") as server:
+            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0)
+            await run(client, poisson(5.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
+
+    with pytest.raises(UserError, match=told):
+        asyncio.run(load())
 
 
 def test_goodput_counts_answers_within_both_limits_of_all_requests() -> None:

@@ -158,7 +158,6 @@ class Reader:
         self.stop, self.keeps_stop = tuple(stop), keeps_stop
         self._held = ""
         self._ready: list[str] = []
-        self.stopped_by: str | None = None
 
     def __call__(self, chosen: Sequence[Chosen]) -> bool:
         """True when a stop string is complete."""
@@ -174,8 +173,8 @@ class Reader:
         self._held += piece
         ends = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
         if ends:
-            at, self.stopped_by = min(ends)
-            self._ready.append(self._held[: at + len(self.stopped_by) * self.keeps_stop])
+            at, stop = min(ends)
+            self._ready.append(self._held[: at + len(stop) * self.keeps_stop])
             self._held = ""
             return True
         keep = max((_overlap(self._held, s) for s in self.stop), default=0)

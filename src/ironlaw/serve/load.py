@@ -176,6 +176,8 @@ class Client:
             await self._read(lines, outcome, began)
         except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
             outcome.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        except (AttributeError, KeyError, TypeError):
+            outcome.error = "the answer has not OpenAI's form"
         finally:
             outcome.end = time.perf_counter() - began
             if writer is not None:
@@ -192,7 +194,7 @@ class Client:
                 break
             document = json.loads(data)
             if "error" in document:
-                outcome.error = str(document["error"].get("message", "error"))[:200]
+                outcome.error = _message(data) or "an error without a message"
                 return
             usage = document.get("usage")
             if usage:
@@ -228,7 +230,8 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 def _message(data: bytes) -> str | None:
     try:
-        return str(json.loads(data)["error"]["message"])[:200]
+        error = json.loads(data)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:200]
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -251,7 +254,10 @@ async def run(
     models = await client.get("/v1/models")
     if models is None:
         raise UserError(f"no OpenAI-compatible server answers at http://{client.host}:{client.port}: start one first")
-    client.model = client.model or models["data"][0]["id"]
+    try:
+        client.model = client.model or models["data"][0]["id"]
+    except (IndexError, KeyError, TypeError):
+        raise UserError(f"the server at http://{client.host}:{client.port} names no model: give --model NAME") from None
     prompts = await _prompts(client, plans, shared_prefix)
     before = await client.get("/steps?since=999999999")
     limit = asyncio.Semaphore(concurrency) if concurrency else None
