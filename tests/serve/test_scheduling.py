@@ -23,7 +23,7 @@ from ironlaw.plan.serving.estimate import Served
 from ironlaw.plan.serving.rates import serving_engine
 from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.systems import Formats, ServingLayout
-from ironlaw.serve.blocks import Blocks
+from ironlaw.serve.blocks import Blocks, layer_groups
 from ironlaw.serve.config import serve_config
 from ironlaw.serve.engine import Busy
 from ironlaw.serve.request import Request, Sampling
@@ -67,6 +67,20 @@ def test_pages_are_counted_whatever_comes_and_goes(events: list[tuple[str, list[
                 if any(a == b > 0 for a, b in zip(mine, others, strict=True)):
                     end = 2 * (number + 1)
                     assert request.tokens[:end] == other.tokens[:end] and len(request.tokens) >= end
+
+
+@pytest.mark.parametrize(("placed", "windows"), [
+    ({"full_every": 6}, [None] + [32] * 6),  # 5 and 29 layers: 7 groups of 5, the last with 4
+    ({"full_first": 33}, [None] * 7 + [32]),  # 33 and 1: groups of 5, the last with 1
+    ({}, [32]),
+])  # fmt: skip
+def test_layers_of_a_kind_share_pages_and_groups_are_few(placed: dict[str, int], windows: list[int | None]) -> None:
+    small = ModelConfig(layers=2, hidden=16, heads=2, vocab=50, context=64)
+    config = small.model_copy(update={"layers": 34, "sliding_window": 32} | placed)
+    found, (groups, drafts) = layer_groups([config, small])
+    assert layer_groups([config])[0] == windows
+    assert max(map(groups.count, groups)) <= 5 or not placed
+    assert all(found[group] is None for group in drafts)  # a draft that sees everything keeps its pages
 
 
 @pytest.mark.parametrize(("window", "wanted"), [(None, 6), (32, 9)])  # of no layer, of every other

@@ -18,17 +18,19 @@ from itertools import chain, cycle
 from ironlaw.model.config import ModelConfig
 from ironlaw.serve.request import Request
 
+MANY_GROUPS = 8  # every step makes a table of pages for each
+
 
 def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[list[int]]]:
     """The window of each group, None where one of its layers sees everything, and of each model's layers the group.
 
-    Pages are of one size, so no group is larger than the first model has layers of the rarer kind, as in vLLM's hybrid
-    cache manager; a draft model's layers join them.
+    Pages are of one size: that of the rarer kind's layers of the first model, as in vLLM's hybrid cache manager, where
+    few enough groups follow. A draft model's layers join them.
     """
     first = models[0]
     windowed = sum(map(first.is_windowed, range(first.layers)))
     kinds = [first.layers - windowed, windowed]
-    size = min(count for count in kinds if count)
+    size = max(min(filter(None, kinds)), -(-first.layers // MANY_GROUPS))
     full, total = -(-kinds[0] // size), sum(-(-count // size) for count in kinds)
     windows: list[int | None] = [0] * total
     groups = []
