@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import FAMILIES, answers, engine, expected, greedy, ours, theirs
 
+from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.blocks import layer_groups
 from ironlaw.serve.config import ServeConfig
@@ -105,18 +107,28 @@ def test_a_batch_answers_as_each_request_alone(
         assert server.accepted_tokens > 0
 
 
+def replayed(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Any]]:
+    """As CUDA graphs take steps, but run anew where those would be replayed."""
+    logits = step().clone()
+    return logits.zero_(), lambda: logits.copy_(step())
+
+
+def test_steps_of_fixed_shapes_have_a_table_of_pages_for_each_group_of_layers() -> None:
+    torch.manual_seed(3)
+    model = Transformer(ModelConfig(layers=3, hidden=16, heads=2, vocab=70, context=96, sliding_window=8, full_every=3))
+    prompts = [list(range(n, 2 * n)) for n in (3, 17, 30)]
+    server, plain = (engine(model.eval(), compiled=False) for _ in range(2))
+    graphs = server.runner.graphs = Graphs(replayed)
+    assert answers(server.generate(prompts, greedy(20))) == answers(plain.generate(prompts, greedy(20)))
+    assert graphs.found and {len(shapes) for shapes in graphs.found} == {2 + 2 * 3}
+
+
 def test_steps_of_fixed_shapes_answer_as_others(
     llama: tuple[Transformer, list[list[int]], list[list[int]]],
 ) -> None:
-    """As CUDA graphs take them, but run anew where those would be replayed."""
     model, prompts, wanted = llama
     server = engine(model, batch=32, compiled=False)
-
-    def record(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Any]]:
-        logits = step().clone()
-        return logits.zero_(), lambda: logits.copy_(step())
-
-    graphs = server.runner.graphs = Graphs(record)
+    graphs = server.runner.graphs = Graphs(replayed)
     assert answers(server.generate(prompts, greedy(20))) == wanted
     assert {shapes[0] for shapes in graphs.found} <= {1, 2, 4, 8, 16, 32} and 1 < len(graphs.found) < 20
 
