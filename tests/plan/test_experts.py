@@ -10,6 +10,8 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.parameters import of_blocks
 from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
 from ironlaw.plan.cluster.collective_costs import rows_sent_per_token
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
@@ -27,6 +29,7 @@ from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.messages import places_of_a_token
 from ironlaw.workload.moe import IMBALANCE
 from ironlaw.workload.program import training_operations
+from ironlaw.workload.sharding import of_experts, shard_of
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")
 SEQUENCE, BATCH = 4096, 1024
@@ -402,3 +405,11 @@ def test_names_as_people_write_them(said, hidden, meant):
     found = named_experts(said, hidden, 48)
     assert found is not None and found[0] == meant
     assert named_experts(said, hidden + 64, 48) is None  # another size of the same name
+
+
+def test_experts_as_wide_as_the_stream_are_divided_once():
+    """Eight experts over 32 ranks by the hidden size, which the width inside equals."""
+    moe = MoEConfig(experts=8, experts_per_token=2, expert_ffn=4096)
+    model = ModelConfig.named("mixtral-8x7b").model_copy(update={"moe": moe})
+    tensors = [p for p in of_blocks(model, range(1)) if of_experts(p)]
+    assert tensors and all(shard_of(p, model, 1, 32).bytes * 32 == p.bytes for p in tensors)

@@ -14,6 +14,9 @@ from ironlaw.model.parameters import elements_of, of_block, of_embedding, of_exp
 class ModelConfig(Dimensions):
     """Dimensions and choices of a decoder. Defaults are GPT-2's; a name of `ironlaw catalog` brings its own."""
 
+    def __hash__(self) -> int:  # not all fields have one, and these tell models apart
+        return hash((self.name, self.layers, self.hidden, self.heads, self.ffn, self.vocab))
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.latent is not None:

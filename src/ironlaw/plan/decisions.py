@@ -30,7 +30,7 @@ from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import micro_batch_shape, step
+from ironlaw.workload.program import micro_batch_shape
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, effective, keepable, kept_bytes
 from ironlaw.workload.recompute_config import KEEPABLE
@@ -160,6 +160,6 @@ def within_budget(
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), layout)
 
     def peak(policies: tuple[Policy, ...]) -> float:
-        return highest_peak(step(model, batch, layout, replace(recipe, recompute=policies)))[1].total
+        return highest_peak(model, batch, layout, replace(recipe, recompute=policies))[1].total
 
     return replace(recipe, recompute=first_within(mixtures(shape, seconds), budget_bytes, peak, limit))

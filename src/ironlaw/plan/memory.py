@@ -15,18 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter
 from ironlaw.plan.memory_walk import Peak, Walk
 from ironlaw.plan.offload import on_device, stream_bytes
 from ironlaw.workload.blocks import FP32
 from ironlaw.workload.collectives import matrix_elements
 from ironlaw.workload.division import sharded
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_temporary_bytes
-from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, step
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes_of_rank
 from ironlaw.workload.sharding import (
     EXPERTS,
@@ -44,9 +46,33 @@ def peak_memory(program: Program, position: int = 0) -> Peak:
     return _Rank(program, position).peak()
 
 
-def highest_peak(program: Program) -> tuple[int, Peak]:
-    """The pipeline position that needs most, and its peak."""
-    return max(((at, peak_memory(program, at)) for at in range(program.layout.pp)), key=lambda pair: pair[1].total)
+def highest_peak(
+    model: ModelConfig, batch: StepBatch, layout: Layout, recipe: Recipe, enough: float = math.inf
+) -> tuple[int, Peak, Program]:
+    """The pipeline position that needs most, its peak and its program; or the first that needs more than `enough`."""
+    program = step(model, batch, layout, recipe, position=0)
+    highest = 0, peak_memory(program, 0), program
+    for position in _rivals(program):
+        if highest[1].total > enough:
+            break
+        program = step(model, batch, layout, recipe, position)
+        highest = max(highest, (position, peak_memory(program, position), program), key=lambda found: found[1].total)
+    return highest
+
+
+def _rivals(program: Program) -> Iterator[int]:
+    """Positions behind the first that may need most. Of two with the same layers the later has fewer micro-batches in
+    flight; where there are enough of them, the earlier starts forward passes when it has all of its gradients, too."""
+    pp, virtual = program.layout.pp, program.layout.virtual_stages
+    enough = pp if virtual == 1 else 2 * pp
+    in_turn = program.layout.schedule == "1f1b" and program.micro_batches > enough
+    seen = set[Hashable]()
+    for position in range(pp):
+        stages = (program.stages[stage].layers for stage in program.stages_at(position))
+        held = tuple(tuple((id(layer.forward), id(layer.recomputed)) for layer in layers) for layers in stages)
+        if position and not (in_turn and held in seen):
+            yield position
+        seen.add(held)
 
 
 @dataclass(frozen=True)
@@ -96,6 +122,7 @@ class _Rank:
         self.waiting: dict[int, float] = {}  # of a split pass of a stage: what its gradients of weights need
         self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
         self.inputs_only: dict[int, tuple[Operation, ...]] = {}
+        self.passes = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -212,9 +239,8 @@ class _Rank:
         """One of a pipeline, which is the same whenever it finds the same weights gathered and gradients there."""
         if kind == "I" and stage == 0:
             return  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
-        walked = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}[kind]
         key = kind, stage, self.gathered[stage], stage in self.has_gradients
-        self.walk.repeat(key, partial(walked, stage))
+        self.walk.repeat(key, self.passes[kind], stage)
         self.gathered[stage] = self.after.setdefault(key, self.gathered[stage])  # as the first of them left it
         if kind in "BW":
             self.has_gradients.add(stage)

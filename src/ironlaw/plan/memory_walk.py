@@ -104,13 +104,13 @@ class Walk:
             self.known[key] = MemoryDelta.of(operations, keeps_gradients)
         self._take(self.known[key])
 
-    def repeat(self, key: Hashable, walked: Callable[[], None]) -> None:
-        """What `walked` does, which is the same whenever the key is."""
+    def repeat(self, key: Hashable, walked: Callable[[int], None], stage: int) -> None:
+        """What `walked` does to a stage, which is the same whenever the key is."""
         if key in self.known:
             return self._take(self.known[key])
         before, highest = dict(self.now), self.peak
         self.peak = Peak("", {"": -math.inf})
-        walked()
+        walked(stage)
         left = {name: size - before[name] for name, size in self.now.items() if size != before[name]}
         here = {name: size - before.get(name, 0) for name, size in self.peak.components.items()}
         self.known[key] = MemoryDelta(left, Peak(self.peak.where, here))

@@ -14,7 +14,6 @@ from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, PAGED, QUANTIZED
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import policies
 from ironlaw.workload.sharding import expert_dp
-from ironlaw.workload.sizes import Size, larger, smaller
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
 CHUNK_BYTES = 128 * 2**20
@@ -69,12 +68,7 @@ def loss_chunk(config: RunConfig) -> int:
         return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
-    return chunk_of(tokens, config.model.vocab) if wanted else 0
-
-
-def chunk_of(tokens: Size, vocab: int) -> Size:
-    """Tokens of a chunk, where the loss takes so many in several."""
-    return larger(64, smaller(-(-tokens // 8), CHUNK_BYTES // (vocab * FP32)))
+    return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
 
 
 NOT_ON_THE_HOST = (*QUANTIZED, *PAGED, *MATRIX_OPTIMIZERS)

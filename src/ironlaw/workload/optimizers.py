@@ -80,15 +80,21 @@ class Assignment:
 
 def assign(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[Assignment]:
     """One assignment per tensor. UserError for a pattern that matches none."""
+    matrices = of_matrices(parameters, config)
+    return [_assignment(parameter, config, matrix) for parameter, matrix in zip(parameters, matrices, strict=True)]
+
+
+def of_matrices(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[bool]:
+    """Whether the matrix optimizer has each tensor. UserError for a pattern that matches none."""
     for pattern in (*(config.no_decay or ()), *(group.pattern for group in config.groups)):
         _check_pattern(pattern, parameters)
-    return [_assignment(parameter, config) for parameter in parameters]
+    if config.name not in MATRIX_OPTIMIZERS:
+        return [False] * len(parameters)
+    least = config.rank if config.name == "galore" else 0  # a projection that saves nothing is none
+    return [parameter.is_block_matrix and min(parameter.shape) > least for parameter in parameters]
 
 
-def _assignment(parameter: Parameter, config: OptimizerConfig) -> Assignment:
-    matrix = config.name in MATRIX_OPTIMIZERS and parameter.is_block_matrix
-    if config.name == "galore" and matrix:
-        matrix = min(parameter.shape) > config.rank  # a projection that saves nothing is none
+def _assignment(parameter: Parameter, config: OptimizerConfig, matrix: bool) -> Assignment:
     groups = [g for g in config.groups if fnmatchcase(parameter.name, g.pattern)]
     group = groups[0] if groups else None
     if group is not None and group.weight_decay is not None:
@@ -115,8 +121,8 @@ def state_bytes(parameters: Sequence[Parameter], config: OptimizerConfig) -> int
     """Bytes of all state tensors after the first update, exactly."""
     total = 0
     quantized = False
-    for parameter, to in zip(parameters, assign(parameters, config), strict=True):
-        total += tensor_state_bytes(parameter.shape, config, matrix=to.matrix)
+    for parameter, matrix in zip(parameters, of_matrices(parameters, config), strict=True):
+        total += tensor_state_bytes(parameter.shape, config, matrix=matrix)
         quantized |= config.name in QUANTIZED and parameter.elements >= QUANTIZED_FROM_ELEMENTS
     return total + (QUANTIZED_MAPS_BYTES if quantized else 0)
 
@@ -191,8 +197,7 @@ def update_operations(
 ) -> list[Operation]:
     """Gradient clipping by global norm, the update, and what accumulation adds; once per optimizer step."""
     elements = sum(parameter.elements for parameter in parameters)
-    assigned = list(zip(parameters, assign(parameters, config), strict=True))
-    matrices = [parameter for parameter, to in assigned if to.matrix]
+    matrices = [p for p, matrix in zip(parameters, of_matrices(parameters, config), strict=True) if matrix]
     rest = elements - sum(parameter.elements for parameter in matrices)
     # The norm reads every gradient, the scaling reads and writes it.
     operations = [streamed("clip", "clip", elements, 3)]

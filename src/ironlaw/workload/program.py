@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
@@ -28,7 +28,7 @@ from ironlaw.workload.division import local_shape
 from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, changed
 from ironlaw.workload.optimizers import BF16, adamw_operations, update_operations
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Recipe, StepBatch
@@ -121,43 +121,51 @@ class Program:
         return len(self.stages) - 1
 
 
-def step(model: ModelConfig, batch: StepBatch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
-    """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`)."""
+def step(
+    model: ModelConfig, batch: StepBatch, layout: Layout | None = None, recipe: Recipe | None = None,
+    position: int | None = None,
+) -> Program:  # fmt: skip
+    """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`).
+
+    Given a pipeline `position`, what is held and updated is worked out of its ranks alone.
+    """
     layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
     count, per_site = layout.pp * layout.virtual_stages, of_site(layout, recipe.communication)
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), per_site)
-    embedded, *blocks, output = layers_of_shape(shape)
-    stages, frozen = [], list[int]()
+    embedded, *blocks, output = _known_layers(shape)
+    stages, frozen = [], [0] * count
     cut = layers_of(model.layers, count, layout.virtual_stages)
+    positions = [stages_of(layout.schedule, layout.pp, layout.virtual_stages, at) for at in range(layout.pp)]
+    wanted = range(count) if position is None else positions[position]
     for stage, numbers in enumerate(cut):
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
+        layers = (*first, *(blocks[number] for number in numbers), *last)
+        if stage not in wanted:
+            stages.append(Stage(layers))
+            continue
         if recipe.adapters:
-            parameters, shards, held = _adapted(recipe.adapters, model, per_site, recipe, stage, numbers)
-            frozen.append(held)
+            adapted = _adapted(recipe.adapters, model, per_site, recipe, stage, numbers)
+            parameters, shards, frozen[stage] = adapted
         else:
             parameters = stage_parameters(model, per_site, stage)
             shards = local_parameters(model, per_site, parameters)
-            frozen.append(0)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip
         if recipe.offloads_optimizer:  # the update is the host's; clipping stays with the gradients
             update = [op for op in update if op.phase is not Phase.OPTIMIZER or runs_on_device(op)]
-        layers = (*first, *(blocks[number] for number in numbers), *last)
         stages.append(Stage(layers, tuple(parameters), tuple(shards), tuple(update)))
-    positions = [
-        stages_of(layout.schedule, layout.pp, layout.virtual_stages, position) for position in range(layout.pp)
-    ]
     return Program(
         layout, tuple(stages), micro_batches + bool(rest),
-        tuple(layers_of_shape(replace(shape, micro_batch=rest))) if rest else (),
+        layers_of_shape(replace(shape, micro_batch=rest)) if rest else (),
         tuple(
             tuple(
                 lasting_tensors(
                     model, layout, batch, recipe, [n for stage in held for n in cut[stage]],
                     [p for stage in held for p in stages[stage].shards], sum(frozen[stage] for stage in held),
                 )
+                if held[0] in wanted else ()
             )
             for held in positions
         ),
@@ -256,19 +264,22 @@ def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: StepBatch, re
     )  # fmt: skip
 
 
-def layers_of_shape(shape: Shape) -> list[Layer]:
+def layers_of_shape(shape: Shape) -> tuple[Layer, ...]:
     """All layers of a micro-batch in the order of the forward pass; those of one kind and policy share operations."""
     made: dict[tuple[str, Policy, tuple[BlockAdapters, ...]], Layer] = {}
     kinds = layer_groups(shape.model)
     policies: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
-    layers = [replace(_layer(shape, "embedding"), name=EMBEDDING)]
+    layers = [changed(_layer(shape, "embedding"), name=EMBEDDING)]
     for number, (kind, policy) in enumerate(zip(kinds, policies, strict=True)):
         adapters = shape.adapters[number : number + 1]
         known = made.get((kind, policy, adapters))
         if known is None:
             known = made[kind, policy, adapters] = _layer(replace(shape, adapters=adapters), kind, policy)
-        layers.append(replace(known, name=f"blocks.{number}"))
-    return [*layers, replace(_layer(shape, "head"), name=HEAD)]
+        layers.append(changed(known, name=f"blocks.{number}"))
+    return (*layers, changed(_layer(shape, "head"), name=HEAD))
+
+
+_known_layers = lru_cache(maxsize=32)(layers_of_shape)
 
 
 def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:

@@ -7,6 +7,7 @@ parameter_groups(model, parameters), bucket_bytes(parameters)                   
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import ROWS, Parameter, of_blocks, of_embedding, of_head
@@ -46,24 +47,33 @@ def shards_hidden(model: ModelConfig | None, ep: int, ranks: int) -> bool:
 
 def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: int) -> Parameter:
     """One rank's part of a tensor that FSDP shards over `ranks`: rows, padded; of experts perhaps the hidden size."""
+    if ranks == 1:
+        return parameter
     rows, *rest = parameter.shape
     if model is not None and of_experts(parameter) and shards_hidden(model, ep, ranks):
-        shape = (rows, *(size // ranks if size == model.hidden else size for size in rest))
+        if model.hidden in rest:  # once, where the experts are as wide
+            rest[rest.index(model.hidden)] //= ranks
     else:
-        shape = (-(-rows // ranks), *rest)
-    return changed(parameter, shape=shape)
+        rows = -(-rows // ranks)
+    return changed(parameter, shape=(rows, *rest))
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool = False) -> list[Parameter]:
     """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding. `fused`:
     query, key and value stay one matrix on every layout."""
+    degrees = {name: getattr(layout, name) for name in ("tp", "pp", "virtual_stages", "ep", "etp")}
+    return [*_stage_parameters(model, Layout(**degrees, zero=min(layout.zero, 1)), stage, fused)]
+
+
+@lru_cache(maxsize=256)
+def _stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool) -> tuple[Parameter, ...]:
     stages = layout.pp * layout.virtual_stages
     layers = layers_of(model.layers, stages, layout.virtual_stages)[stage]
     first, last = stage == 0, stage == stages - 1
     whole = (of_embedding(model) if first else []) + of_blocks(model, layers) + (of_head(model) if last else [])
     if last and not first and model.tied:
         whole.append(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS))
-    return [part for parameter in whole for part in _divided(parameter, model, layout, fused)]
+    return tuple(part for parameter in whole for part in _divided(parameter, model, layout, fused))
 
 
 def _divided(parameter: Parameter, model: ModelConfig, layout: Layout, fused: bool) -> list[Parameter]:

@@ -40,7 +40,6 @@ from ironlaw.workload.blocks import Policy
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import PAGED
-from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute_config import Recompute
 
@@ -167,8 +166,7 @@ def _walked(
     asked: ClusterStep, layout: Layout, outcome: PlannedCandidates, batch: StepBatch, recipe: Recipe
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
     """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
-    program = step(asked.model, batch, layout, recipe)
-    position, highest = highest_peak(program)
+    position, highest, program = highest_peak(asked.model, batch, layout, recipe)
     notes = {t.component: t.note for t in program.tensors[position]}
     total = np.array([highest.total])
     peak = replace(outcome.peak, total=total, stage=np.array([position]))

@@ -10,6 +10,9 @@ In flight on stage s of p under 1F1B: min(m, p - s); interleaved with v chunks: 
 1/v of the stage (arXiv 2104.04473); all m under GPipe; p on every stage under zero-bubble schedules, whose early stages
 hold what 1F1B holds and whose late ones keep activations for weight gradients that wait (arXiv 2401.10241); half a
 micro-batch more under DualPipe (arXiv 2412.19437, table 2). The stage that needs most decides.
+
+Of our own trainer the peak is its program's (`plan/memory.py`), which is walked. Here stands what no walk falls below:
+what lasts, activations in flight, gradients that earlier micro-batches left, buffers for messages.
 """
 
 from __future__ import annotations
@@ -24,11 +27,9 @@ from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import TrainingEngine
-from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
-from ironlaw.workload.layout import SPLIT_BACKWARD
 from ironlaw.workload.recompute import kept_bytes, weight_copies
 
 
@@ -203,12 +204,6 @@ def _stage(
     held = here.count * flight
     activations = np.where(candidates.offloads_activations, np.minimum(held, 2.0), held) * kept
     gradients = _gradients(candidates, engine, here)
-    if not engine.fused:
-        activations = activations + _waiting(candidates, here)
-        # While the last micro-batches run backward, gradients come as activations go; DDP has its buckets throughout.
-        one = here.count * kept / candidates.virtual_stages
-        late = (candidates.accumulation <= flight) & ~_by_ddp(candidates)
-        gradients = np.where(late, np.maximum(gradients - one, 0.0), gradients)
     logits = _logits(candidates, engine, here)
     width = candidates.model.ffn_size / candidates.tp * engine.element_bytes
     working = engine.activation_slack * engine.backward_ffn_tensors * candidates.tokens * width * (here.count > 0)
@@ -224,6 +219,11 @@ def _stage(
         "temporaries": _gathered(candidates, engine, here) + passing - logits,
         "context": np.full(len(candidates), engine.context_bytes),
     }
+    if not engine.fused:
+        parts |= _least(candidates, engine, here, activations_of)
+        # Kinds of blocks are averaged, and the first stage may have the lighter ones.
+        averaged = np.where((candidates.pp > 1) & (len(candidates.kinds) > 1), MIXED, 1.0)
+        parts = {name: averaged * part for name, part in parts.items()}
     exists = stage >= 0
     parts = {name: np.where(exists, part, 0.0) for name, part in parts.items()}
     return PeakMemory(np.asarray(sum(parts.values())), stage, **parts)
@@ -254,34 +254,7 @@ def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) ->
     in_pieces = in_pieces & ~(engine.pipeline_keeps & (candidates.pp > 1))
     gradients = np.where(in_pieces, here.parameters / candidates.shard_ranks, here.own)
     gradients = gradients * (engine.gradient_bytes + lasting)
-    if engine.fused:
-        return np.asarray(gradients)
-    # DTensor makes the gradient of the whole table of words.
-    table = candidates.model.embedding_parameters * (1 - 1 / candidates.tp)
-    gradients = gradients + np.where(here.first, table * FP32, 0.0)
-    # Buckets that DDP reduces, beside the gradients of earlier micro-batches.
-    copied = _by_ddp(candidates) & (candidates.accumulation > 1)
-    return np.asarray(gradients + np.where(copied, here.parameters * FP32, 0.0))
-
-
-def _by_ddp(candidates: Candidates) -> npt.NDArray[np.bool_]:
-    """Whether our trainer's replicas are DDP's."""
-    alone = candidates.tp * candidates.pp * candidates.ep == 1
-    return np.asarray((candidates.zero == 0) & alone & (candidates.dp * candidates.cp > 1))
-
-
-def _waiting(candidates: Candidates, here: _HeldBy) -> Array:
-    """What gradients of weights in passes of their own wait with: those of the wide layers' outputs, of every
-    micro-batch behind the first pass back."""
-    model = candidates.model
-    wide = model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)
-    passed = in_flight(candidates, here.number) - np.minimum(candidates.accumulation, candidates.pp - here.number)
-    waits = np.where(candidates.has("schedule", *SPLIT_BACKWARD), np.maximum(passed, 0.0), 0.0)
-    held = here.count * candidates.tokens * wide
-    # And the gradient of the logits, with what the loss has saved: its logits, or a gradient of the output layer.
-    rows = candidates.tokens + np.minimum(candidates.tokens, model.hidden)
-    held = held + np.where(here.has_head, rows * model.vocab, 0.0)
-    return np.asarray(waits * held / candidates.tp * FP32)
+    return np.asarray(gradients)
 
 
 def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> tuple[Array, Array]:
@@ -297,19 +270,48 @@ def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _Held
 
 def _logits(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
     model, tokens = candidates.model, candidates.tokens
-    loss_tokens, beside = tokens, np.zeros(len(candidates))
-    if not engine.fused:
-        of_all = candidates.micro_batch * candidates.sequence
-        chunked = of_all * model.vocab * FP32 > FULL_LOGITS_BYTES
-        loss_tokens = np.where(chunked, np.minimum(tokens, chunk_of(of_all, model.vocab)), tokens)
-        # The output layer's gradient, which a loss in chunks makes at once, and its cast weight.
-        beside = np.where(chunked, model.hidden * (FP32 + engine.element_bytes), 0.0)
-    logits = loss_tokens * engine.logit_bytes + beside
+    logits = tokens * engine.logit_bytes
     logits = np.where(here.has_head, logits * model.vocab / candidates.tp, 0.0)
     # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
     # to collectives come free only when the device gets there. One micro-batch gives it half the way.
     ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
     return np.asarray(logits + np.where(here.has_head & (candidates.sp > 0), ahead * tokens * model.hidden, 0.0))
+
+
+MIXED = 0.9
+"""The share of it that is left of a bound from below where a pipeline has several kinds of blocks."""
+
+
+def _least(
+    candidates: Candidates, engine: TrainingEngine, here: _HeldBy, activations_of: tuple[Array, Array, Array]
+) -> dict[str, Array]:
+    """What of our own trainer's is there for sure while the most micro-batches are in flight."""
+    (kept, back, copies), flight = activations_of, in_flight(candidates, here.number)
+    # Of a chunk of c blocks at most 1/k + (1 - 1/k)/c are among those of which one in k is recomputed; and some stage
+    # has no more of them than all have on average, be it the last.
+    again = np.where(candidates.has("recompute", "full"), candidates.recomputed_share, 1.0)
+    chunk = np.maximum(here.count / candidates.virtual_stages, 1.0)
+    evenly = kept - (1 / again - 1) / chunk * (back - kept) * (again < 1)
+    blocks = np.maximum(evenly * flight, kept * np.minimum(flight, in_flight(candidates, candidates.pp - 1)))
+    # The last gradients come while forward passes still do: then all of them are beside all activations.
+    enough = np.where(candidates.virtual_stages > 1, 2 * candidates.pp, flight)
+    both = candidates.has("schedule", "1f1b") & (candidates.accumulation > enough)
+    gradients = _gradients(candidates, engine, here)
+    full = np.where(candidates.offloads_activations, 0.0, here.count * blocks) + np.where(both, gradients, 0.0)
+    passing = np.maximum(back * ((again == 1) & (here.count > 0)), copies * here.count / candidates.virtual_stages)
+    # In the end a pipeline has all gradients, and what its backward passes have gathered.
+    late = np.where(candidates.pp > 1, gradients + np.where(candidates.zero >= 3, here.own * FP32, 0.0), 0.0)
+    # FSDP2 replicates: each rank's shard is whole, and gathered from it.
+    ranks, others = candidates.dp * candidates.cp, candidates.tp * candidates.pp * candidates.ep
+    copied = (candidates.zero == 0) & (ranks > 1) & (others > 1)
+    # A buffer for each micro-batch's input and for the gradient of its output, of every chunk.
+    count = (2 * candidates.virtual_stages - here.first - here.has_head) * candidates.accumulation
+    message = candidates.tokens * candidates.model.hidden / candidates.stream_shards * FP32
+    buffers = np.where(candidates.pp > 1, count * message, 0.0)
+    return {
+        "activations": np.maximum(full + passing, late),
+        "temporaries": np.where(copied, here.own * FP32, 0.0) + buffers,
+    } | dict.fromkeys(("gradients", "logits"), np.zeros(len(candidates)))  # fmt: skip
 
 
 def _gathered(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
@@ -321,18 +323,7 @@ def _gathered(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> 
     copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)
-    unit = candidates.local_block_parameters
-    if not engine.fused:  # which gathers the output layer, too
-        words = candidates.model.hidden * candidates.model.vocab / candidates.tp
-        unit = np.maximum(unit, np.where(here.has_head, words, 0.0))
-    gathered = gathered * unit
-    if not engine.fused:  # FSDP2 replicates: each rank's shard is whole, and gathered from it
-        several = (candidates.dp * candidates.cp > 1) & (candidates.tp * candidates.pp * candidates.ep > 1)
-        gathered = gathered + np.where((candidates.zero == 0) & several, here.own * FP32, 0.0)
-        # A buffer for each micro-batch's input and for the gradient of its output, of every chunk.
-        buffers = (2 * candidates.virtual_stages - here.first - here.has_head) * candidates.accumulation
-        message = stream / candidates.stream_shards * FP32
-        return np.asarray(gathered + np.where(candidates.pp > 1, buffers * message, 0.0))
+    gathered = gathered * candidates.local_block_parameters
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(here.first & (candidates.sp > 0), engine.entrance_bytes * stream, 0.0)
     gathered = gathered + np.where(here.count > 0, buffer_bytes(candidates, engine), 0.0)

@@ -8,13 +8,17 @@ Every layout whose numbers divide is planned in chunks of arrays, first without 
 or offloading never makes a layout faster, so those variants are planned only of layouts that do not fit for sure, and
 only while the layout itself is faster than what was found (the others are counted). The first of the ranking is the
 best of the space by the model. Offloading is tried where nothing fits without: no measured run backs its figures.
+
+Memory of our own trainer is its program's, walked pass by pass, as its plan says it. Closed formulas rule out what no
+walk can bring within the device (`memory.py`); the rest waits, and is walked in the order of step seconds until nothing
+that is left can change the answer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,13 +29,14 @@ from ironlaw.plan.cluster.block_values import Known, distinct_rows
 from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
+from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_of
 from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import block_costs
-from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
 from ironlaw.plan.engines.engine import TrainingEngine
+from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
@@ -43,6 +48,7 @@ HIDING_IN_BUBBLE = 0.03
 """The same of sharded weights under a zero-bubble schedule, which a longer backward pass hides without filling less of
 the bubble: 1.7% there."""
 
+NEAREST = 20  # layouts of our own trainer that are walked to find which misses by least
 CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB
 FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned at first, and bounded at once
 
@@ -75,6 +81,9 @@ Entry = tuple[float, float, np.void, dict[str, float]]
 
 BEATEN = "slower than what was found, before saving memory"
 """Reason that rules out recomputing and offloading variants of a layout."""
+
+UNWALKED = "slower than what was found, whatever their memory"
+"""Reason that rules out layouts of our own trainer whose program need not be walked."""
 
 
 def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_alone: bool = False) -> SearchResult:
@@ -113,8 +122,10 @@ def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_a
         return running.found()
     bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
     running.plan_savings(table, bound, savings(model, offload=False))
+    running.walk()
     if not running.best and running.may_offload:
         running.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
+        running.walk()
     return running.found()
 
 
@@ -138,10 +149,14 @@ class _Search:
     fastest_alone: bool
     planned: int = 0
     fitting: int = 0
+    passed: int = 0  # of those planned, neither ruled out by memory nor found to fit
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
-    nearest: tuple[float, Entry] | None = None
+    nearest: list[tuple[float, Entry]] = field(default_factory=list)
     known: Known = field(default_factory=dict)
+    waiting: list[Entry] = field(default_factory=list)  # to be walked, with the least that they may hold
+    peaks: dict[tuple[Layout, float], float] = field(default_factory=dict)  # of what is walked
+    settled: set[bytes] = field(default_factory=set)  # layouts that fit for sure, and gain nothing by saving memory
 
     def learn_blocks(self, table: Table) -> None:
         """Work out every block of these rows at once: a few have them all, and chunk by chunk it takes longer."""
@@ -167,6 +182,7 @@ class _Search:
                 bound = least[index] if offload else self.plan(table[index])
                 self.plan_savings(table[index], bound, savings(self.asked.model, offload))
                 start, step = start + step, min(2 * step, CHUNK)
+                self.walk(least[order[start]] if start < len(order) else math.inf)
             if self.best:
                 return
 
@@ -192,26 +208,65 @@ class _Search:
         """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
 
         Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
+        Rows of our own trainer that may fit wait to be walked.
         """
         outcome = plan_candidates(self._candidates(part), self.where)
-        fits = outcome.fits
+        fits, gain = outcome.fits, hiding(part)
         self.planned += len(part)
-        self.fitting += int(fits.sum())
         if not fits.any() and not self.best:
             over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
             over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
-            least = int(over.argmin())
-            missed = (float(over[least]), _entries(outcome, part, np.array([least]))[0])
-            self.nearest = min(self.nearest or missed, missed, key=lambda pair: pair[0])
-        self.best = sorted(self.best + _fastest(outcome, fits, part, self.keep), key=lambda entry: entry[:2])
-        self.best = self.best[: self.keep]
+            nearest = int(over.argmin())
+            self.nearest.append((float(over[nearest]), _entries(outcome, part, np.array([nearest]))[0]))
+        if not self.where.engine.fused:
+            self.waiting += _fastest(outcome, fits, part, len(part))
+            return outcome.times.step_seconds * (1 - gain)
+        self.fitting += int(fits.sum())
         sure = fits & (outcome.peak.total * self.memory_upper <= outcome.limit_bytes)
-        first = _fastest(outcome, sure, part, 1) + ([self.safest] if self.safest else [])
-        self.safest = min(first, key=lambda entry: entry[:2], default=None)
+        self._rank(_fastest(outcome, fits, part, self.keep), _fastest(outcome, sure, part, 1))
         calm = outcome.step_seconds <= outcome.times.step_seconds
-        gain = hiding(part)
         settled = sure & calm & (gain < HIDING_IN_BUBBLE)
         return np.where(settled, np.inf, outcome.times.step_seconds * (1 - gain))
+
+    def _rank(self, fitting: list[Entry], sure: list[Entry]) -> None:
+        """Of what fits, some that may be among the fastest, and that may be the safest."""
+        self.best = sorted([*self.best, *fitting], key=lambda entry: entry[:2])[: self.keep]
+        self.safest = min([*sure, *([self.safest] if self.safest else [])], key=lambda entry: entry[:2], default=None)
+
+    def walk(self, until: float = math.inf) -> None:
+        """Walk what waits, fastest first, while it may change the answer.
+
+        What takes at least `until` seconds waits on, for what is not planned yet may be faster.
+        """
+        self.waiting.sort(key=lambda entry: entry[:2], reverse=True)
+        limit = usable_bytes(self.where)
+        while self.waiting and self.waiting[-1][0] < min(until, self._worst_wanted()):
+            seconds, least, row, terms = self.waiting.pop()
+            ranked = len(self.best) < self.keep or seconds < self.best[-1][0]
+            enough = limit if ranked else limit / self.memory_upper
+            whole = saving(np.array([row]), NO_SAVING)
+            passed = whole.tobytes() in self.settled or least > enough
+            peak = least if passed else self._walked(row, enough)
+            if passed or peak > enough:
+                self.passed += passed or not ranked
+                self.nearest.append((peak - limit, (seconds, peak, row, terms)))
+                continue
+            self.fitting += 1
+            sure = peak * self.memory_upper <= limit
+            entry = float(under_pressure(np.array(seconds), np.array(peak), self.where)), peak, row, terms
+            self._rank([entry], [entry] * sure)
+            if sure and entry[0] <= seconds and hiding(whole) < HIDING_IN_BUBBLE:
+                self.settled.add(whole.tobytes())
+
+    def _walked(self, row: np.void, enough: float = math.inf) -> float:
+        """Peak bytes of a layout, or some that are more than `enough`."""
+        layout = layout_of(row)
+        if layout.zero == 2 and layout.pp > 1:  # whose gradients wait for the end of the step, as those of ZeRO 1
+            layout = replace(layout, zero=1)
+        if (layout, enough) not in self.peaks:
+            batch, recipe = self.asked.run(layout)
+            self.peaks[layout, enough] = highest_peak(self.asked.model, batch, layout, recipe, enough)[1].total
+        return self.peaks[layout, enough]
 
     def plan_savings(self, table: Table, bound: np.ndarray, variants: list[Saving]) -> None:
         """Plan the variants of all rows whose bound leaves hope, fastest rows first."""
@@ -220,6 +275,7 @@ class _Search:
         step = max(1, CHUNK // len(variants))
         for start in range(0, len(order), step):
             index = order[start : start + step]
+            self.walk(until=bound[index[0]])
             index = index[bound[index] < self._worst_wanted()]
             beaten = len(order[start : start + step]) - len(index)
             if beaten:
@@ -262,14 +318,23 @@ class _Search:
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> SearchResult:
-        found = SearchResult([], self.planned, self.fitting, self.constraints)
-        if self.planned > self.fitting:
-            found.ruled_out["memory"] = self.planned - self.fitting
-        if not self.best and self.nearest is not None:
-            found.nearest_miss = _candidate(self.nearest[1], self.nearest[1][3])
+        found, passed = SearchResult([], self.planned, self.fitting, self.constraints), self.passed + len(self.waiting)
+        counted = {"memory": self.planned - self.fitting - passed, UNWALKED: passed}
+        found.ruled_out |= {reason: number for reason, number in counted.items() if number}
+        if not self.best and self.nearest:
+            nearest = self._nearest()
+            found.nearest_miss = _candidate(nearest, nearest[3])
         found.best = [_candidate(entry, self.best[0][3]) for entry in self.best]
         found.safest = _candidate(self.safest, self.best[0][3]) if self.safest else None
         return found
+
+    def _nearest(self) -> Entry:
+        """What misses by least; of our own trainer's layouts, of those that seem to."""
+        near = [entry for _, entry in sorted(self.nearest, key=lambda pair: pair[0])]
+        if self.where.engine.fused:
+            return near[0]
+        walked = [(seconds, self._walked(row), row, terms) for seconds, _, row, terms in near[:NEAREST]]
+        return min(walked, key=lambda entry: entry[1])
 
 
 def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: int) -> list[Entry]:

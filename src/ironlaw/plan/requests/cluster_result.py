@@ -16,7 +16,6 @@ from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
 from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
-from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.plan.requests.advice import first_change, scaling, terms, would_fit
 from ironlaw.plan.requests.communication_savings import cluster_savings
@@ -24,7 +23,8 @@ from ironlaw.workload.layout import Layout
 
 SHOWN = 5
 
-KEPT = 200
+KEPT, WALKED = 200, 20
+"""Of a ranking; and of one of our own trainer's layouts, each of which is walked."""
 
 SURE_AT_MOST = 1.03
 """A layout that fits for sure is chosen over the fastest, which may not, if it is at most this many times slower."""
@@ -35,7 +35,7 @@ SIMPLE_AT_MOST = 1.01
 
 def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
-    found = search(request, keep=KEPT) if request.layout is None else None
+    found = _ranking(request) if request.layout is None else None
     where = request.system
     if found is not None:
         layout, plan, choice = _best_layout(request, found, usable_bytes(where))
@@ -69,16 +69,14 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     return PlanOutcome(ledger, plan.fits, more, layout.filled(request.global_batch))
 
 
+def _ranking(request: ClusterRequest) -> SearchResult:
+    return search(request, keep=KEPT if request.system.engine.fused else WALKED)
+
+
 def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, ClusterPlan, str]:
-    """The chosen layout and its plan. Where the plan, which walks our own trainer's memory, finds that it does not fit
-    after all, neither do others that need as much."""
-    while True:
-        candidate, choice = chosen(request, found, limit)
-        plan = plan_cluster(request, candidate.layout)
-        smaller = [other for other in found.best if other.peak_bytes < candidate.peak_bytes]
-        if plan.fits or not smaller:
-            break
-        found.best, found.safest = smaller, None
+    """The chosen layout and its plan."""
+    candidate, choice = chosen(request, found, limit)
+    plan = plan_cluster(request, candidate.layout)
     if candidate.layout.offload != "none" and found.best:
         choice = "nothing fits without offloading to the host, whose time no measured run backs"
     return candidate.layout, plan, choice
@@ -151,7 +149,7 @@ def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, A
     }  # fmt: skip
     more: dict[str, Any] = {"budget": {}, "margin": margin}
     if request.layout is not None:
-        found = search(request, keep=KEPT)
+        found = _ranking(request)
         if found.best:
             return more | {"would_fit": [f'--layout "{chosen(request, found, limit)[0].layout}"']}
     return more | {"would_fit": would_fit(request)}
@@ -193,9 +191,6 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
-    if not engine_named(request.engine).fused:  # as its own plan says
-        plan = plan_cluster(request, candidate.layout)
-        candidate = replace(candidate, step_seconds=plan.step_seconds, peak_bytes=plan.peak_bytes)
     of = request.engine, request.cluster, request.model
     step = bounded(candidate.step_seconds, "time", *of, f"engine {request.engine}", request.precision)
     peak = bounded(candidate.peak_bytes, "memory", *of, "highest stage")

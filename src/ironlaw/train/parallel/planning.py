@@ -149,7 +149,7 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
 
     kept = config.model_copy(update={"recompute": Recompute()})  # a budget is a rank's, not one process's
     asked = _step(config, cluster, plan_run(kept, profile).decided.precision)
-    fastest = (replace(one.layout, **wanted) for one in search(replace(asked, excluded=excluded), keep=200).best)
+    fastest = (replace(one.layout, **wanted) for one in search(replace(asked, excluded=excluded), keep=50).best)
     return chosen(
         (layout for layout in fastest if runs(config, layout)),
         # What our trainer holds is walked layout by layout.
