@@ -59,7 +59,7 @@ def test_factors_and_parts_of_heads() -> None:
     ("name", "change", "message"),
     [
         ("falcon-7b", {"alibi": True}, "alibi = True"),
-        ("opt-6.7b", {"word_embed_proj_dim": 512}, "OPT-350m"),
+        ("opt-6.7b", {"word_embed_proj_dim": 512}, "word_embed_proj_dim = 512"),
         ("command-r", {"use_qk_norm": True}, "use_qk_norm"),
         ("mpt-7b", {"attn_config": {"alibi": False}}, "attn_config.alibi = False"),
         ("phi-4", {"rope_scaling": {"type": "dynamic"}}, "dynamic"),

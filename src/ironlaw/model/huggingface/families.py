@@ -9,10 +9,11 @@ The order counts where several families compute the same model: the first one th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ironlaw.errors import UserError
 from ironlaw.model.huggingface.parts import (
     Activation,
     Alternating,
@@ -21,10 +22,7 @@ from ironlaw.model.huggingface.parts import (
     FalconHeads,
     LayersBetween,
     Multiple,
-    OneWidth,
     Rope,
-    SharedWidth,
-    SparseLayers,
     Unrotated,
     Windows,
 )
@@ -113,6 +111,13 @@ def _balance(default: float, key: str = "router_aux_loss_coef") -> Key:
     return Key("moe.balance_loss", key, default)
 
 
+def _first_layers(dense: Sequence[int]) -> int:
+    """How many first layers have no experts, of those that a file names."""
+    if sorted(dense) != list(range(len(dense))):
+        raise UserError(f"mlp_only_layers = {sorted(dense)} is not supported: the first layers are")
+    return len(dense)
+
+
 _MIXTRAL_NAMES = Names(experts=ExpertNames(
     "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
     "block_sparse_moe.experts.{}.w2.weight", choice_bias="block_sparse_moe.e_score_correction_bias",
@@ -124,11 +129,14 @@ MIXTRAL = PLAIN.derive(
 )  # fmt: skip
 _QWEN_EXPERTS = (
     *_experts("num_experts", "moe_intermediate_size", also=("num_local_experts",)), _normalize(False), _balance(0.001),
-    SparseLayers(),
+    Key("moe.every", "decoder_sparse_step", 1),
+    Key("moe.dense_layers", "mlp_only_layers", None, read_as=_first_layers, write_as=lambda n: list(range(n))),
 )  # fmt: skip
 QWEN2_MOE = QWEN2.derive(
     "qwen2_moe", "Qwen2MoeForCausalLM", _kv_heads(16), *_bias("qkv_bias", True, "qkv"), *_QWEN_EXPERTS,
-    SharedWidth("shared_expert_intermediate_size"), has={"out_bias": False, "ffn_bias": False, "moe.shared_gate": True},
+    Key("moe.shared_ffn", "shared_expert_intermediate_size", read_as=lambda width: width or None),
+    has={"out_bias": False, "ffn_bias": False, "moe.shared_gate": True,
+         "moe.shared_experts": lambda values: int(values["moe.shared_ffn"] is not None)},
     # Its versions place windows differently.
     only={"use_sliding_window": False}, without=("windows",),
     names=Names(experts=ExpertNames(shared="mlp.shared_expert")),
@@ -374,7 +382,8 @@ FALCON = _GPT_LIKE.derive(
 OPT = _GPT_LIKE.derive(
     "opt", "OPTForCausalLM", Key("ffn", "ffn_dim"), Activation("relu", "activation_function"), _tied(True),
     *_bias("enable_bias", True, "qkv", "out", "ffn"), Key("norm_weight", "layer_norm_elementwise_affine", True),
-    OneWidth(), Always({"dropout": 0.0}), has={"positions": "learned", "norm_eps": 1e-5},
+    Key("hidden", "hidden_size", beside=("word_embed_proj_dim",)),  # OPT-350m's embedding is narrower than its blocks
+    Always({"dropout": 0.0}), has={"positions": "learned", "norm_eps": 1e-5},
     only={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     without=("kv_heads", "head_size", "rope", "norm_eps"),
     names=Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.model.huggingface.spec import REQUIRED, Fields, Key, get, has
+from ironlaw.model.huggingface.spec import Fields, get, has
 from ironlaw.model.yarn import is_yarn
 
 ACTIVATIONS = {
@@ -298,22 +298,6 @@ class Unrotated:
 
 
 @dataclass(frozen=True)
-class SparseLayers:
-    """Qwen's: every `decoder_sparse_step`-th layer has experts, but for those named in `mlp_only_layers`."""
-
-    name = "sparse_layers"
-
-    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        dense = sorted(fields.get("mlp_only_layers") or [])
-        if dense != list(range(len(dense))):
-            raise UserError(f"mlp_only_layers = {dense} is not supported: the first layers are")
-        return {"moe.dense_layers": len(dense), "moe.every": fields.get("decoder_sparse_step", 1)}
-
-    def write(self, view: Fields) -> dict[str, Any]:
-        return {"decoder_sparse_step": view["moe.every"], "mlp_only_layers": list(range(view["moe.dense_layers"]))}
-
-
-@dataclass(frozen=True)
 class LayersBetween:
     """ERNIE's layers with experts: every so many, from one to the last."""
 
@@ -355,22 +339,6 @@ class ExpertGroups:
 
 
 @dataclass(frozen=True)
-class SharedWidth:
-    """The width of all shared experts together; 0: none."""
-
-    key: str
-    default: Any = REQUIRED
-    name = "shared_experts"
-
-    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        width = Key("width", self.key, self.default).read(fields, values)["width"]
-        return {"moe.shared_experts": 1, "moe.shared_ffn": width} if width else {}
-
-    def write(self, view: Fields) -> dict[str, Any]:
-        return {self.key: view["moe.shared_ffn"]}
-
-
-@dataclass(frozen=True)
 class FalconHeads:
     """Falcon 7B: one norm and one key/value head; from 40B on two norms and groups of heads."""
 
@@ -405,21 +373,6 @@ class Multiple:
 
     def write(self, view: Fields) -> dict[str, Any]:
         return {self.key: view["ffn"] // view["hidden"]}
-
-
-@dataclass(frozen=True)
-class OneWidth:
-    """OPT's embedding may be narrower than its blocks (OPT-350m)."""
-
-    name = "hidden"
-
-    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        if fields.get("word_embed_proj_dim") not in (None, fields["hidden_size"]):
-            raise UserError("norms after branches and a narrower embedding (OPT-350m) are not supported")
-        return {"hidden": fields["hidden_size"]}
-
-    def write(self, view: Fields) -> dict[str, Any]:
-        return {"hidden_size": view["hidden"], "word_embed_proj_dim": view["hidden"]}
 
 
 @dataclass(frozen=True)
