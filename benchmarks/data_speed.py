@@ -29,8 +29,7 @@ from ironlaw import __version__
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as own
 from ironlaw.data.config import DataConfig
-from ironlaw.data.loader import Loader
-from ironlaw.data.prefetch import Prefetcher
+from ironlaw.data.loader import Loader, Prefetcher
 from ironlaw.data.prepare import prepare
 
 DEMO = Path(__file__).parents[1] / "examples" / "gpt-tiny.toml"

@@ -11,8 +11,8 @@ import pytest
 
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, TokenWindows, check_enough, evaluation_batches
+from ironlaw.data.loader import Prefetcher
 from ironlaw.data.order import permuted
-from ironlaw.data.prefetch import Prefetcher
 from ironlaw.errors import UserError
 
 TOKENS = np.arange(1003, dtype=np.uint16)

@@ -16,9 +16,8 @@ from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, TokenWindows
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.loader import BatchSource, Loader
+from ironlaw.data.loader import BatchSource, Loader, Prefetcher
 from ironlaw.data.mixture import BLOCK, Mixture, places
-from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 

@@ -11,8 +11,8 @@ import torch
 
 from ironlaw.config import RunConfig
 from ironlaw.machine import interference
+from ironlaw.machine.host import OtherLoad
 from ironlaw.machine.keep import kept
-from ironlaw.machine.load import OtherLoad
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.step import plan_run

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ironlaw.errors import UserError
-from ironlaw.machine import interference, load
+from ironlaw.machine import host, interference
 from ironlaw.machine.profile import (
     Curve,
     MatmulFit,
@@ -203,17 +203,17 @@ def test_the_load_of_others_is_what_the_cores_did_less_what_we_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stat, clock = tmp_path / "stat", {"process": 0.0, "wall": 0.0}
-    cores = sorted(load._cores())
+    cores = sorted(host._cores())
     ticks = os.sysconf("SC_CLK_TCK")
 
     def write(busy_seconds: float) -> None:
         rows = [f"cpu{core} {round(busy_seconds * ticks)} 0 0 77 5 0 0 99" for core in cores]
         stat.write_text("\n".join(["cpu 9 9 9 9 9 9 9 9", *rows, "cpu9999 1 1 1 1 1 1 1 1"]), encoding="ascii")
 
-    monkeypatch.setattr(load.time, "process_time", lambda: clock["process"])
-    monkeypatch.setattr(load.time, "perf_counter", lambda: clock["wall"])
+    monkeypatch.setattr(host.time, "process_time", lambda: clock["process"])
+    monkeypatch.setattr(host.time, "perf_counter", lambda: clock["wall"])
     write(0.0)
-    seen = load.OtherLoad(stat)
+    seen = host.OtherLoad(stat)
     write(3.0)  # each core computed 3 of 4 s, and we one second of that on each
     clock |= {"process": 1.0 * len(cores), "wall": 4.0}
     assert seen.share() == pytest.approx(0.5)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ironlaw.config import build_config, load_config
-from ironlaw.data import slow_tokenizer, tokenizer
+from ironlaw.data import tokenizer
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import write_model, write_tokenizer
@@ -88,7 +88,7 @@ def test_a_directory_whose_tokenizer_cannot_be_had_is_refused(
     folder = saved(tmp_path / "model")
     in_parts(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(slow_tokenizer.importlib.util, "find_spec", lambda name: None)
+        patch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(UserError, match=r"no tokenizer.json, and vocab.json and merges.txt need transf") as error:
             tokenizer.load(folder)
     assert "\n" not in str(error.value)

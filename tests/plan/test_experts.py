@@ -21,7 +21,7 @@ from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import TRAINERS, emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.measured.named_experts import named_experts
+from ironlaw.plan.measured.accelerator import named_experts
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.requests.cluster_result import other_conventions
 from ironlaw.workload.blocks import Shape

@@ -12,7 +12,7 @@ import pytest
 
 from ironlaw import units
 from ironlaw.ledger import Estimate, Ledger, Origin
-from ironlaw.report.dashboard import Dashboard
+from ironlaw.report.live import Dashboard
 
 
 @dataclass

@@ -30,9 +30,9 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.recovery import drop_after
 from ironlaw.train.restore import load
 from ironlaw.train.result import Outcome, StepReport
-from ironlaw.train.rollback import drop_after
 from ironlaw.train.session import run_training
 from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig

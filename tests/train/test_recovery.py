@@ -15,7 +15,7 @@ import torch
 
 from ironlaw.config import RecoveryConfig, RunConfig, ScalerConfig
 from ironlaw.errors import UserError
-from ironlaw.train import rollback
+from ironlaw.train import recovery
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Agreed
 from ironlaw.train.recovery import MeasuredStep, Recovery, Skips, Spike, find_spike
@@ -246,7 +246,7 @@ def test_killed_while_it_goes_back(
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollback, "_write" if moment == "before" else "drop_after", killed)
+        patch.setattr(recovery, "_write" if moment == "before" else "drop_after", killed)
         with pytest.raises(InterruptedError):
             train(config, tmp_path / "run")
     said: list[str] = []

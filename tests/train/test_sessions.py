@@ -12,8 +12,7 @@ import pytest
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine import host
-from ironlaw.train.history import read_sessions
-from ironlaw.train.journal import Journal
+from ironlaw.train.history import Journal, read_sessions
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
 

@@ -46,8 +46,7 @@ def train(
         raise UserError("--resume needs --out DIR: which run should go on?")
 
     from ironlaw.machine.keep import this_machine
-    from ironlaw.report.dashboard import Dashboard
-    from ironlaw.report.live import LiveRun
+    from ironlaw.report.live import Dashboard, LiveRun
     from ironlaw.train.run_directory import default_name, find_run
     from ironlaw.train.session import run_training
 
@@ -120,8 +119,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
     from ironlaw.machine import host
     from ironlaw.machine.keep import this_machine
-    from ironlaw.report.dashboard import Dashboard
-    from ironlaw.report.live import LiveRun
+    from ironlaw.report.live import Dashboard, LiveRun
     from ironlaw.train.parallel.job import job
     from ironlaw.train.parallel.planning import choose_layout, with_layout
     from ironlaw.train.run_directory import default_name

@@ -27,6 +27,7 @@ from ironlaw import files
 from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
 from ironlaw.machine import host
+from ironlaw.machine.host import OtherLoad
 from ironlaw.machine.interference import OTHERS, middle, undisturbed
 from ironlaw.machine.kernels import (
     Call,
@@ -39,7 +40,6 @@ from ironlaw.machine.kernels import (
     tiny_builder,
     update_builder,
 )
-from ironlaw.machine.load import OtherLoad
 from ironlaw.machine.measure_links import timed
 from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import onednn_available

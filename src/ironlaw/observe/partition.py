@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ironlaw.ledger import STEP_PHASES, Phase
-from ironlaw.machine.load import CoreWait
+from ironlaw.machine.host import CoreWait
 from ironlaw.observe.clock import StepTimes
 
 # Between the phase that ended and the phase that begins: the loss, clipping, clearing gradients, the next batch of an

@@ -33,7 +33,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import as_path
 from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
-from ironlaw.machine.load import OtherLoad
+from ironlaw.machine.host import OtherLoad
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter

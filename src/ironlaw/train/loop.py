@@ -23,8 +23,7 @@ from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.loader import Loader
-from ironlaw.data.prefetch import Prefetcher
+from ironlaw.data.loader import Loader, Prefetcher
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.measure import Probe
@@ -39,16 +38,14 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import earlier_profile, keep_profile
-from ironlaw.train.journal import Journal, Silent, batch_crc32
+from ironlaw.train.history import Journal, Silent, batch_crc32, earlier_profile, keep_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
-from ironlaw.train.recovery import Recovery, Spike
+from ironlaw.train.recovery import GoBack, Recovery, Spike, answer
 from ironlaw.train.result import Outcome, StepReport, finished_ledger, in_other_units, validate
-from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.session import Strategy
 from ironlaw.train.state import RandomState, Stateful, seed_everything
-from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 
 REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary

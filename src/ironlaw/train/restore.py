@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.slow_tokenizer import has_tokenizer
-from ironlaw.data.tokenizer import Tokenizer
+from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig

@@ -27,10 +27,8 @@ from ironlaw.observe.profile import PHASE_SCOPE, scope
 from ironlaw.observe.spans import MODULE_SCOPE
 from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.train import precision
-from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
-from ironlaw.train.compile import compile_blocks
 from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Agreed, Mesh
@@ -38,7 +36,7 @@ from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
-from ironlaw.train.recompute import recompute_blocks
+from ironlaw.train.recompute import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful

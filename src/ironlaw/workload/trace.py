@@ -30,20 +30,22 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.workload.trace_failure import CONSTRUCTION, Untraceable, explained
 from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
-from ironlaw.workload.trace_layers import Stack, longest_stack, one_of_each, whole
-from ironlaw.workload.trace_lengths import (
+from ironlaw.workload.trace_layers import (
     AS_SHORTER,
     ROWS,
     SHORTEST,
     NotAlike,
+    Stack,
     at_length,
     changes_between,
     common_length,
+    longest_stack,
+    one_of_each,
     shortened,
+    whole,
 )
-from ironlaw.workload.trace_recorder import LongLoop, Recorder
+from ironlaw.workload.trace_recorder import LongLoop, Recorder, operations_of
 from ironlaw.workload.trace_store import ModuleTrace
-from ironlaw.workload.trace_table import operations_of
 from ironlaw.workload.trace_values import TraceMode, tracing
 
 Precision = Literal["as is", "bf16", "fp16"]

@@ -46,11 +46,10 @@ from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
-from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.communication import counted
-from ironlaw.train.parallel.job import RankStrategy
+from ironlaw.train.parallel.job import RankStrategy, check_alike, rank_facts
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused, named_tensors
 from ironlaw.train.parallel.step import LayoutStep
@@ -557,12 +556,12 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 def task_preflight(case: dict[str, Any], folder: Path) -> str:
     """`case["differs"]` on rank 1: how each rank ends."""
     config = config_of(case)
-    ranks, mine = world.start(world.check(config, dist.get_world_size())), preflight.facts(config)
+    ranks, mine = world.start(world.check(config, dist.get_world_size())), rank_facts(config)
     if dist.get_rank() == 1:
         name, value = case["differs"]
         mine[name] = mine[name] + value if name == "clock_seconds" else value
     try:
-        preflight.check(ranks, mine)
+        check_alike(ranks, mine)
     except (UserError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "trains"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
-from ironlaw.train.parallel.hang import NOTE_JSON, Note, absent, report
 from ironlaw.train.parallel.straggler import Straggling, slow_ranks
+from ironlaw.train.parallel.watcher import NOTE_JSON, Note, absent, report
 
 ALL = (0, 1, 2, 3)
 

@@ -16,7 +16,7 @@ import pytest
 
 import ironlaw
 from ironlaw.config import load_config
-from ironlaw.train.parallel import job, preflight
+from ironlaw.train.parallel import job
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 
@@ -145,7 +145,7 @@ def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
         "torch": "2.13.0", "ironlaw": "0.1", "python": "3.11", "config": "abc", "devices": "cpu", "host": "node0",
         "clock_seconds": 1000.0,
     }  # fmt: skip
-    assert preflight.problem([same, same | {"clock_seconds": 1003.0}]) is None
+    assert job.first_difference([same, same | {"clock_seconds": 1003.0}]) is None
     other = same | {"host": "node1"}
     for change, words in (
         ({"torch": "2.11.0"}, "rank 1 on node1 has PyTorch 2.11.0, rank 0 has 2.13.0"),
@@ -153,7 +153,7 @@ def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
         ({"clock_seconds": 1090.0}, "rank 1 on node1 has a clock 90 s ahead of rank 0's on node0"),
         ({"clock_seconds": 900.0}, "a clock 100 s behind"),
     ):
-        found = preflight.problem([same, other | change])
+        found = job.first_difference([same, other | change])
         assert found is not None and words in found and "\n" not in found
 
 

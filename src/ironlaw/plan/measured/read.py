@@ -25,8 +25,7 @@ from ironlaw.plan.cluster.jobs import TrainingJob, plain_model
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
-from ironlaw.plan.measured.named_experts import named_experts
+from ironlaw.plan.measured.accelerator import accelerator_of, in_rack, named_experts
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import Cells, read_table
 from ironlaw.workload.layout import Layout

@@ -4,7 +4,10 @@ together, prepare data once, step on a layout and watch each other."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import platform
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +25,72 @@ from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.train.journal import write_event
-from ironlaw.train.parallel import preflight
-from ironlaw.train.parallel.hang import Note
+from ironlaw.package import __version__
+from ironlaw.train.history import write_event
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import agreed, plan_job
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable, world_size
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.step import LayoutStep
-from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.session import run_training
-from ironlaw.train.strategy import Strategy
+from ironlaw.train.session import Strategy, run_training
 from ironlaw.workload.layout import Layout
+
+CLOCK_SECONDS = 5.0
+"""Clocks further apart than this make checkpoints and logs of one job contradict each other."""
+
+WORDS = {
+    "torch": "PyTorch {theirs}, rank 0 has {ours}: install the same on every node",
+    "ironlaw": "Ironlaw {theirs}, rank 0 has {ours}: install the same on every node",
+    "python": "Python {theirs}, rank 0 has {ours}: use the same on every node",
+    "config": "another config than rank 0: start every node with the same file and the same --set",
+    "devices": "{theirs} as devices, rank 0 has {ours}: give every node the same kind",
+}
+
+
+def rank_facts(config: RunConfig) -> dict[str, Any]:
+    """What must agree before the first step, and this rank's clock, read when all have come here."""
+    dist.barrier()
+    return {
+        "torch": torch.__version__,
+        "ironlaw": __version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "config": hashlib.sha256(config.to_toml().encode()).hexdigest(),
+        "devices": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "host": socket.gethostname(),
+        "clock_seconds": time.time(),
+    }
+
+
+def first_difference(everybodys: list[dict[str, Any]]) -> str | None:
+    """The first difference from rank 0, in one line."""
+    first = everybodys[0]
+    for rank, theirs in enumerate(everybodys):
+        who = f"rank {rank} on {theirs['host']} has"
+        for name, words in WORDS.items():
+            if theirs[name] != first[name]:
+                return f"{who} {words.format(theirs=theirs[name], ours=first[name])}"
+        apart = theirs["clock_seconds"] - first["clock_seconds"]
+        if abs(apart) > CLOCK_SECONDS:
+            return (
+                f"{who} a clock {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} rank 0's on "
+                f"{first['host']}: synchronise the clocks (chrony, ntpd) and start again"
+            )
+    return None
+
+
+def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
+    """UserError on rank 0, a quiet end on the others, when ranks differ."""
+    everybodys = ranks.gather(mine)
+
+    def refuse() -> None:
+        if (found := first_difference(everybodys)) is not None:
+            raise UserError(found)
+
+    ranks.first_does(refuse)
+
 
 Result = TypeVar("Result")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
@@ -135,7 +190,7 @@ def job(
         timeout = config.recovery.collective_seconds + SPARE_SECONDS
         layout = check(config, used)
         ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
-        preflight.check(ranks, preflight.facts(config))
+        check_alike(ranks, rank_facts(config))
         yield RankJob(config, ranks, rendezvous)
         if ranks.first:
             rendezvous.store.set(FINISHED, "")
