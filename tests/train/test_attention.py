@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.model.transformer import Transformer
+from ironlaw.train.blocks import attention_kernel
 from ironlaw.train.precision import autocast
-from ironlaw.train.recompute import attention_kernel
 from ironlaw.train.result import Outcome
 
 CPU = torch.device("cpu")

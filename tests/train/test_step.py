@@ -29,8 +29,8 @@ from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.result import Outcome
 from ironlaw.train.schedule import learning_rate
-from ironlaw.train.session import Strategy
 from ironlaw.train.step import Step
+from ironlaw.train.strategy import Strategy
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

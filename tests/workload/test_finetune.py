@@ -16,9 +16,9 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
+from ironlaw.train.blocks import recompute_blocks
 from ironlaw.train.finetune import add_adapters
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.program import Program, step

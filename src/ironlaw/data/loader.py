@@ -1,4 +1,7 @@
-"""From a dataset and its settings to batches: which samples, which order, made by whom."""
+"""From a dataset and its settings to batches: which samples, which order, made by whom.
+
+A thread makes batches ready while the step runs, and measures what each stage of making them could deliver.
+"""
 
 from __future__ import annotations
 

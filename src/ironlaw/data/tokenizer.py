@@ -1,4 +1,8 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, or any Hugging Face tokenizer.json."""
+"""Tokenizers: a byte-level BPE trained on the corpus, or any Hugging Face tokenizer.json.
+
+Older Hugging Face directories hold a vocabulary and its merges, or a SentencePiece model. How text is split before that
+is code of the tokenizer's class, so that only the library that has the class converts it: `transformers`, once, kept.
+"""
 
 from __future__ import annotations
 

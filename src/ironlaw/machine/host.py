@@ -1,4 +1,7 @@
-"""The computer this process runs on: who it is, what it has, and one setting that CPU training needs."""
+"""The computer this process runs on: who it is, what it has, one setting that CPU training needs, who else uses it.
+
+How much other programs use this process's cores adds to a kernel's time: that is no property of the machine.
+"""
 
 from __future__ import annotations
 

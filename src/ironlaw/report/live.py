@@ -1,4 +1,12 @@
-"""A run as it goes: one line that changes on a terminal, a line now and then everywhere else."""
+"""A run as it goes: one line that changes on a terminal, a line now and then everywhere else, a page in the browser.
+
+The page of `ironlaw train --dashboard` is served to this machine only, and drawn when asked for:
+
+    page = Dashboard(Path("runs/mine"))
+    with page:                                  # page.address: "http://127.0.0.1:8421/"
+        page.planned(plan)
+        page.step(report)                       # after each step; costs an append
+"""
 
 from __future__ import annotations
 

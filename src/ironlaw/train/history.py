@@ -1,7 +1,8 @@
-"""A run may take many sessions: interrupted, killed, resumed, rolled back. Its ledger is of all of them.
+"""What a run leaves behind while it goes: a line per step, events, sessions, and the trackers that want them too.
 
-`sessions.jsonl` has a line when a session starts and one when it ends. A killed session writes no end: the next one
-finds in the metrics how far it got, and what of that has to be done again.
+A run may take many sessions: interrupted, killed, resumed, rolled back. Its ledger is of all of them. `sessions.jsonl`
+has a line when a session starts and one when it ends. A killed session writes no end: the next one finds in the metrics
+how far it got, and what of that has to be done again.
 """
 
 from __future__ import annotations

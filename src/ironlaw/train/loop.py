@@ -44,8 +44,8 @@ from ironlaw.train.mesh import Observer
 from ironlaw.train.recovery import GoBack, Recovery, Spike, answer
 from ironlaw.train.result import Outcome, StepReport, finished_ledger, in_other_units, validate
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.session import Strategy
 from ironlaw.train.state import RandomState, Stateful, seed_everything
+from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 
 REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary

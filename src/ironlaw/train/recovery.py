@@ -5,8 +5,9 @@ and found that the same batches did no harm from another state (arXiv 2204.02311
 records the same by hand (arXiv 2205.01068). Every decision here is a pure function of logged numbers (losses, gradient
 norms, earlier events), so that every rank, and a run killed in the middle of it, decides alike.
 
-The batches are numbered in the loader's order; `Skips` maps steps to batches. Events are in `events.jsonl`, which is
-written, and on the disk, before anything else changes: what it says holds, also for a run that goes on from there.
+The batches are numbered in the loader's order; `Skips` maps steps to batches. The answer to a spike, which checkpoint
+to go back to, is in `events.jsonl`, written and on the disk before anything else changes: what it says holds, also for
+a run that goes on from there.
 """
 
 from __future__ import annotations

@@ -5,83 +5,33 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
-from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
-from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import is_emulated
 from ironlaw.plan import record
-from ironlaw.plan.step import plan_run
-from ironlaw.plan.totals import fits
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
-from ironlaw.train.mesh import Mesh, Observer
+from ironlaw.train.mesh import Mesh
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable
 from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
-from ironlaw.train.step import Step
+from ironlaw.train.strategy import Strategy, one_process
 from ironlaw.train.tracking import check_installed
-
-LOOK_SECONDS = 0.6  # at the machine's speed before a run, where that is under so much of it
-WORTH_A_LOOK = 0.02
-
-
-class Strategy:
-    step_class: type[Step] = Step
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-
-    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        """UserError for a config that cannot run."""
-        plan = plan_run(config, profile)
-        worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
-        if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
-            torch.set_num_threads(self.mesh.threads(profile))
-            now = Probe(profile.fp32_products).now(profile, LOOK_SECONDS)
-            plan = plan_run(config, profile, now) if now is not None else plan
-        if not fits(plan):
-            raise UserError(
-                "the plan does not fit this machine's memory: lower train.micro_batch; "
-                "`ironlaw plan` shows what holds it"
-            )
-        return plan
-
-    def prepare(
-        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
-    ) -> Dataset:
-        return prepare(config.data, config.model.vocab, progress, say)
-
-    def step(self, config: RunConfig, plan: Ledger, profile: Profile, **named: Any) -> Step:
-        """The model and what trains it, as this rank holds it."""
-        return self.step_class(config, plan.decided, self.mesh, onednn=profile.fp32_products == "onednn", **named)
-
-    def observer(self, run: RunDirectory) -> AbstractContextManager[Observer]:
-        """What looks at the steps of this rank."""
-        return Observer()
-
-
-def one_process(profile: Profile) -> Strategy:
-    return Strategy(Mesh(torch.device(profile.device)))
-
 
 DataProgress = Callable[[int, int], None]
 

@@ -28,6 +28,7 @@ from ironlaw.observe.spans import MODULE_SCOPE
 from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
+from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
 from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
@@ -36,7 +37,6 @@ from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
-from ironlaw.train.recompute import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful

@@ -1,8 +1,14 @@
-"""A stack of layers traced one of each kind: the others are the same rows again, and are not run.
+"""Rows of a trace that need not be run: layers like an earlier one, and lengths that nobody waits for.
 
 A decoder of 64 Mamba layers, or of 28 Mamba and 4 attention layers, has one or two kinds. The first layer of each kind
 runs; later ones hand on what they are given. Their rows are copies, in the order in which the layers run, so that
 FLOPs, saved bytes and the highest moment are those of the whole stack.
+
+A loop over tokens in Python makes the same calls for every token, a hundred per layer and pass. So the rows of a
+recurrent decoder's trace are some that come once and bodies that repeat; how often, and every size in a row, is a
+polynomial of the length, as products of shapes are: of degree one for the repeats, at most two for sizes. Three lengths
+determine it, a longer one must agree to the last unit, as must the first kernels at the length wanted; else, and where
+windows or chunks lie between, the whole sequence is traced. The rows that a body repeats are the same objects.
 """
 
 from __future__ import annotations

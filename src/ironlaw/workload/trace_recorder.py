@@ -1,5 +1,7 @@
 """Listening to one training step, fake or real: every kernel, who called it, and how long each storage lives.
 
+`operations_of` makes the table of operations of what was heard: kernels get names, storages become bytes.
+
 Private parts of torch used here (tried: 2.13; 2.11 has the same names):
 - `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and the backward node
   that belongs to it share a sequence number, which gives backward kernels the name of their module;

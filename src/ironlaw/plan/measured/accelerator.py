@@ -1,9 +1,11 @@
-"""The accelerator of a row of measured runs, as people write it.
+"""The accelerator of a row of measured runs, and the model's experts, as people write them.
 
     found, assumed = accelerator_of("NVIDIA H100-SXM5-80GB")     # h100-sxm-80gb
     found, assumed = accelerator_of("A100")                      # a100-sxm-80gb, and a note that this is assumed
+    named_experts("Mixtral 8x7B", hidden=4096, layers=32)[1]["moe"]     # MoEConfig(experts=8, experts_per_token=2, ...)
 
-The catalogue's own names come first. Alternative the chip decides, then what is said of its form and memory must agree.
+The catalogue's own names come first. After them the chip decides, then what is said of its form and memory must agree.
+Most tables have no columns for experts, only a model's name.
 """
 
 from __future__ import annotations

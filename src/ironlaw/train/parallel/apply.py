@@ -20,11 +20,11 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.parameters import Parameter
 from ironlaw.model.transformer import Transformer
+from ironlaw.train.blocks import recompute_blocks
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import adapted, experts, materialize, pipeline, tensor
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.pipeline import stages_of

@@ -1,5 +1,8 @@
 """A job of many ranks as `ironlaw train` sees it: join, check that all agree, train, leave; and how ranks plan
-together, prepare data once, step on a layout and watch each other."""
+together, prepare data once, step on a layout and watch each other.
+
+Before the first step: do all ranks run the same thing? What differs is refused with one line that names the rank.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.session import Strategy, run_training
+from ironlaw.train.session import run_training
+from ironlaw.train.strategy import Strategy
 from ironlaw.workload.layout import Layout
 
 CLOCK_SECONDS = 5.0

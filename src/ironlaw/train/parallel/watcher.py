@@ -4,9 +4,10 @@
         watcher.step = 17
 
 Twenty times a second it looks whether the thread sleeps outside PyTorch (`straggler.py`), every few seconds it leaves a
-note in the job's store (`hang.py`). When a collective has waited for `timeout_seconds`, one rank writes down who is
-missing and all end themselves: torchrun starts the job again, if it may. Measured on a CPU: 14 us a sample and 3 ms a
-note, 0.13% of a core with the default timeout.
+`Note` of what the rank does in the job's store. The first whose collective has waited for `timeout_seconds` reads all
+notes and says in one line who is missing, where it is instead, and who waits for it where: a function of the notes.
+Then all end themselves: torchrun starts the job again, if it may. Measured on a CPU: 14 us a sample and 3 ms a note,
+0.13% of a core with the default timeout.
 """
 
 from __future__ import annotations

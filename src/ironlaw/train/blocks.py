@@ -1,4 +1,9 @@
-"""Recomputation applied to the blocks: `torch.utils.checkpoint`, selective where a policy keeps results."""
+"""How a step runs its blocks: which kernel computes attention, what is compiled, what is computed again.
+
+- The attention kernel is the one PyTorch's own dispatch would choose: the function it asks is asked here.
+- `torch.compile` goes block by block; where it does not work, the step runs without it and the reason is said.
+- Recomputation is `torch.utils.checkpoint`, selective where a policy keeps results.
+"""
 
 from __future__ import annotations
 

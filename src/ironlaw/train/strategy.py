@@ -1,0 +1,64 @@
+"""How a run is planned, its data prepared, a step made and watched: in one process here, on ranks in `parallel/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ironlaw.config import RunConfig
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.prepare import prepare
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.measure import Probe
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.step import plan_run
+from ironlaw.plan.totals import fits
+from ironlaw.train.mesh import Mesh, Observer
+from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.step import Step
+
+LOOK_SECONDS = 0.6  # at the machine's speed before a run, where that is under so much of it
+WORTH_A_LOOK = 0.02
+
+
+class Strategy:
+    step_class: type[Step] = Step
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
+        """UserError for a config that cannot run."""
+        plan = plan_run(config, profile)
+        worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
+        if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
+            torch.set_num_threads(self.mesh.threads(profile))
+            now = Probe(profile.fp32_products).now(profile, LOOK_SECONDS)
+            plan = plan_run(config, profile, now) if now is not None else plan
+        if not fits(plan):
+            raise UserError(
+                "the plan does not fit this machine's memory: lower train.micro_batch; "
+                "`ironlaw plan` shows what holds it"
+            )
+        return plan
+
+    def prepare(
+        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
+    ) -> Dataset:
+        return prepare(config.data, config.model.vocab, progress, say)
+
+    def step(self, config: RunConfig, plan: Ledger, profile: Profile, **named: Any) -> Step:
+        """The model and what trains it, as this rank holds it."""
+        return self.step_class(config, plan.decided, self.mesh, onednn=profile.fp32_products == "onednn", **named)
+
+    def observer(self, run: RunDirectory) -> AbstractContextManager[Observer]:
+        """What looks at the steps of this rank."""
+        return Observer()
+
+
+def one_process(profile: Profile) -> Strategy:
+    return Strategy(Mesh(torch.device(profile.device)))
