@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -16,6 +17,7 @@ from rich.segment import Segment
 from ironlaw.errors import printable
 from ironlaw.report.document import Document
 
+PLAIN_EVERY_SECONDS = 5.0  # between lines of progress where the output is not a terminal
 PLAIN_WIDTH = 100  # where the output is not a terminal, and has no width of its own
 
 
@@ -114,16 +116,17 @@ def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> Non
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Any]:
+def progress(label: str, console: Console | None = None) -> Iterator[Any]:
     """`with progress("Measuring") as update: update(0.5, "round 3")`: a bar, or a line now and then."""
-    console = messages()
+    console = console or messages()
     if not console.is_terminal:
-        last = -1.0
+        last = -PLAIN_EVERY_SECONDS
 
         def line(fraction: float, what: str = "") -> None:
             nonlocal last
-            if fraction >= last + 0.25:
-                last = fraction
+            now = time.monotonic()
+            if now - last >= PLAIN_EVERY_SECONDS or fraction >= 1:
+                last = now
                 console.print(f"{label} {100 * fraction:.0f}%{' ' + what if what else ''}")
 
         yield line

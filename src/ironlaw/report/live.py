@@ -10,10 +10,11 @@ The page of `ironlaw train --dashboard` is served to this machine only, and draw
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ from rich.text import Text
 from ironlaw import units
 from ironlaw.ledger import Ledger, relative_error
 from ironlaw.report import charts
+from ironlaw.report.console import PLAIN_EVERY_SECONDS, progress
 from ironlaw.report.document import Cards, Document
 from ironlaw.report.page import render
 
@@ -131,7 +133,6 @@ def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:
         return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
-PLAIN_EVERY_SECONDS = 5.0
 PACE_SAID = 0.03  # a change of the machine's speed that is worth a line
 SMOOTHING = 0.9  # of the step time shown: single steps jitter
 
@@ -141,21 +142,16 @@ class DataProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._began: float | None = None
-        self._begun_bytes = 0
-        self._last_line = 0.0
-        self._bar: Any = None
+        self._shown = contextlib.ExitStack()
+        self._update: Callable[[float, str], None] | None = None
+        self._began, self._begun_bytes = 0.0, 0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._began is None:  # a resumed preparation does not begin at nothing
+        if self._update is None:  # a resumed preparation does not begin at nothing
             self._began, self._begun_bytes = now, done
-        what = self._words(done, total, now - self._began)
-        if self._console.is_terminal:
-            self._draw(done, total, what)
-        elif done > self._begun_bytes and (now - self._last_line >= PLAIN_EVERY_SECONDS or done >= total):
-            self._last_line = now
-            self._console.print(f"Tokenising {what}")
+            self._update = self._shown.enter_context(progress("Tokenising", self._console))
+        self._update(done / total if total else 1.0, self._words(done, total, now - self._began))
 
     def _words(self, done: int, total: int, seconds: float) -> str:
         words = f"{units.bytes_(done)} of {units.bytes_(total)}"
@@ -167,20 +163,9 @@ class DataProgress:
                 words += f"  {units.seconds((total - done) / rate)} left"
         return words
 
-    def _draw(self, done: int, total: int, what: str) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        if self._bar is None:
-            columns = (TextColumn("Tokenising"), BarColumn(), TextColumn("{task.description}", markup=False))
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.start()
-            self._bar.add_task("", total=1.0)
-        self._bar.update(self._bar.task_ids[0], completed=done / total if total else 1.0, description=what)
-
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._shown.close()
+        self._update = None
 
 
 class LiveRun:
