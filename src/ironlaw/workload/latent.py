@@ -12,13 +12,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
-from ironlaw.workload.operations import (
-    Operation,
-    call,
-    gradient_first,
-    gradient_last,
-    grown,
-)
+from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, grown
 from ironlaw.workload.sizes import Size
 
 WIDE = ("query_up", "latent_up")
@@ -33,10 +27,8 @@ def first_reader(model: ModelConfig) -> str:
 def projections(shape: Shape) -> list[Operation]:
     """From the normed residual stream to rotated queries, keys, and values as wide as attention wants them."""
     model, latent, tokens, w = shape.model, _of(shape.model), shape.tokens, shape.matmul_bytes
-    keep, fused = (
-        not shape.casts,
-        shape.conventions.fused,
-    )  # in reduced precision a norm keeps an fp32 copy of its input
+    keep = not shape.casts  # in reduced precision a norm keeps an fp32 copy of its input
+    fused = shape.conventions.fused
     stream, own, narrow = tokens * model.hidden, narrow_tokens(shape), tokens * latent.down_size
     normed = stream * w
     queries, keys, ups = (tokens * size * w for size in _sizes(model))

@@ -20,13 +20,7 @@ from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elemen
 from ironlaw.workload.conventions import OURS
 from ironlaw.workload.forward import activated, attention_half, branch_gradient, feed_forward, network_reader
 from ironlaw.workload.layers import joining, linear, norm, product_gradients, quantising, residual, weight_cast
-from ironlaw.workload.operations import (
-    Operation,
-    call,
-    gradient_first,
-    gradient_last,
-    product,
-)
+from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, product
 from ironlaw.workload.sizes import Size, any_of, divided, is_array, larger, smaller
 
 GROUP = "moe_block"

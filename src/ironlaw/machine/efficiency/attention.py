@@ -19,14 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.machine.efficiency.hardware import (
-    Array,
-    AttentionConstants,
-    Hardware,
-    Number,
-    broadcast,
-    unwrap,
-)
+from ironlaw.machine.efficiency.hardware import Array, AttentionConstants, Hardware, Number, broadcast, unwrap
 from ironlaw.machine.efficiency.matmul import OVERLAP_EXPONENT
 
 QUERY_TILE = 128

@@ -30,14 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.machine.efficiency.hardware import (
-    Array,
-    Fabric,
-    NetworkConstants,
-    Number,
-    broadcast,
-    unwrap,
-)
+from ironlaw.machine.efficiency.hardware import Array, Fabric, NetworkConstants, Number, broadcast, unwrap
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
 

@@ -20,14 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.machine.efficiency.hardware import (
-    Array,
-    Hardware,
-    MatmulConstants,
-    Number,
-    broadcast,
-    unwrap,
-)
+from ironlaw.machine.efficiency.hardware import Array, Hardware, MatmulConstants, Number, broadcast, unwrap
 
 TILES = (
     (256, 128), (128, 256), (192, 128), (128, 192), (128, 128),
