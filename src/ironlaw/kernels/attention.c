@@ -9,20 +9,12 @@
 #include <string.h>
 
 #include "numbers.h"
+#include "vectors.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#define ROWS 8 /* of a tile: with two vectors each, what the registers hold */
-#else
-#define LANES 8
-#define ROWS 4
-#endif
+#define ROWS (LANES / 2) /* of a tile: with two vectors each, what the registers hold */
 #define TILE (2 * LANES)
 #define BLOCK 32
 #define DEPTH 256 /* of a product at a time, so that its columns stay in the nearest cache */
-
-typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 
 typedef struct { /* (batch, heads, sequence, size); strides in elements, 1 within a head */
     activation *data;
@@ -89,15 +81,6 @@ static void copied(const activation *from, long row, long rows, long size, long 
     memset(to + rows * size_to, 0, 4 * (rows_to - rows) * size_to);
 }
 
-static void transposed(const float *from, long rows, long size, float *to) {
-    for (long i = 0; i < rows; i += LANES)
-        for (long d = 0; d < size; d++) {
-            vector column;
-            for (int lane = 0; lane < LANES; lane++) column[lane] = from[(i + lane) * size + d];
-            *(vector *)(to + d * rows + i) = column;
-        }
-}
-
 static void stored(const float *from, long from_row, float factor, activation *to, long row, long rows, long size) {
     for (long i = 0; i < rows; i++)
         for (long d = 0; d < size; d++) to[i * row + d] = WRITE(from[i * from_row + d] * factor);
@@ -132,7 +115,7 @@ static Space space_of(const Call *call, int backward) {
 static void attend(const Call *call, const Space *s, int b, int shared) {
     const long size = call->value_size, group = call->heads / call->shared;
     copied(at(&call->key, b, shared, 0), call->key.row, call->sequence, call->key_size, s->sequence, s->key, s->keys);
-    transposed(s->keys, s->sequence, s->key, s->key_columns);
+    transposed(s->keys, s->key, s->sequence, s->key, s->key_columns);
     copied(at(&call->value, b, shared, 0), call->value.row, call->sequence, size, s->sequence, s->value, s->values);
     for (int h = shared * group; h < (shared + 1) * group; h++)
         for (long first = 0; first < call->sequence; first += BLOCK) {
@@ -156,7 +139,8 @@ static void attend(const Call *call, const Space *s, int b, int shared) {
                 call->log_sums[((long)b * call->heads + h) * call->sequence + first + i] = most * call->scale + logf(sum);
                 for (long j = 0; j < seen; j += LANES) *(vector *)(row + j) /= sum;
             }
-            multiply(BLOCK, s->value, seen, s->scores, s->width, 1, s->values, s->value, s->rows, s->value, 0);
+            for (long i = 0; i < BLOCK; i += ROWS) /* no further than these queries see */
+                multiply(ROWS, s->value, first + i + ROWS, s->scores + i * s->width, s->width, 1, s->values, s->value, s->rows + i * s->value, s->value, 0);
             stored(s->rows, s->value, 1, at(&call->out, b, h, first), call->out.row, rows, size);
         }
 }
@@ -164,9 +148,9 @@ static void attend(const Call *call, const Space *s, int b, int shared) {
 static void derive(const Call *call, const Space *s, int b, int shared) {
     const long key = call->key_size, value = call->value_size, sequence = call->sequence, group = call->heads / call->shared;
     copied(at(&call->key, b, shared, 0), call->key.row, sequence, key, s->sequence, s->key, s->keys);
-    transposed(s->keys, s->sequence, s->key, s->key_columns);
+    transposed(s->keys, s->key, s->sequence, s->key, s->key_columns);
     copied(at(&call->value, b, shared, 0), call->value.row, sequence, value, s->sequence, s->value, s->values);
-    transposed(s->values, s->sequence, s->value, s->value_columns);
+    transposed(s->values, s->value, s->sequence, s->value, s->value_columns);
     memset(s->keys_sum, 0, 4 * s->sequence * s->key);
     memset(s->values_sum, 0, 4 * s->sequence * s->value);
     for (int h = shared * group; h < (shared + 1) * group; h++)
@@ -192,9 +176,15 @@ static void derive(const Call *call, const Space *s, int b, int shared) {
                 memset(weights + end, 0, 4 * (seen - end));
                 memset(of_scores + end, 0, 4 * (seen - end));
             }
-            multiply(seen, s->value, BLOCK, s->scores, 1, s->width, s->rows, s->value, s->values_sum, s->value, 1);
-            multiply(seen, s->key, BLOCK, s->more, 1, s->width, s->query, s->key, s->keys_sum, s->key, 1);
-            multiply(BLOCK, s->key, seen, s->more, s->width, 1, s->keys, s->key, s->rows, s->key, 0);
+            multiply(first, s->value, BLOCK, s->scores, 1, s->width, s->rows, s->value, s->values_sum, s->value, 1);
+            multiply(first, s->key, BLOCK, s->more, 1, s->width, s->query, s->key, s->keys_sum, s->key, 1);
+            for (long i = 0; i < BLOCK; i += ROWS) { /* the block's own keys: queries before them see nothing of them */
+                long own = i * s->width + first + i, key_row = (first + i) * s->key, value_row = (first + i) * s->value;
+                multiply(ROWS, s->value, BLOCK - i, s->scores + own, 1, s->width, s->rows + i * s->value, s->value, s->values_sum + value_row, s->value, 1);
+                multiply(ROWS, s->key, BLOCK - i, s->more + own, 1, s->width, s->query + i * s->key, s->key, s->keys_sum + key_row, s->key, 1);
+            }
+            for (long i = 0; i < BLOCK; i += ROWS)
+                multiply(ROWS, s->key, first + i + ROWS, s->more + i * s->width, s->width, 1, s->keys, s->key, s->rows + i * s->key, s->key, 0);
             stored(s->rows, s->key, call->scale, at(&call->query_gradient, b, h, first), call->query_gradient.row, rows, key);
         }
     stored(s->keys_sum, s->key, call->scale, at(&call->key_gradient, b, shared, 0), call->key_gradient.row, sequence, key);

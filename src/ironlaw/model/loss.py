@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ironlaw.kernels.transpose import transposed
 from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.linear import onednn_product
 
@@ -75,7 +76,7 @@ class _Chunked(torch.autograd.Function):
                 rows = slice(first, first + chunk)
                 total += _chunk(x[rows].to(dtype), cast, targets[rows], of_x, of_weight, rows, onednn, vocabulary)
             if turned and of_weight is not None:
-                of_weight = of_weight.t().contiguous()
+                of_weight = transposed(of_weight)
         # Not as saved tensors: the backward pass must be able to let go of them, so that no copy becomes the gradient.
         ctx.gradients = of_x, of_weight
         return total
@@ -119,7 +120,7 @@ def _chunk(
         return loss
     if onednn:
         one, other = (x, gradient) if of_weight.shape != weight.shape else (gradient, x)
-        of_weight += onednn_product(one.t(), other.t())
+        of_weight += onednn_product(transposed(one), other.t())
     elif x.dtype is torch.float32:
         of_weight.addmm_(gradient.t(), x)
     else:

@@ -37,7 +37,7 @@ _PRODUCT_WITH_BIAS = "aten::addmm"
 
 _KINDS = {
     Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise", "product",
-                  "linear_dynamic", "_weight_int4pack_mm_for_cpu"),
+                  "transposed", "linear_dynamic", "_weight_int4pack_mm_for_cpu"),
     Kind.ATTENTION: ("causal_attention", "causal_attention_backward"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
