@@ -224,6 +224,12 @@ def test_rows_that_a_small_batch_leaves_untouched_are_the_batchs_doing(plan: Led
         assert verdict(plan, **rows, gains={"batch": gain}).findings[0].rule == first
 
 
+def test_a_slight_share_of_the_loop_is_named_behind_a_tiny_batch(plan: Ledger) -> None:
+    step = make_run(plan).totals["step_seconds"].value
+    for share, first in ((0.1, "batch_small"), (0.4, "host_bound")):
+        assert verdict(plan, phases={"host": share * step}, gains={"batch": 0.7}).findings[0].rule == first
+
+
 def test_what_no_plan_was_fitted_to_and_what_agents_play_are_notices(plan: Ledger) -> None:
     over = verdict(plan, kinds={"matmul": 2.0}, facts={"source": "observe"})
     assert over.healthy and "off_plan" in {f.rule for f in over.findings}

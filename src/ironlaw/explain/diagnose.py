@@ -103,8 +103,9 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
             findings.append(Finding(rule, value, *rule.state(evidence, value)))
 
     def place(finding: Finding) -> tuple[Any, ...]:
+        eased = finding.slight or finding.cause.noticed is None  # what is a notice when slight is a fault otherwise
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)
-        ahead = next(eases, finding)
+        ahead = next(eases, finding) if eased else finding
         return ahead.tier, ahead.slight, -ahead.weight, ahead is not finding
 
     return sorted(findings, key=place), not_tested

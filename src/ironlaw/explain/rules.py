@@ -209,6 +209,7 @@ RULES: tuple[Rule, ...] = (
         "The training loop's own Python holds the step up: {share} of it is neither data nor compute.",
         "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures, noticed=0.05,
+        eased_by="batch_small",
     ),
     Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),
