@@ -9,6 +9,8 @@ from collections.abc import Iterable
 LARGEST = 2**53
 """Of whole numbers: beyond it neighbours are one number in floating point."""
 
+LONGEST = 4096  # characters, as the longest path
+
 
 class UserError(ValueError):
     """Wrong input. The message is one line: what is wrong, and what to write instead. Exit code 2."""
@@ -42,7 +44,8 @@ def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = 
     `prefix` is put before each: compared with it, every key of a section would look near.
     """
     choices = sorted(set(known))
-    near = difflib.get_close_matches(name, choices, n=limit, cutoff=0.5)
+    begun = [choice for choice in choices if name and choice.lower().startswith(name.lower())]
+    near = begun[:limit] or difflib.get_close_matches(name, choices, n=limit, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(prefix + choice for choice in near) + "?"
     shown = ", ".join(prefix + choice for choice in choices[:12])

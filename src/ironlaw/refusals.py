@@ -24,6 +24,7 @@ def refusals(run: Run) -> Refusals:
 
 def _of_steps(run: Run) -> Refusals:
     train, checkpoint, communication, model = run.train, run.checkpoint, run.communication, run.model
+    layout = run.layout
     validated = run.evaluation.every and checkpoint.every % run.evaluation.every == 0
     written = checkpoint.every and checkpoint.keep_every % checkpoint.every == 0
     yield from (
@@ -40,6 +41,10 @@ def _of_steps(run: Run) -> Refusals:
          f'{"a bias" if model.head_bias else "a cap"}: use "full"'),
         (run.schedule.kind == "exponential" and not run.schedule.min_lr_fraction,
          'schedule.kind = "exponential" never reaches 0: use schedule.min_lr_fraction = 0.01'),
+        (layout and layout.virtual_stages > 1 and layout.pp == 1,
+         "layout.virtual_stages are of a pipeline: leave it out, or use layout.pp = 2 or more"),
+        (layout and layout.ep > 1 and not model.moe,
+         f"layout.ep = {layout and layout.ep} shares out experts, and this model has none: leave it out"),
         (checkpoint.keep_best and checkpoint.every and not validated,
          "checkpoint.keep_best needs a validation at every checkpoint: use evaluation.every = "
          f"{checkpoint.every} or a divisor of it"),

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, validate_call
 
-from ironlaw.errors import LARGEST, UserError, shortened
+from ironlaw.errors import LARGEST, LONGEST, UserError, shortened
 
-LONGEST = 4096  # characters, as the longest path
 Refusals = Iterator[tuple[object, str]]
 """What must not hold of a config, and where it does, what is wrong and what to write instead."""
 

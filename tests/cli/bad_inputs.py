@@ -210,6 +210,22 @@ WORDS = {
 }  # fmt: skip
 
 
+def of_long_words() -> Iterator[Case]:
+    """More digits than Python converts, in every option that takes words."""
+    digits = "9" * 5000
+    for option, form in {"--on": "{}xh100-sxm-80gb", "--network": "{} ports of HDR", "--layout": "recompute=every:{}",
+                         "--tokens": "{}T", "--serve": "input={} output=1 rate=1/s", "--pue": "{}"}.items():  # fmt: skip
+        given = [] if option == "--on" else CLUSTER
+        yield f"plan {option} of 5,000 digits", ["plan", "MODEL", *given, option, form.format(digits)], {}
+    for value in (f"x={digits}", f"x=4:int64:{digits}", "x=99999999999x99999999999"):
+        yield f"plan --input {value[:12]}", ["plan", "torch.nn:Identity", "--input", value], {}
+    yield "tune --budget of 5,000 digits", ["tune", "CONFIG", "--out", "tuned", "--budget", f"{digits}s"], {}
+    for layout in ("layout.tp=2", "layout.dp=4", "layout.ep=2", "layout.virtual_stages=2"):
+        yield f"train in one process: {layout}", ["train", "CONFIG", *NEW, "--set", layout], {}
+    for layout in ("ep=8", "virtual_stages=3"):
+        yield f"train in one process: --layout {layout}", ["train", "CONFIG", *NEW, "--layout", layout], {}
+
+
 MODULES = b"""
 import sys
 def leaves(): sys.exit(7)
@@ -477,6 +493,6 @@ COPY_OF_THE_RUN = _copied
 def cases() -> list[Case]:
     made = (
         of_config_files, of_paths, of_tables, of_settings, of_number_options, of_words, of_hugging_face, of_csv, of_traces,
-        of_texts, of_outputs, of_runs, of_serving, of_finetuning, of_modules,
+        of_texts, of_outputs, of_runs, of_serving, of_finetuning, of_modules, of_long_words,
     )  # fmt: skip
     return [case for make in made for case in make()]

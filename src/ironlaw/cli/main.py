@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
-from ironlaw.errors import LARGEST, UserError
+from ironlaw.errors import LARGEST, LONGEST, UserError, shortened
 from ironlaw.package import __version__
 from ironlaw.report.console import silence
 
@@ -86,6 +86,8 @@ class Verb(TyperCommand):
             too_large = isinstance(value, int) and abs(value) > LARGEST
             if too_large or (isinstance(value, float) and not math.isfinite(value)):
                 raise UserError(f"{parameter.opts[0]} {value}: give a finite number of at most {LARGEST:,}")
+            if isinstance(value, str) and len(value) > LONGEST and parameter.name != "prompt":
+                raise UserError(f"{parameter.opts[0]} {shortened(value)}: give at most {LONGEST:,} characters")
             if value == "" and parameter.default is None:
                 raise UserError(f"{parameter.opts[0]} is empty: give a value or leave it out")
         return super().invoke(ctx)

@@ -158,10 +158,12 @@ def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
             f"--layout {text!r} needs {parsed.accelerators} devices, this process has one: use dp=1, or start it as "
             f"torchrun --nproc-per-node {parsed.accelerators} -m ironlaw train ..."
         )
+    if ranks == 1:
+        parsed.check(config.model, sequence=config.sequence, global_batch=config.train.global_batch)
     for word in given & {"cp_kind", "etp", "accumulation"}:
         raise UserError(f"--layout {text!r}: {word} is for plans, this trainer has its own: leave it out")
     document = config.model_dump(exclude_none=True)
-    if ranks > 1 and given & LayoutConfig.model_fields.keys():
+    if (ranks > 1 or config.layout is not None) and given & LayoutConfig.model_fields.keys():
         words = {word: getattr(parsed, word) for word in LayoutConfig.model_fields if word != "dp" or word in given}
         document["layout"] = {word: value for word, value in words.items() if value is not None}
     document["train"] |= {word: getattr(parsed, word) for word in ("micro_batch", "offload") if word in given}

@@ -53,6 +53,11 @@ def run_training(
 
     Raises UserError when the input cannot work (no text, no room, another model), before anything is written to `out`.
     """
+    if strategy is None and config.layout is not None and (ranks := config.layout.ranks) > 1:
+        raise UserError(
+            f"[layout] is of {ranks} ranks, and this is one process: start it as torchrun --nproc-per-node {ranks} -m "
+            "ironlaw train ..., or add --layout dp=1"
+        )
     strategy = strategy or one_process(profile)
     mesh = strategy.mesh
     if not mesh.first:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import LARGEST, UserError, did_you_mean, shortened
 
 DTYPES = (
     "float32", "float64", "float16", "bfloat16",
@@ -65,17 +65,18 @@ def parse_input(text: str) -> Input:
     dtype, values = SHORT_DTYPES.get(dtype, dtype), match[4] or ""
     if dtype not in DTYPES:
         raise UserError(f"input '{text}' has an unknown dtype '{dtype}': {did_you_mean(dtype, DTYPES)}")
-    if values and values not in VALUES and not (values.isdecimal() and 0 < int(values) < 2**31):
+    if values and values not in VALUES and not (values.isdecimal() and len(values) < 11 and 0 < int(values) < 2**31):
         known = ", ".join(VALUES)
         raise UserError(f"input '{text}' has unknown values '{values}': write {known} or a number to draw below")
     if sizes == "scalar":
         return Input(name, (), dtype, values)
-    parts = sizes.split("x")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    parts = [part.strip() for part in sizes.split("x")]
+    shape = tuple(int(part) if part.isdecimal() and len(part) < 17 else 0 for part in parts)
+    if not 0 < math.prod(shape) <= LARGEST:
         raise UserError(
-            f"cannot read the sizes of input '{text}': write positive numbers joined by x, as in {EXAMPLES}"
+            f"cannot read the sizes of input '{shortened(text)}': write positive numbers joined by x, as in {EXAMPLES}"
         )
-    return Input(name, tuple(int(part) for part in parts), dtype, values)
+    return Input(name, shape, dtype, values)
 
 
 def read_inputs(texts: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import Node
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, shortened
 
 FABRIC_WORDS = {
     "efa": "efa", "efav": "efa", "roce": "roce", "rocev": "roce", "ethernet": "roce", "gbe": "roce", "tcp": "tcpx",
@@ -128,6 +128,8 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
     of what the nodes can send. A kind of network without a rate has that of the usual node; words that name none leave
     it as it is. UserError for figures that no network has.
     """
+    if len(interconnect) > 500:
+        raise UserError(f"network '{shortened(interconnect)}' is too long: write for example 8x 200 Gb/s RoCE")
     text = _DENIED.sub(" ", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect))
     text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` is four of HDR
     if _SIGN.search(text):
