@@ -49,4 +49,4 @@ def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = 
     if near:
         return "did you mean " + " or ".join(prefix + choice for choice in near) + "?"
     shown = ", ".join(prefix + choice for choice in choices[:12])
-    return f"known: {shown}" + (f" and {len(choices) - 12} more" if len(choices) > 12 else "")
+    return f"known: {shown or 'none'}" + (f" and {len(choices) - 12} more" if len(choices) > 12 else "")

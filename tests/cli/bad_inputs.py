@@ -431,6 +431,9 @@ def of_serving() -> Iterator[Case]:
             yield f"bench {option} {value}", ["bench", NOBODY, f"{option}={value}"], {}
     for value in ("x", "", "[/x]", "http://", "ftp://x", NOBODY):
         yield f"bench: {value!a}", ["bench", value, "--requests", "1", "--timeout", "1"], {}
+    for value in ("http://[::1", "http://127.0.0.1:99999", "http://a b", "http://\udcff", NOBODY):
+        key = ["--api-key", "a\r\nHost: b"] if value == NOBODY else []
+        yield f"bench with requests: {value!a}", ["bench", value, "--concurrency=1", "--requests=1", *key], {}
     for option in ("--weights", "--kv"):
         for value in ("", "x", "[/x]", "int3", "\x1b[31m"):
             yield f"plan {option} {value!a}", ["plan", "MODEL", *CLUSTER, "--serve", f"{option}={value}"], {}

@@ -125,11 +125,17 @@ class Client:
     """Just enough HTTP for one streamed answer after another, with nothing between the socket and the clock."""
 
     def __init__(self, url: str, model: str | None, key: str | None, timeout: float) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            known, port = parts.scheme in ("http", "https") and " " not in url and url.isprintable(), parts.port
+        except ValueError:
+            known = False
+        if not known or not parts.hostname:
             raise UserError(f"{url} is not a server's address: write for example http://127.0.0.1:8000")
+        if key and not (key.isascii() and key.isprintable()):
+            raise UserError("--api-key has characters that no header can hold: give the key alone")
         self.host, self.is_tls = parts.hostname, parts.scheme == "https"
-        self.port = parts.port or (443 if self.is_tls else 80)
+        self.port = port or (443 if self.is_tls else 80)
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.model, self.timeout = model, timeout
         self.headers = {"Host": parts.netloc, "Connection": "close"}
@@ -155,7 +161,7 @@ class Client:
             status, lines, writer = await asyncio.wait_for(self.open(method, path), 10)
             data = b"".join([line async for line in lines])
             writer.close()
-            return json.loads(data) if status == 200 else None
+            return parse_json(data, path) if status == 200 else None
         except (TimeoutError, OSError, ValueError, IndexError, asyncio.IncompleteReadError):
             return None
 
@@ -192,7 +198,7 @@ class Client:
             if data == b"[DONE]":
                 done = True
                 break
-            document = json.loads(data)
+            document = parse_json(data, "an event")
             if "error" in document:
                 outcome.error = _message(data) or "an error without a message"
                 return
@@ -230,7 +236,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 def _message(data: bytes) -> str | None:
     try:
-        error = json.loads(data)["error"]
+        error = parse_json(data, "")["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:200]
     except (ValueError, KeyError, TypeError):
         return None
