@@ -122,14 +122,16 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
 OPERATIONS = [(Kind.MATMUL, name) for name in ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head")]
 
 
-@pytest.mark.parametrize(
-    ("models", "event"),
-    [
-        (b"[]", b""), (b'{"data": 3}', b""), (b'{"data": [null]}', b""), (b"[" * 50_000, b""),
-        (b'{"data": [{"id": "m"}]}', b"3"), (b'{"data": [{"id": "m"}]}', b'{"error": "words"}'),
-        (b'{"data": [{"id": "m"}]}', b'{"usage": {"completion_tokens": null}}'), (b'{"data": [{"id": "m"}]}', b"[" * 9999),
-    ],
-)  # fmt: skip
+MODELS = b'{"data": [{"id": "m"}]}'
+ANSWERS = {
+    "a list": (b"[]", b""), "a number": (b'{"data": 3}', b""), "nothing": (b'{"data": [null]}', b""),
+    "depth": (b"[" * 50_000, b""), "an event that is a number": (MODELS, b"3"),
+    "an error in words": (MODELS, b'{"error": "words"}'), "a deep event": (MODELS, b"[" * 9999),
+    "no usage": (MODELS, b'{"usage": {"completion_tokens": null}}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("models", "event"), ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_something_else_is_one_line(models: bytes, event: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_list = b"/v1/models" in await reader.readline()
@@ -141,7 +143,7 @@ def test_a_server_that_answers_something_else_is_one_line(models: bytes, event: 
             client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 5.0)
             await run(client, [Plan(0.0, 4, 1)], concurrency=1, ignore_end=False)
 
-    with pytest.raises(UserError, match="no OpenAI-compatible server answers|refuses a first request") as error:
+    with pytest.raises(UserError, match=r"no OpenAI-compatible server answers|refuses a first request") as error:
         asyncio.run(load())
     assert "\n" not in str(error.value)
 
