@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -189,6 +191,46 @@ def test_inference_saves_nothing() -> None:
     assert saved_bytes(operations) == 0
 
 
+class Returning(nn.Module):
+    """What a function makes of a linear layer's output."""
+
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.made = nn.Linear(4, 4), made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(self.layer(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class HandingOn(nn.Module):
+    """As PEFT, DataParallel and torch.compile wrap a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Linear(4, 4)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+
+def exported() -> nn.Module:
+    return torch.export.export(nn.Linear(4, 4), (torch.randn(8, 4),)).module()
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Returning(Output), lambda: Returning(lambda y: iter([y])), HandingOn, exported], ids=range(4)
+)
+def test_outputs_with_slots_iterators_and_wrappers_are_seen_through(build: Any) -> None:
+    found = trace(build(), [Input("x", (8, 4))])
+    assert total_flops(found.operations) == 2 * 2 * 8 * 4 * 4 and found.parameters == 20
+
+
 @pytest.mark.parametrize(
     ("build", "inputs", "says"),
     [
@@ -198,6 +240,10 @@ def test_inference_saves_nothing() -> None:
         (lambda: nn.Linear(4, 4).requires_grad_(False), [Input("input", (8, 4))], "unfreeze"),
         (lambda: nn.Linear(4, 4), [Input("a", (8, 4)), Input("a", (8, 4))], "same name"),
         (lambda: [][1], [Input("x", (8, 4))], "its construction"),
+        (lambda: sys.exit(7), [Input("x", (8, 4))], "its construction.*SystemExit"),
+        (lambda: nn.LazyLinear(4), [Input("input", (8, 4))], "give lazy layers their sizes"),
+        (lambda: torch.jit.script(nn.Linear(4, 4)), [Input("input", (8, 4))], "return the module it was made of"),
+        (lambda: Returning(lambda y: None), [Input("x", (8, 4))], "returned a NoneType without tensors"),
     ],
 )
 def test_what_cannot_be_traced_says_what_to_do(build: Any, inputs: list[Input], says: str) -> None:

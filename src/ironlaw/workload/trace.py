@@ -13,9 +13,10 @@ router of experts does, is run once on real tensors: the same table from the sam
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -130,13 +131,15 @@ def _traced(
             args, kwargs = arguments(module, given)
             where = "its forward pass"
             before = module.training
-            module.train(training)
+            with suppress(NotImplementedError):  # what `torch.export` made stays as it is
+                module.train(training)
             stack = longest_stack(module) if repeated else None
             try:
                 with one_of_each(module, stack) if stack else nullcontext():
                     shapes = _run(module, state, args, kwargs, recorder, loss, training, precision)
             finally:
-                module.train(before)
+                with suppress(NotImplementedError):
+                    module.train(before)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -208,6 +211,8 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
             notes = [("weights", "built in memory", reason, "")]
     if not isinstance(module, nn.Module):
         raise UserError(f"{_name(source)} returned a {type(module).__name__}: return a torch.nn.Module")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UserError(f"{_name(source)} is TorchScript, whose calls are not seen: return the module it was made of")
     return module, notes
 
 
@@ -255,9 +260,14 @@ def _run(
     with recorder.watching(module), torch.set_grad_enabled(training), recorder, stand_ins:
         with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
             outputs = module(*args, **kwargs)
+            outputs = list(outputs) if isinstance(outputs, Iterator) else outputs
             recorder.mark(_tensors(outputs), "output")
             with recorder.scope("loss"):
                 ends = [loss(outputs)] if loss else _floating(outputs)
+                if training and not ends and not _tensors(outputs):
+                    raise UserError(
+                        f"forward returned a {type(outputs).__name__} without tensors: return what is learned"
+                    )
                 recorder.mark(ends, "output")
         if training:
             recorder.phase = Phase.BACKWARD
@@ -289,6 +299,8 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
         value = value.to_tuple()
     elif isinstance(value, Mapping):
         value = list(value.values())
+    elif dataclasses.is_dataclass(value):  # which may have slots
+        value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     elif not isinstance(value, list | tuple):
         value = list(getattr(value, "__dict__", {}).values())
     return [tensor for item in value for tensor in _tensors(item, depth - 1)]

@@ -48,6 +48,8 @@ def explained(
     advice = "check the names, shapes, dtypes and values of its inputs"
     if where == CONSTRUCTION:
         advice = "check that it can be built by calling it in Python"
+    if "uninitialized parameter" in message:
+        advice = "give lazy layers their sizes, as nn.Linear for nn.LazyLinear"
     return Untraceable(reason, install_advice(error) or advice, parameter_bytes)
 
 

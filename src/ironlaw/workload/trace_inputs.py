@@ -53,9 +53,21 @@ def _listed(value: Any, given: bool) -> Any:
     return inner
 
 
+_WITHIN = ("_orig_mod", "module", "base_model", "model")
+"""Attributes in which wrappers that hand everything on hold the module: torch.compile, DataParallel, PEFT."""
+
+
+def _signature(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    signature = inspect.signature(module.forward).parameters
+    if {p.kind for p in signature.values()} <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        within = (getattr(module, name, None) for name in _WITHIN)
+        return next((_signature(inner) for inner in within if isinstance(inner, nn.Module)), signature)
+    return signature
+
+
 def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """By name where forward knows the names, in order where it knows none of them."""
-    signature = inspect.signature(module.forward).parameters
+    signature = _signature(module)
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
     known = [name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unnamed = [value for name, value in given.items() if name.startswith("#")]
