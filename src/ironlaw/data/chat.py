@@ -35,10 +35,13 @@ LONG = 20_000  # characters, which take a tokenizer milliseconds
 
 
 def ids_of(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
-    if len(text) < LONG:
-        return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
-    # Batches alone leave the interpreter to other threads, and without offsets take half the time.
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+    try:
+        if len(text) < LONG:
+            return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
+        # Batches alone leave the interpreter to other threads, and without offsets take half the time.
+        return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+    except TypeError:  # halves of a surrogate pair, in JSON's escapes or bytes of a command line that are no UTF-8
+        raise UserError("the text is not valid Unicode: write it in UTF-8") from None
 
 
 class Text:
