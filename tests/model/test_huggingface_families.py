@@ -71,6 +71,11 @@ def test_factors_and_parts_of_heads() -> None:
         ("gemma-3-1b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "write rope_type"),
         ("glm-4-9b", {"partial_rotary_factor": None}, "partial_rotary_factor = None"),
         ("olmo-2-7b", {"model_type": "olmo3", "rope_theta": 20_000.0}, "in two ways"),
+        (
+            "smollm3-3b",
+            {"layer_types": ["sliding_attention"] * 36, "sliding_window": 8},
+            "sliding_attention is not supp",
+        ),
         ("olmo-2-7b", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "write one table"),
         ("olmo-2-7b", {"is_causal": False}, "is_causal"),
         ("command-r7b", {"head_dim": 64}, "head_dim = 64"),
@@ -83,6 +88,22 @@ def test_what_no_switch_says_is_refused(name: str, change: dict[str, object], me
     with pytest.raises(UserError, match=message) as error:
         from_fields(PUBLISHED[name][0] | change)
     assert "\n" not in str(error.value)
+
+
+def test_of_two_tables_of_positions_the_older_is_taken_whole() -> None:
+    """As `transformers` 5 reads a file that has both."""
+    both = {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    both["rope_parameters"]["rope_theta"] = 1000.0  # type: ignore[assignment]
+    found = from_fields(PUBLISHED["olmo-2-7b"][0] | both)
+    assert (found.rope_scaling, found.rope_theta) == (None, 500_000.0)
+
+
+def test_a_family_with_windows_is_written_with_one_where_no_layer_has_it() -> None:
+    """Version 4 of `transformers` builds the mask of a window all the same."""
+    fields = PUBLISHED["gemma-2-9b"][0]
+    plain = from_fields(fields | {"layer_types": ["full_attention"] * 42})
+    written = to_fields(plain)
+    assert written["sliding_window"] == 4096 and from_fields(written).sliding_window is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")

@@ -61,7 +61,9 @@ class Rope:
         newer: Fields = fields.get("rope_parameters") or {}
         if "full_attention" in newer and not self.by_kind:
             raise UserError("rope_parameters with a table of each kind of layer is not supported here: write one table")
-        table = {**newer.get("full_attention", newer), **(fields.get("rope_scaling") or {})}
+        older: Fields = fields.get("rope_scaling") or {}
+        # `transformers` takes the older table whole, but of several kinds of layers as changes of the newer one.
+        table = {**(newer.get("full_attention", newer) if self.by_kind or not older else {}), **older}
         if self.by_kind:
             _check_kinds(newer, table)
         if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
@@ -230,7 +232,10 @@ class Windows:
 
     def write(self, view: Fields) -> dict[str, Any]:
         windowed, window = view["windowed"], view["sliding_window"] if any(view["windowed"]) else None
-        found: dict[str, Any] = {"sliding_window": window}
+        unused = (
+            self.size if self.kinds and not self.switch and self.turned == "all" else None
+        )  # version 4 asks for one
+        found: dict[str, Any] = {"sliding_window": window or unused}
         if self.kinds:
             found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
         if self.every_key and view["full_every"] and not view["full_offset"]:

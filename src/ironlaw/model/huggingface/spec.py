@@ -157,6 +157,8 @@ class Family:
             found = get(fields, key) if has(fields, key) else value
             if found != value and (found or value):
                 raise UserError(f"{key} = {found} is not supported: {value} is")
+        if "windows" not in self.parts and "sliding_attention" in (fields.get("layer_types") or ()):
+            raise UserError("layer_types with sliding_attention is not supported of this family: full_attention is")
         values: dict[str, Any] = {key: value for key, value in self.has.items() if not callable(value)}
         for part in self.parts.values():
             values |= part.read(fields, values)
