@@ -220,6 +220,10 @@ def of_long_words() -> Iterator[Case]:
     for value in (f"x={digits}", f"x=4:int64:{digits}", "x=99999999999x99999999999"):
         yield f"plan --input {value[:12]}", ["plan", "torch.nn:Identity", "--input", value], {}
     yield "tune --budget of 5,000 digits", ["tune", "CONFIG", "--out", "tuned", "--budget", f"{digits}s"], {}
+    for setting in ("optimizer.name=sgd", "optimizer.name=muon", "optimizer.no_decay=['embedding']"):
+        words = ["train", "CONFIG", "--out", "damaged", "--resume", "--set", "train.steps=3", "--set", setting]
+        yield f"train --resume: --set {setting}", words, {"damaged": _copied}
+    yield "serve: a draft without speculation", ["serve", "RUN", "--port=0", "--set", "serve.draft=RUN"], {}
     yield "generate: a prompt that is no UTF-8", ["generate", "RUN", "--tokens=1", "--prompt=a\udcff"], {}
     for layout in ("layout.tp=2", "layout.dp=4", "layout.ep=2", "layout.virtual_stages=2"):
         yield f"train in one process: {layout}", ["train", "CONFIG", *NEW, "--set", layout], {}

@@ -67,6 +67,6 @@ def serve_config(overrides: Sequence[str] = (), **values: Any) -> ServeConfig:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         raise UserError(f"serve.{where} = {problem['input']!r}: {problem['msg'].lower()}") from None
-    if config.speculation == "draft" and config.draft is None:
-        raise UserError("serve.speculation = draft needs a model: add --set serve.draft=DIRECTORY")
+    if (config.speculation == "draft") != (config.draft is not None):
+        raise UserError("serve.speculation = draft needs a model, serve.draft = DIRECTORY, and the other way round")
     return config

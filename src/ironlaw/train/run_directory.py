@@ -172,6 +172,10 @@ def _is_torn(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
+_STATE = ("name", "rank", "groups", "no_decay")
+"""Keys of an optimizer that decide what its state is, and of which tensors."""
+
+
 def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
     """What decides the weights and the order of samples must not change between sessions of one run."""
     fixed = {
@@ -181,6 +185,7 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
         "train.sequence": (before.sequence, now.sequence),
         "train.seed": (before.train.seed, now.train.seed),
         "finetune": (before.finetune, now.finetune),
+        **{f"optimizer.{k}": (getattr(before.optimizer, k), getattr(now.optimizer, k)) for k in _STATE},
     }
     for name, (old, new) in fixed.items():
         if old != new:
