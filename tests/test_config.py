@@ -39,7 +39,7 @@ def test_examples_load(path: Path) -> None:
         ({"model": MODEL, "train": {"micro_bach": 1}}, "did you mean train.micro_batch"),
         ({"model": MODEL, "trian": {}}, "unknown section trian: did you mean train"),
         ({"model": {"name": "gpt2", "contxt": 3}}, "unknown key model.contxt: did you mean model.context?"),
-        ({"model": {"name": "gpt3"}}, "unknown model 'gpt3': did you mean gpt2"),
+        ({"model": {"name": "gpt3"}}, "unknown model 'gpt3': did you mean gpt3-175b"),
         ({}, "has no [model] table"),
         ({"model": "gpt2"}, "model must be a table"),
         ({"model": {"layers": 2}}, "model.hidden is missing"),

@@ -223,6 +223,12 @@ def of_long_words() -> Iterator[Case]:
     for setting in ("optimizer.name=sgd", "optimizer.name=muon", "optimizer.no_decay=['embedding']"):
         words = ["train", "CONFIG", "--out", "damaged", "--resume", "--set", "train.steps=3", "--set", setting]
         yield f"train --resume: --set {setting}", words, {"damaged": _copied}
+    for words in (["launch", "CONFIG", "--on=slurm", "--image=x"], ["launch", "CONFIG", "--on=ssh", "--hosts=a", "--claim=x"],
+                  ["launch", "CONFIG", "--on=slurm", "--hosts=x"], ["plan", "CONFIG", "--input=x=4"],
+                  ["plan", "MODEL", *CLUSTER, "--real"], ["tune", "CONFIG", "--out=tuned", "--concurrency=3"],
+                  ["plan", "torch.nn:Identity", "--input=x=4", "--precision=bf16"], ["rehearse", "torch.nn:Identity", *CLUSTER],
+                  ["plan", "torch.nn:Identity", "--input=x=4", "--seq=4"]):  # fmt: skip
+        yield f"options of something else: {' '.join(words)}", words, {}
     yield "serve: a draft without speculation", ["serve", "RUN", "--port=0", "--set", "serve.draft=RUN"], {}
     yield "generate: a prompt that is no UTF-8", ["generate", "RUN", "--tokens=1", "--prompt=a\udcff"], {}
     for layout in ("layout.tp=2", "layout.dp=4", "layout.ep=2", "layout.virtual_stages=2"):

@@ -23,11 +23,11 @@ def rehearse(
 
     # What is searched is what this trainer runs; a layout that is given, it refuses in its own words.
     options = Options(layout=layout, engine="ironlaw", emit=None if layout else "ironlaw", precision="bf16")
+    model = resolve(what).model
     answer = plan_request(what, on=on, options=options)
     if "layout" not in answer.more:
         raise UserError(f"no layout of {what} fits on {on}: `ironlaw plan` shows what does not")
     chosen = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
-    model = resolve(what).model
     from ironlaw.train.parallel.rehearse import as_json, at_scale, total_bytes
     from ironlaw.train.parallel.rehearse import rehearse as run
 

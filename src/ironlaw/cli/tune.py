@@ -40,6 +40,8 @@ def tune(
     seconds = seconds_of(budget)
     if (config is None) == (serve is None):
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
+    if serve is None and (concurrency, input, output_tokens, data) != (16, 128, 64, None):
+        raise UserError("--concurrency, --input, --output and --data go with --serve: leave them out")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
 

@@ -40,6 +40,10 @@ def plan_request(
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.module import plan_traced
 
+        for name in OF_DECODERS:
+            if getattr(options, name):
+                flag = name.replace("_", "-").replace("sequence", "seq")
+                raise UserError(f"--{flag} is not for a traced module: leave it out")
         ledger = plan_traced(what, options.inputs, on, real=options.real or None)
         return PlanOutcome.of(ledger, (Assumption(*one) for one in ledger.facts["assumed"]))
     try:
@@ -51,7 +55,16 @@ def plan_request(
     return _planned(requested, on, options)
 
 
+OF_DECODERS = (
+    "layout", "engine", "emit", "network", "per_node", "ranks", "optimizer", "precision", "tokens", "steps", "sequence",
+    "global_batch",
+)  # fmt: skip
+"""Options that a traced module has no use for: its inputs say the work."""
+
+
 def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
+    if options.inputs or options.real:
+        raise UserError("--input and --real are for a traced module, PACKAGE.MODULE:FUNCTION: leave them out")
     if on == "this":
         return _on_this(requested, options)
     if options.ranks:

@@ -26,6 +26,7 @@ from ironlaw.files import read_text, write_text
 
 KINDS = {"slurm": "job.sbatch", "kubernetes": "job.yaml", "ssh": "job.sh"}
 SUBMIT = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f"), "ssh": ("sh",)}
+OPTIONS = {"slurm": ("time", "partition", "account"), "kubernetes": ("image", "claim"), "ssh": ("hosts",)}
 PORT = 29500
 RESTARTS = 10  # of the whole job by torchrun, before a person should look
 VARIABLES = {
@@ -83,9 +84,9 @@ class LaunchRequest:
 
 def script(kind: str, request: LaunchRequest) -> str:
     """The text of the job. UserError for what a launcher needs and nobody gave, or does not have."""
-    of_slurm = [f"--{name}" for name in ("time", "partition", "account") if getattr(request, name) is not None]
-    if of_slurm and kind != "slurm":
-        raise UserError(f"{of_slurm[0]} is for --on slurm: leave it out")
+    for other, name in ((other, name) for other, names in OPTIONS.items() if other != kind for name in names):
+        if getattr(request, name):
+            raise UserError(f"--{name} is for --on {other}: leave it out")
     return {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[kind](request)
 
 
