@@ -161,8 +161,8 @@ class Client:
             status, lines, writer = await asyncio.wait_for(self.open(method, path), 10)
             data = b"".join([line async for line in lines])
             writer.close()
-            return parse_json(data, path) if status == 200 else None
-        except (TimeoutError, OSError, ValueError, IndexError, asyncio.IncompleteReadError):
+            return json.loads(data) if status == 200 else None
+        except (TimeoutError, OSError, ValueError, IndexError, RecursionError, asyncio.IncompleteReadError):
             return None
 
     async def ask(self, plan: Plan, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool) -> None:
@@ -182,7 +182,7 @@ class Client:
             await self._read(lines, outcome, began)
         except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
             outcome.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        except (AttributeError, KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError, RecursionError):
             outcome.error = "the answer has not OpenAI's form"
         finally:
             outcome.end = time.perf_counter() - began
@@ -198,7 +198,7 @@ class Client:
             if data == b"[DONE]":
                 done = True
                 break
-            document = parse_json(data, "an event")
+            document = json.loads(data)
             if "error" in document:
                 outcome.error = _message(data) or "an error without a message"
                 return
@@ -236,7 +236,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 def _message(data: bytes) -> str | None:
     try:
-        error = parse_json(data, "")["error"]
+        error = json.loads(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:200]
     except (ValueError, KeyError, TypeError):
         return None
