@@ -89,13 +89,13 @@ class Record:
 
     def run(self, config: RunConfig) -> Any:
         def measure(folder: Path) -> float:
-            return tuning.Runner(folder, self.profile, TRIAL_SECONDS)(config, "run").seconds_per_token
+            return tuning.TrialRunner(folder, self.profile, TRIAL_SECONDS)(config, "run").seconds_per_token
 
         return measure
 
     def tuned(self, config: RunConfig) -> Any:
         def measure(folder: Path) -> dict[str, Any]:
-            runner = tuning.Runner(folder, self.profile, TRIAL_SECONDS)
+            runner = tuning.TrialRunner(folder, self.profile, TRIAL_SECONDS)
             shutil.rmtree(folder)
             result = tuning.tune(config, self.profile, budget_seconds=600, folder=folder, measure=runner, say=print)
             return {"settings": result.settings(), "runs": result.runs, "seconds": result.seconds, "gain": result.gain,

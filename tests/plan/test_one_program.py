@@ -20,7 +20,7 @@ from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.memory import highest_peak, peak_memory
+from ironlaw.plan.memory import _Rank, highest_peak, peak_memory
 from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
 from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
@@ -223,3 +223,21 @@ def test_what_a_search_finds_is_what_walking_every_layout_finds(name, on, sequen
         layout = layout_of(row)
         if not not_trained_here(layout, model):
             assert walked_at(asked, layout, 0) > outcome.limit_bytes or not plan_cluster(asked, layout).fits
+
+
+@pytest.mark.parametrize("name", ["llama3-1b", "mixtral-8x7b", "deepseek-v2-lite"])
+@pytest.mark.parametrize(
+    "text", ["dp=2 tp=2 sp=1 micro_batch=2", "dp=2 tp=2 micro_batch=2", "dp=4 zero=3 micro_batch=2"]
+)
+def test_a_micro_batch_leaves_gradients_alone(name, text):
+    """What else it leaves would be there again with each one: 512 MiB of Mixtral under sequence parallelism."""
+    model, layout = ModelConfig.named(name), parse_layout(text)
+    batch, recipe = recipe_of_layout(model, layout, 2048, 16, "bf16", "adamw")
+    program = step(model, batch, layout, recipe, position=0)
+    rank = _Rank(program, 0)
+    rank._forward(0)
+    before = dict(rank.walk.now)
+    rank._backward(0)
+    rank._forward(0)
+    left = {name: size - before[name] for name, size in rank.walk.now.items() if size != before[name]}
+    assert sum(left.get(name, 0) for name in ("activations", "temporaries")) == 0, left

@@ -126,10 +126,11 @@ def test_our_own_engine_computes_what_is_planned(more: dict[str, Any]) -> None:
     """Pages and rows are full, so that nothing is computed twice or for nobody."""
     model = ModelConfig(**SIZES | more)
     cpu = torch.device("cpu")
-    runner = Runner(LoadedModel("", Transformer(model).eval(), cpu, "fp32", "fp32", 1), 40, 8, compiles=False)
+    served = LoadedModel("", Transformer(model).eval(), cpu, "fp32", "fp32", 1)
+    runner = Runner(served, [0] * model.layers, 40, 8, compiles=False)
     for tokens, cached, sequences in ((1, 47, 4), (16, 16, 2), (64, 16, 2), (16, 0, 2)):
         work = [
-            RunnerWork(Request([0], Sampling(), blocks=list(range(10 * n + 1, 10 * n + 11))), [1] * tokens, cached, 1)
+            RunnerWork(Request([0], Sampling(), blocks=[list(range(10 * n + 1, 10 * n + 11))]), [1] * tokens, cached, 1)
             for n in range(sequences)
         ]
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

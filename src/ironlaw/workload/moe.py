@@ -34,6 +34,8 @@ def moe_block(shape: Shape) -> list[Operation]:
     operations += _route(shape) + (_fused_experts if shape.conventions.fused else _experts)(shape)
     if _of(shape).shared_experts:
         operations += _shared_experts(shape)
+    if not shape.conventions.fused:  # each tensor parallel rank has its part of every expert's result
+        operations[-1] = replace(operations[-1], summed=True)
     return [*operations, *joining(shape), residual(shape)]
 
 

@@ -33,7 +33,8 @@ FSDP = [
 TENSOR = [
     case(tp=2), case("llama", tp=2), case(tp=2, sp=True), case("llama", tp=2, sp=True), case("mixtral", tp=2),
     case("llama", model=LONG, tp=2, sp=True), case(cp=2), case("llama", cp=2), case(model=LONG, cp=2),
-    case("llama", model=LONG, cp=2, zero=3),
+    case("llama", model=LONG, cp=2, zero=3), case("mixtral", batch=8, tp=2, sp=True),
+    case("deepseek", tables=BF16, batch=8, tp=2, sp=True),
 ]  # fmt: skip
 PIPELINE = [
     case(pp=2), case("llama", pp=2), case(pp=2, schedule="gpipe"), case(pp=2, virtual_stages=2),

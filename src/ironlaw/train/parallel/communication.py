@@ -227,8 +227,11 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
     def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
         plain = getattr(owner, name, None)
         if plain is not None:
+            made = wrapped(plain)
+            if hasattr(plain, "default"):  # by which the dispatcher finds the operator where a mode listens
+                made.default = plain.default
             replaced.callback(setattr, owner, name, plain)
-            setattr(owner, name, wrapped(plain))
+            setattr(owner, name, made)
 
     for name, (kind, place, keyword) in CALLS.items():
         replace(dist, name, partial(_call, traffic, kind=kind, place=place, keyword=keyword))
