@@ -38,6 +38,11 @@ def shortened(text: str, at_most: int = 60) -> str:
     return text if len(text) <= at_most else text[: at_most - 1] + "…"
 
 
+def as_given(value: object) -> str:
+    """What somebody gave, for a message of one line."""
+    return shortened(" ".join(repr(value).split()))
+
+
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = "") -> str:
     """The tail of an error message: the nearest known names, or all of them when nothing is near.
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ironlaw.errors import UserError, shortened
+from ironlaw.errors import UserError, as_given
 
 TEXT_LIMIT_BYTES = 2**28
 """Of a file that is read whole: configs, profiles, tables of runs. The largest known are some megabytes."""
@@ -32,7 +32,7 @@ def as_path(given: object, what: str) -> Path:
     """The path that somebody gave from Python for `what`."""
     if isinstance(given, Path) or (isinstance(given, str) and given and "\0" not in given):
         return Path(given)
-    raise UserError(f"{what} = {shortened(' '.join(repr(given).split()))} is no path: give text or a pathlib.Path")
+    raise UserError(f"{what} = {as_given(given)} is no path: give text or a pathlib.Path")
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, validate_call
 
-from ironlaw.errors import LARGEST, LONGEST, UserError, shortened
+from ironlaw.errors import LARGEST, LONGEST, UserError, as_given
 
 Refusals = Iterator[tuple[object, str]]
 """What must not hold of a config, and where it does, what is wrong and what to write instead."""
@@ -85,7 +85,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 first["msg"],
                 *(e["msg"].removeprefix("Input should be ") for e in others if e["loc"][0] == where),
             ]
-            given = shortened(" ".join(repr(first["input"]).split()))
-            raise UserError(f"{function.__name__}: {name} = {given}: {' or '.join(dict.fromkeys(wanted))}") from None
+            given = f"{name} = {as_given(first['input'])}"
+            raise UserError(f"{function.__name__}: {given}: {' or '.join(dict.fromkeys(wanted))}") from None
 
     return checked_call

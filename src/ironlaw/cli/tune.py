@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ironlaw.explain.tune import Tuned
 
 LONGEST_SECONDS = 366 * 86400.0
+AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # of a served load, unless given
 
 
 def tune(
@@ -31,16 +32,18 @@ def tune(
     serve: Annotated[
         Path | None, typer.Option(help="Instead of CONFIG: tune how this run or directory is served.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="With --serve: requests at once.", min=1)] = 16,
-    input: Annotated[int, typer.Option(help="With --serve: tokens of a prompt.", min=4)] = 128,
-    output_tokens: Annotated[int, typer.Option("--output", help="With --serve: tokens of an answer.", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="With --serve: requests at once.", min=1)] = AT_ONCE,
+    input: Annotated[int, typer.Option(help="With --serve: tokens of a prompt.", min=4)] = PROMPT_TOKENS,
+    output_tokens: Annotated[
+        int, typer.Option("--output", help="With --serve: tokens of an answer.", min=1)
+    ] = ANSWER_TOKENS,
     data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     seconds = seconds_of(budget)
     if (config is None) == (serve is None):
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
-    if serve is None and (concurrency, input, output_tokens, data) != (16, 128, 64, None):
+    if serve is None and (concurrency, input, output_tokens, data) != (AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS, None):
         raise UserError("--concurrency, --input, --output and --data go with --serve: leave them out")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")

@@ -75,10 +75,8 @@ def _faster_formats(now: Situation) -> Iterable[Proposal]:
     basis = f"planned by {accelerator.name}'s catalogued rates"
     if missing := [known.name for known in multiplied if not known.library]:
         basis += f"; without {' and '.join(missing)}, which torchao does not train in"
-    for known in multiplied:
-        settings: Settings = {"train.precision": known.name}
-        if not known.library:
-            continue
+    for name in (known.name for known in multiplied if known.library):
+        settings: Settings = {"train.precision": name}
         try:
             after = plan_on_accelerators(with_settings(now.config, settings), now.profile, ranks)
         except UserError:  # not with this model, or these adapters

@@ -46,20 +46,20 @@ def prepare(
         hold_as(blocks, train.qat)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    rules = precision_recipe(precision)
+    rules, in_units = precision_recipe(precision), number_format(precision).in_units(capability(device))
     if rules is None:
-        if not number_format(precision).in_units(capability(device)):
+        if not in_units:
             raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')
         return None
-    if number_format(precision).in_units(capability(device)):
-        _hand_over(blocks, rules)
+    if in_units:
+        _by_torchao(blocks, rules)
         return None
     moment = Moment(train.seed, device=device)
     emulate(blocks, rules, moment)
     return moment
 
 
-def _hand_over(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
+def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
     """The linear layers of the recipe's blocks multiply by torchao; the output layer does not, which costs accuracy."""
     layers = nn.ModuleList(list(blocks)[: rules.blocks(len(blocks))])
     try:
