@@ -35,6 +35,11 @@ TEXTS = (
     "profiled", "source", "started",
 )  # fmt: skip
 
+WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_in_eval", "optimizer_rebuilt",
+            "unscaled", "updates_again")  # fmt: skip
+PARTS = ("attention_masked", "broadcasts", "copies", "decompositions", "float64_operations", "gradients_idle",
+         "graphs_again", "padding", "rows_untouched", "values_unread", "zeros_multiplied")  # fmt: skip
+
 
 def _record(**types: Any) -> Any:
     """An object with at least these keys; a type with a default may be missing."""
@@ -60,11 +65,8 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
-        **dict.fromkeys(
-            ("added_gradients", "left_in_eval", "optimizer_made", "retained_graphs", "unscaled", "zeroed_gradients"), at
-        ),
-        **dict.fromkeys(("graphs_again", "idle_gradients", "padding", "untouched_rows"), part),
-        **dict.fromkeys(("unread_values", "zero_products", "broadcasts", "float64_operations"), part),
+        **dict.fromkeys(WHEREVER, at),
+        **dict.fromkeys(PARTS, part),
         "places": dict[str, str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
@@ -72,10 +74,11 @@ def _facts() -> dict[str, Any]:
         "forward_lines": list[str],
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
         "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],
-        **dict.fromkeys(("line_work", "lines"), dict[str, list[tuple[str, Number]]]),
+        "lines": dict[str, list[tuple[str, Number]]],
+        "line_slow": _record(place=str, lines=list[str], forward=Number, backward=Number),
         **dict.fromkeys(("machine_slowdown", "slowdown"), _record(compute=Number, memory=Number)),
         "memory_curve": list[tuple[Number, Number]],
-        "memory_growth": _record(bytes_per_step=Number, holder=text, place=text),
+        "memory_grows": _record(bytes_per_step=Number, holder=text, place=text),
         "misaligned": MANY[odd],
         "sync_points": MANY[_record(place=str, call=str, per_step=Number, seconds=Number)],
         "thread_gain": _record(matmul=Number, elementwise=Number),

@@ -40,7 +40,7 @@ def test_a_generators_gradients_that_its_discriminators_step_throws_away(detache
             (-discriminator(generator(torch.randn(4, 8)))).mean().backward()
             to_generate.step()
             to_discriminate.zero_grad()
-    idle = facts_of(tmp_path / "run")["idle_gradients"]
+    idle = facts_of(tmp_path / "run")["gradients_idle"]
     # Of the discriminator's 9 elements twice and the generator's 72 twice, or once where it is detached.
     assert idle["part"] == pytest.approx(0.0 if detached else 72 / (2 * 9 + 2 * 72))
     assert detached or "# HERE" in line(idle["place"])
@@ -56,7 +56,7 @@ def test_a_teacher_whose_gradients_nobody_asked_for(tmp_path: Path) -> None:
             (model(x) - wanted).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    idle = facts_of(tmp_path / "run")["idle_gradients"]
+    idle = facts_of(tmp_path / "run")["gradients_idle"]
     assert idle["part"] == pytest.approx(2 / 3) and "# HERE" in line(idle["place"])
 
 
@@ -80,7 +80,7 @@ def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
-    unread, zeros = facts["unread_values"], facts["zero_products"]
+    unread, zeros = facts["values_unread"], facts["zeros_multiplied"]
     assert "# CHECK" in line(unread["place"]) and 0 < unread["part"] < 1 and not unread["lines"]
     assert 0 < zeros["part"] < 1
     assert all("# ZEROS" in line(place) for place in (zeros["place"], *zeros["lines"]))
@@ -95,14 +95,17 @@ def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path
             optimizer = torch.optim.SGD([*model.parameters(), codes], lr=0.1)  # MADE
             out = model(torch.randn(128, 64))
             distances = (out[:, None] - codes).square().sum(-1)  # WIDE
-            loss = distances.repeat(1, 2).double().logsumexp(-1).mean()  # DOUBLE
+            distances = distances.repeat(1, 2).clone()  # COPY
+            loss = distances.double().logsumexp(-1).mean()  # DOUBLE
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
     assert "# WIDE" in line(facts["broadcasts"]["place"]) and not facts["broadcasts"]["lines"]
     assert "# DOUBLE" in line(facts["float64_operations"]["place"])
-    assert "# MADE" in line(facts["optimizer_made"]["place"]) and facts["optimizer_made"]["per_step"] == 1.0
+    copied = {line(place).partition("# ")[2] for place in (facts["copies"]["place"], *facts["copies"]["lines"])}
+    assert copied == {"COPY", "DOUBLE"}
+    assert "# MADE" in line(facts["optimizer_rebuilt"]["place"]) and facts["optimizer_rebuilt"]["per_step"] == 1.0
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -121,7 +124,7 @@ def test_matrices_that_are_decomposed_and_causal_masks_have_lines(causal: bool, 
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
     assert "# SVD" in line(facts["decompositions"]["place"])
-    assert ("# MASK" in line(facts["masked_attention"]["place"])) if causal else facts["masked_attention"] is None
+    assert ("# MASK" in line(facts["attention_masked"]["place"])) if causal else facts["attention_masked"] is None
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -135,7 +138,7 @@ def test_outputs_that_no_loss_reads_are_gradients_of_zeros(rows: int, tmp_path: 
             logits[:, -rows:].logsumexp(-1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    zeros = facts_of(tmp_path / "run")["zero_products"]
+    zeros = facts_of(tmp_path / "run")["zeros_multiplied"]
     assert zeros is None if rows == 64 else "# HEAD" in line(zeros["place"])
 
 
@@ -193,7 +196,7 @@ def test_gradients_that_are_gathered_over_steps_are_not_idle(tmp_path: Path) -> 
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert facts_of(tmp_path / "run")["idle_gradients"]["part"] == 0.0
+    assert facts_of(tmp_path / "run")["gradients_idle"]["part"] == 0.0
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -230,6 +233,9 @@ def test_the_line_that_fills_rows_up(tmp_path: Path) -> None:
     assert padding_line([str(tmp_path / "nowhere.py"), str(script)]) == f"{script}:4"
     other.write_text("PAD = 0\nrow = [PAD]\nrows = pad_sequence(rows)\n")
     assert padding_line([str(script), str(other)]) == f"{other}:3"
+    unnamed = tmp_path / "unnamed.py"
+    unnamed.write_text("width = 60\nrow = row + [0] * (width - len(row))\n")
+    assert padding_line([str(unnamed)]) == f"{unnamed}:2"
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -267,7 +273,7 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
             model(torch.randn(4, 8)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert facts_of(tmp_path / "run")["unread_values"] is None
+    assert facts_of(tmp_path / "run")["values_unread"] is None
 
 
 def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
@@ -276,3 +282,57 @@ def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
     whole.write_text("import torch\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n")
     assert clipping_line([str(by_hand)]) is None
     assert clipping_line([str(by_hand), str(whole)]) == f"{whole}:2"
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_copy_that_gradients_pass_through_untouched_is_read(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            out = model(torch.randn(2, 3, 8, 8))
+            out = out.to(memory_format=torch.channels_last).contiguous()
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert facts_of(tmp_path / "run")["values_unread"] is None
+
+
+class Layers(nn.Module):
+    """Twenty layers with weights of their own, and a row at a time of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("row_by_row", [False, True])
+def test_a_loop_within_the_loss_has_a_line_and_the_layers_of_a_model_are_none(row_by_row: bool, tmp_path: Path) -> None:
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=2):
+        for _ in range(12):
+            out, wanted = model(torch.randn(200, 8)), torch.randn(200, 8)
+            if row_by_row:
+                loss = sum((out[k] - wanted[k]).square().mean() for k in range(200)) / 200  # LOOP
+            else:
+                loss = (out - wanted).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["line_slow"]
+    if row_by_row:
+        assert (
+            "# LOOP" in line(found["place"])
+            and found["lines"] == ["the same operations 200 times"]
+            and 0.5 < found["forward"] <= 1
+        )
+        assert 0.2 < found["backward"] <= 1
+    else:
+        assert found is None or found["lines"] == ["Python that calls no operation"]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import ironlaw
-from ironlaw.observe.partition import Partition
+from ironlaw.ledger import Phase
+from ironlaw.observe.partition import ClockReading, Interval, Partition
 from ironlaw.observe.sampler import StackSampler, classify, logs
 from ironlaw.observe.user_code import stacks
 
@@ -129,3 +130,16 @@ def test_nothing_is_collected_while_stacks_are_read(collecting: bool) -> None:
 def test_stacks_of_other_threads_are_read_in_one_way() -> None:
     files = [f for f in Path(ironlaw.__file__).parent.rglob("*.py") if "_current_frames" in f.read_text("utf-8")]
     assert [file.name for file in files] == ["user_code.py"]
+
+
+def test_looks_at_passes_are_kept_by_step_and_all_lines_of_an_update() -> None:
+    now = ClockReading(0.0, 0.0, 0.0)
+    first, second, update = (Interval(now, now, phase) for phase in (Phase.FORWARD, Phase.FORWARD, Phase.OPTIMIZER))
+    sampler, call = StackSampler(Partition()), "train.py:9"
+    sampler._looks = [
+        *[(first, ["mask.py:3", call], call)] * 2,
+        (second, ["model.py:5", call], call),
+        *[(update, [f"own.py:{n}"], "train.py:12") for n in range(5)],
+    ]
+    assert sampler.passes([[first, update], [update], [second]]) == [[["mask.py:3", call]] * 2, [["model.py:5", call]]]
+    assert sum(share for _, share in sampler.lines()["optimizer"]) == pytest.approx(1.0)

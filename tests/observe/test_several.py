@@ -124,9 +124,10 @@ def planned_beside(
         (lambda p: [torch.optim.Adam(p, lr=1e-3, amsgrad=True)], 3),
         (lambda p: [torch.optim.AdamW(p, lr=1e-3, fused=True)], 2),
         (lambda p: [torch.optim.Adagrad(p, lr=1e-3)], 1),  # none of ours: as it was held
+        (lambda p: [torch.optim.Adagrad(p, lr=1e-3, fused=True)], 1),
         (lambda p: [torch.optim.SGD(p[:1], lr=1e-3), torch.optim.AdamW(p[1:], lr=1e-3)], None),
     ],
-    ids=["sgd", "momentum", "amsgrad", "fused adamw", "adagrad", "two"],
+    ids=["sgd", "momentum", "amsgrad", "fused adamw", "adagrad", "fused adagrad", "two"],
 )
 def test_the_plan_takes_the_loops_own_optimizers(
     make: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]], states: int | None, tmp_path: Path,

@@ -9,6 +9,7 @@ from typing import Any
 from ironlaw.explain.gap import Gap, OperationRow
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.interference import MOST_OTHERS
+from ironlaw.units import percent
 
 LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
 CLEARLY_OVER = 1.15  # times the plan
@@ -61,7 +62,11 @@ class RunEvidence:
 
     def lines(self, phase: Phase) -> list[tuple[str, float]]:
         """Of the user's code, with the share of the phase that passes there; the most first."""
-        return [(place, share) for place, share in (self.fact("lines") or {}).get(str(phase), [])]
+        return [(place, share) for place, share in (self.fact("lines") or {}).get(str(phase), []) if place != "?"]
+
+    def line_figures(self, phase: Phase) -> list[str]:
+        """Those that take a tenth of the phase and more."""
+        return [f"{place}: {percent(share, 0)} of it" for place, share in self.lines(phase) if share >= 0.1]
 
     def phase_share(self, phase: Phase) -> float | None:
         return self._share(row.measured for row in self.gap.phases if row.name == str(phase))

@@ -117,23 +117,17 @@ def _left_on(now: ObservedPlans) -> list[Proposal]:
     return [replace(p, title=f"{worst['name']}: switch it back") for p in saved]
 
 
-def _fp32(fact: str) -> Callable[[ObservedPlans], list[Proposal]]:
+def _type(fact: str, how: str) -> Callable[[ObservedPlans], list[Proposal]]:
+    """Numbers of another type: the share of the passes that they were found to save."""
+
     def propose(now: ObservedPlans) -> list[Proposal]:
         found = now.fact(fact)
         if not found:
             return []
-        how = f"model.float(), inputs in torch.float32, no autocast ({found['place'] or 'where it is built'})"
-        return _saved(now, how, found["saved"] * now.phase(*PASSES), "both types timed at the end of the run")
+        told = how.format(device=now.fact("device"), place=found["place"] or "where it is built")
+        return _saved(now, told, found["saved"] * now.phase(*PASSES), f"forward and backward pass {BOTH_WAYS}")
 
     return propose
-
-
-def _precision(now: ObservedPlans) -> list[Proposal]:
-    found = now.fact("bf16")
-    if not found:
-        return []
-    how = f'with torch.autocast("{now.fact("device")}", dtype=torch.bfloat16): around the forward pass'
-    return _saved(now, how, found["saved"] * now.phase(*PASSES), f"forward and backward pass {BOTH_WAYS}")
 
 
 def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
@@ -259,6 +253,8 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
     )
 
 
+FP32 = "model.float(), inputs in torch.float32, no autocast ({place})"
+BF16 = 'with torch.autocast("{device}", dtype=torch.bfloat16): around the forward pass'
 BITS, COMPARE = "rounding differs in the last bits", "rounding differs: compare the loss of the first steps"
 REMEDIES: tuple[RemedyKind, ...] = (
     RemedyKind(
@@ -273,11 +269,13 @@ REMEDIES: tuple[RemedyKind, ...] = (
         "threads", "As many threads as cores", "threads are not as many as cores", Effect.NONE, "none", _threads,
     ),
     RemedyKind("mode", "Switch it back", "a switch of PyTorch is on", Effect.NONE, "none for training", _left_on),
-    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _fp32("float64")),
-    RemedyKind("half", "Train in fp32", "16 bits are slower on this machine", Effect.ROUNDING, COMPARE, _fp32("half")),
+    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _type("float64", FP32)),
+    RemedyKind(
+        "half", "Train in fp32", "16 bits are slower on this machine", Effect.ROUNDING, COMPARE, _type("half", FP32),
+    ),
     RemedyKind(
         "precision", "Train in bf16", "the run is in fp32, and this machine multiplies bf16 faster", Effect.ROUNDING,
-        COMPARE, _precision, least=LEAST_PLANNED,
+        COMPARE, _type("bf16", BF16), least=LEAST_PLANNED,
     ),
     RemedyKind(
         "batch", "Larger micro-batches", "one forward pass is too little work for what calling it costs", Effect.NONE,

@@ -64,7 +64,7 @@ class Rule:
         found = evidence.fact(self.placed) if self.placed else {}
         found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
         place = found.get("place") or (evidence.fact("places") or {}).get(self.name)
-        figures = [place] if place else []
+        figures = [*([place] if place else []), *found.get("lines", [])]
         if callable(self.sentence):
             sentence, told = self.sentence(evidence)
             return sentence, figures + told

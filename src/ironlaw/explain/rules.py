@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.rule import Axis, Rule, Tier
-from ironlaw.explain.rules_of_code import CODE_RULES, line_figures, logging_share
+from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.explain.rules_of_devices import DEVICE_RULES
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
@@ -34,7 +34,7 @@ def _tell_off_plan(e: RunEvidence) -> tuple[str, list[str]]:
     took = "time that was not planned"
     if planned:
         took = f"{measured / planned:.2f} times what this machine was measured to need for them"
-    return f"Operations of kind {kind} take {took}.", [*line_figures(e, kind), here]
+    return f"Operations of kind {kind} take {took}.", [here]
 
 
 def _evaluations(e: RunEvidence) -> float | None:
@@ -130,7 +130,7 @@ def _own_share(e: RunEvidence) -> float:
 def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
     copies = (e.phase_share(Phase.TRANSFER) or 0.0) > (e.phase_share(Phase.DATA) or 0.0)
     stage = "copy" if copies else str(e.fact("data_stage"))
-    figures = [*_lines_of(e, Phase.DATA), f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
+    figures = [*e.line_figures(Phase.DATA), f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
     if stage == "copy":
         figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
     elif stage in STAGES:
@@ -149,17 +149,12 @@ def _host_share(e: RunEvidence) -> float | None:
 
 
 def _host_figures(e: RunEvidence) -> list[str]:
-    return [*_lines_of(e, Phase.HOST), f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}"]
-
-
-def _lines_of(e: RunEvidence, phase: Phase) -> list[str]:
-    """Where the user's code spends a phase, as far as it was looked at: what takes a tenth of it and more."""
-    return [f"{at}: {percent(share, 0)} of it" for at, share in e.lines(phase) if share >= 0.1 and at != "?"]
+    return [*e.line_figures(Phase.HOST), f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}"]
 
 
 def _overhead_figures(e: RunEvidence) -> list[str]:
     calls = count(e.bound_calls("overhead"))
-    return [f"{calls} calls per step that take about as long as calling them", *_lines_of(e, Phase.FORWARD)]
+    return [f"{calls} calls per step that take about as long as calling them", *e.line_figures(Phase.FORWARD)]
 
 
 def _tell_attention(e: RunEvidence) -> tuple[str, list[str]]:
@@ -208,8 +203,7 @@ RULES: tuple[Rule, ...] = (
         "host_bound", Axis.MACHINE, 0.10, _host_share,
         "The training loop's own Python holds the step up: {share} of it is neither data nor compute.",
         "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
-        "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures, noticed=0.05,
-        eased_by="batch_small",
+        "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures, noticed=0.05, symptom=True,
     ),
     Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),

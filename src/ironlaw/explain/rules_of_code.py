@@ -5,14 +5,14 @@ Most need facts that `ironlaw.observe` collects; a run without them lists these 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules_of_devices import NOTICED
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Phase
 from ironlaw.units import bytes_, percent, seconds
 
 ROOM = 0.85  # of the memory
@@ -21,7 +21,6 @@ FREE = 0.5  # the threshold of what is a notice always
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
 MODE_COSTS = 0.03
 PASSES = (Phase.FORWARD, Phase.BACKWARD)
-COPIES = ("copy", "clone", "contiguous", "to_copy", "to")
 
 
 def _gain(name: str) -> Callable[[RunEvidence], float | None]:
@@ -93,7 +92,7 @@ def _misaligned(e: RunEvidence) -> float | None:
 
 
 def _tell_growth(e: RunEvidence) -> tuple[str, list[str]]:
-    holder, grown = e.fact("memory_growth")["holder"], e.fact("memory_growth")["bytes_per_step"]
+    holder, grown = e.fact("memory_grows")["holder"], e.fact("memory_grows")["bytes_per_step"]
     have, resident = e.fact("memory_bytes"), e.run.totals.get("resident_bytes")
     figures = [f"{bytes_(grown)} more after every step, evenly to the end of the loop"]
     if have and resident is not None and grown:
@@ -122,27 +121,6 @@ def _recompiles(e: RunEvidence) -> float | None:
     return None if spent is None or not wall.get("training") else float(spent) / float(wall["training"])
 
 
-def _copies(e: RunEvidence) -> float | None:
-    """Of the recorded operations' time: copies and conversions within the module's passes, and what calling them costs.
-    Autocast's own belong to it."""
-    passes = [line for line in e.run.lines if line.phase in PASSES]
-    whole, calls = sum(line.seconds or 0.0 for line in e.run.lines), sum(line.count or 0 for line in passes)
-    if not whole or not calls or e.fact("autocast"):
-        return None
-    calling = sum(line.seconds or 0.0 for line in passes if line.kind is Kind.HOST) / calls
-    copies = [line for line in passes if line.operation.rpartition(".")[2] in COPIES]
-    return sum((line.seconds or 0.0) + calling * (line.count or 0) for line in copies) / whole
-
-
-def _batch_gain(e: RunEvidence) -> float | None:
-    """The planned gain; where one line within the model calls again and again, no more than what calling costs: then
-    that is the cause, whatever the batch."""
-    gain, calling = e.gains.get("batch"), e.bound_share("overhead") or 0.0
-    called = (e.fact("places") or {}).get("precision")
-    one_line = any(share >= 0.5 for line, share in e.lines(Phase.FORWARD) if line not in ("?", called))
-    return gain if gain is None or not one_line else min(gain, 0.99 * calling)
-
-
 def _by_hand(e: RunEvidence) -> float | None:
     """Time between the backward pass and the end of the update that lines other than the optimizer's call take, and
     other than PyTorch's own clipping: where that is long, the batch is small."""
@@ -153,89 +131,57 @@ def _by_hand(e: RunEvidence) -> float | None:
     return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
-def _by_hand_figures(e: RunEvidence) -> list[str]:
-    update = e.fact("places")["update"]
-    shown = sorted(e.lines(Phase.OPTIMIZER), key=lambda one: one[0] == update)
-    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in shown]
+def _wherever(name: str, value: float, sentence: Any, advice: str, source: str) -> Rule:
+    """A fault, or with `NOTICED` a notice, of which the run has the fact or not; `value` says no more than that."""
+    return Rule(
+        name, Axis.ALGORITHM, FREE, _found(name, value), sentence, advice, source, lambda _: [], placed=name,
+        noticed=NOTICED,
+    )  # fmt: skip
 
 
-def _share_of(fact: str, *phases: Phase) -> Callable[[RunEvidence], float | None]:
-    """Of the step: the phases, by the part of them, of gradients or of tokens that a fact has."""
+def _part_of(
+    phases: Sequence[Phase], name: str, threshold: float, sentence: str, advice: str, source: str,
+    figures: Callable[[RunEvidence], list[str]] | None = None, **how: Any,
+) -> Rule:  # fmt: skip
+    """Of these phases the fact has the part; in one of them alone, where it tells of each."""
 
     def measure(e: RunEvidence) -> float | None:
-        if fact not in e.run.facts:
+        if name not in e.run.facts:
             return None
-        return float((e.fact(fact) or {"part": 0.0})["part"]) * sum(e.phase_share(phase) or 0.0 for phase in phases)
+        found = e.fact(name) or {"part": 0.0}
+        return sum(float(found.get(str(phase), found.get("part"))) * (e.phase_share(phase) or 0.0) for phase in phases)
 
-    return measure
-
-
-def _more_lines(fact: str, first: int = 0) -> Callable[[RunEvidence], list[str]]:
-    return lambda e: e.fact(fact).get("lines", [])[first:]
-
-
-def _copies_figures(e: RunEvidence) -> list[str]:
-    return [f"{at}: {percent(share, 0)} of the forward pass" for at, share in e.lines(Phase.FORWARD) if at != "?"]
-
-
-_SMALL = (Kind.ELEMENTWISE, Kind.HOST)
-
-
-def busy_lines(e: RunEvidence, kind: str) -> list[tuple[str, float]]:
-    """The user's lines with most work of this kind in the recorded steps, each with its share of the step."""
-    return [(place, share) for place, share in (e.fact("line_work") or {}).get(kind, []) if place != "?"]
-
-
-def _line_work(e: RunEvidence) -> float | None:
-    """Of the step: the line of the model or its loss with most Python, calls and small operations, above what is
-    planned for those of all lines."""
-    sums: dict[str, float] = {}
-    for place, share in (one for kind in _SMALL for one in busy_lines(e, str(kind))):
-        sums[place] = sums.get(place, 0.0) + share
-    if not sums or not e.step or e.fact("device") != "cpu":
-        return None
-    planned = sum(x.seconds or 0.0 for x in e.plan.lines if x.kind in _SMALL)
-    return max(0.0, max(sums.values()) - planned / (e.machine_speed or 1.0) / e.step)
-
-
-def _line_figures(e: RunEvidence) -> list[str]:
-    return [f"{figure} ({kind})" for kind in _SMALL for figure in line_figures(e, str(kind))]
-
-
-def line_figures(e: RunEvidence, kind: str) -> list[str]:
-    return [f"{place}: {percent(share, 0)} of the step" for place, share in busy_lines(e, kind) if share >= 0.05]
+    return Rule(name, Axis.ALGORITHM, threshold, measure, sentence, advice, source, figures, placed=name, **how)
 
 
 CODE_RULES: tuple[Rule, ...] = (
-    Rule(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
-        "memory_grows", Axis.ALGORITHM, 0.5, _found("memory_growth", 1.0), _tell_growth,
+    _wherever(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
+        "memory_grows", 1.0, _tell_growth,
         "keep numbers instead of tensors (.item(), .detach()), or the last few of them only",
         "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
-        "or the loop holds a graph of every step", placed="memory_growth",
+        "or the loop holds a graph of every step",
     ),
-    Rule(  # it spoils the training itself
-        "gradients_uncleared", Axis.ALGORITHM, 0.5, _found("added_gradients", 0.9),
+    _wherever(  # it spoils the training itself
+        "gradients_uncleared", 0.9,
         "Gradients are never cleared: every step adds to those of all steps before.",
         "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
-        placed="added_gradients",
     ),
-    Rule(
-        "updates_again", Axis.ALGORITHM, 0.5, _found("updates_again", 0.9),
+    _wherever(
+        "updates_again", 0.9,
         "The optimizer updates again with the gradients of its last update: momentum and decay count twice.",
         "optimizer.step() once per backward pass, and after it zero_grad()",
         "an update before which no pass came since the optimizer's last one, in about every step",
-        placed="updates_again",
     ),
-    Rule(
-        "optimizer_rebuilt", Axis.ALGORITHM, 0.5, _found("optimizer_made", 0.9),
+    _wherever(
+        "optimizer_rebuilt", 0.9,
         "The optimizer is made anew in every step: it forgets its moments, and is set up again and again.",
-        "make it once, before the loop", "as many constructions as updates", placed="optimizer_made",
+        "make it once, before the loop", "as many constructions as updates",
     ),
-    Rule(
-        "left_in_eval", Axis.ALGORITHM, 0.5, _found("left_in_eval", 0.9),
+    _wherever(
+        "left_in_eval", 0.9,
         "The model trains in evaluation mode: dropout is off, and batch norms keep their old averages.",
         "model.train() before training, and again after every evaluation",
-        "updates that followed passes in evaluation mode only, in most steps", placed="left_in_eval",
+        "updates that followed passes in evaluation mode only, in most steps",
     ),
     Rule(
         "recompiles", Axis.ALGORITHM, 0.05, _recompiles,
@@ -274,33 +220,32 @@ CODE_RULES: tuple[Rule, ...] = (
         "The optimizer's update is not fused: {share} of the step goes to passing over the weights again and again.",
         "fused=True in the optimizer's constructor", "both timed at the end of the run; 5% is above their noise",
     ),
-    Rule(
-        "gradients_idle", Axis.ALGORITHM, 0.05, _share_of("idle_gradients", Phase.BACKWARD),
+    _part_of(
+        (Phase.BACKWARD,), "gradients_idle", 0.05,
         "Gradients are computed that no update reads: about {share} of the step.",
         ".detach() what another model gives, or make it under torch.no_grad(); requires_grad_(False) on what is frozen",
         "the backward pass, by the share of such weights; 5% as for forward passes that nothing reads",
-        _more_lines("idle_gradients", 1), placed="idle_gradients",
     ),
-    Rule(
-        "padding", Axis.ALGORITHM, 0.2, _share_of("padding", *PASSES),
+    _part_of(
+        PASSES, "padding", 0.2,
         "The model computes padding: {share} of the step is for the value that rows are filled up with.",
         "pad to the longest of each batch (in collate_fn), batches of like lengths, or several texts in a row",
         "lengths that are spread evenly leave about a quarter of a batch that is padded to its own longest",
         lambda e: [f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
-                   f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"], placed="padding",
+                   f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"],
     ),
-    Rule(
-        "rows_untouched", Axis.ALGORITHM, 0.10, _share_of("untouched_rows", Phase.OPTIMIZER),
+    _part_of(
+        (Phase.OPTIMIZER,), "rows_untouched", 0.10,
         "Rows of embeddings that no token of the batch was are updated all the same: {share} of the step.",
         "nn.Embedding(..., sparse=True) with torch.optim.SparseAdam of its own; moments of untouched rows then rest",
         "the update, by their share of all gradients; models of a few thousand words stay under 10%",
-        placed="untouched_rows", eased_by="batch_small",
+        eased_by="batch_small",
     ),
     Rule(
         "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
         "The loop itself works on gradients or weights beside the optimizer's update: {share} of the step.",
         "torch._foreach_ functions, torch.nn.utils.clip_grad_norm_, torch.optim.swa_utils, or every so many steps",
-        "a tenth of the step is more than what loops log or count there", _by_hand_figures,
+        "a tenth of the step is more than what loops log or count there", lambda e: e.line_figures(Phase.OPTIMIZER),
     ),
     Rule(
         "attention_kernel", Axis.ALGORITHM, 0.05, _gain("native"),
@@ -315,55 +260,51 @@ CODE_RULES: tuple[Rule, ...] = (
         "with torch.no_grad(): around what is only looked at, and less often",
         "a pass that nothing learns from is free to leave out; 5% as for evaluation", _unread_figures,
     ),
-    Rule(
-        "values_unread", Axis.ALGORITHM, 0.05, _share_of("unread_values", *PASSES),
+    _part_of(
+        PASSES, "values_unread", 0.05,
         "Lines within the pass compute what no gradient comes back to: {share} of the step is for checks and measures.",
         "every so many steps, and on the device (torch.isfinite(loss) sees what each layer's check would)",
-        "as for forward passes that nothing reads", _more_lines("unread_values"), placed="unread_values", noticed=0.005,
+        "as for forward passes that nothing reads", noticed=0.005,
     ),
-    Rule(
-        "zeros_multiplied", Axis.ALGORITHM, 0.05, _share_of("zero_products", *PASSES),
+    _part_of(
+        PASSES, "zeros_multiplied", 0.05,
         "Products have an operand of which 95% and more are zeros, as one-hot rows: they take {share} of the step.",
         "indices in place of one-hot rows (nn.Embedding, F.cross_entropy, gather, index_add), or sparse tensors; where "
         "the loss reads a few rows only, those alone before the product",
-        "counted in one step, gradients included; what is not zero would take a twentieth",
-        _more_lines("zero_products"), placed="zero_products", noticed=0.005,
+        "counted in one step, gradients included; what is not zero would take a twentieth", noticed=0.005,
     ),
-    Rule(
-        "broadcasts", Axis.ALGORITHM, 0.10, _share_of("broadcasts", *PASSES),
+    _part_of(
+        PASSES, "broadcasts", 0.10,
         "Operands are spread out to many times their size: that takes {share} of the step.",
         "a matrix product, torch.cdist or einsum in place of differences of all pairs; expand() in place of repeat()",
         "results of eight times the elements of their operands, counted in one step; masks and rotations stay under 5%",
-        _more_lines("broadcasts"), placed="broadcasts",
     ),
-    Rule(
-        "decompositions", Axis.ALGORITHM, 0.05, _share_of("decompositions", *PASSES),
+    _part_of(
+        PASSES, "decompositions", 0.05,
         "A matrix is decomposed or inverted in every step: {share} of the step.",
         "every so many steps, or by iteration (torch.nn.utils.parametrizations.spectral_norm takes one per step)",
         "singular values, QR, inverses and the like, counted in one step; they run on one core and in no fused kernel",
-        _more_lines("decompositions"), placed="decompositions", noticed=0.005,
+        noticed=0.005,
     ),
-    Rule(
-        "float64_operations", Axis.ALGORITHM, 0.05,
-        lambda e: 0.0 if e.fact("float64") else _share_of("float64_operations", *PASSES)(e),
+    _part_of(
+        PASSES, "float64_operations", 0.05,
         "Operations in float64 take {share} of the step, of a model that is not in float64.",
         ".float() what comes from numpy, and no .double()", "counted in one step; float32 takes half or less",
-        _more_lines("float64_operations"), placed="float64_operations", noticed=0.005,
+        noticed=0.005,
     ),
     Rule(
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
         "Attention is not fused: it writes its scores to memory, which costs {share} of the step.",
         "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
     ),
-    Rule(
-        "attention_masked", Axis.ALGORITHM, 0.05, _share_of("masked_attention", *PASSES),
+    _part_of(
+        PASSES, "attention_masked", 0.05,
         "Attention is given a causal mask, which it reads and computes the hidden half for: {share} of the step.",
         "scaled_dot_product_attention(q, k, v, is_causal=True), and no mask",
-        "both timed at the end of the run, for the calls counted in one step", _more_lines("masked_attention"),
-        placed="masked_attention", noticed=0.005,
+        "both timed at the end of the run, for the calls counted in one step", noticed=0.005,
     ),
     Rule(
-        "batch_small", Axis.ALGORITHM, 0.30, _batch_gain,
+        "batch_small", Axis.ALGORITHM, 0.30, _gain("batch"),
         "The micro-batch is too small: calling operations costs as much as what they compute.",
         "a larger micro-batch", "eight times the micro-batch must save a third, else it is not the cause",
         facts=("batch", "accumulation"), tier=Tier.OFFER,
@@ -379,10 +320,10 @@ CODE_RULES: tuple[Rule, ...] = (
         "Activations are recomputed although memory has room for them: {share} of the step.",
         "turn recomputation off", "forward operations within the backward pass, when memory stays under 85%",
     ),
-    Rule(
-        "copies", Axis.ALGORITHM, 0.15, _copies, "Copying and converting tensors takes {share} of the step.",
+    _part_of(
+        PASSES, "copies", 0.15, "Copying and converting tensors takes {share} of the step.",
         "convert once, outside of the step; .contiguous() and .clone() only where something needs them",
-        "laying out heads and residuals costs a few percent of a step", _copies_figures,
+        "counted in one step, but for what autocast converts; laying out heads and residuals costs a few percent",
     ),
     Rule(
         "sync_points", Axis.ALGORITHM, 0.02, _syncs, _tell_syncs,
@@ -394,35 +335,33 @@ CODE_RULES: tuple[Rule, ...] = (
         "logging_frequent", Axis.ALGORITHM, 0.05, logging_share, "Logging takes {share} of the step.",
         "log every so many steps", "as for checkpoints: above 5% it costs more than what it tells",
     ),
-    Rule(
-        "gradients_zeroed", Axis.ALGORITHM, FREE, _found("zeroed_gradients"),
+    _wherever(
+        "gradients_zeroed", NOTICED,
         "Gradients are filled with zeros and added to, instead of dropped and written.",
         "optimizer.zero_grad(set_to_none=True), which is the default",
-        "a pass over all gradients, and another to add to them", placed="zeroed_gradients", noticed=NOTICED,
+        "a pass over all gradients, and another to add to them",
     ),
-    Rule(
-        "graphs_again", Axis.ALGORITHM, 0.05, _share_of("graphs_again", Phase.BACKWARD),
+    _part_of(
+        (Phase.BACKWARD,), "graphs_again", 0.05,
         "Several backward passes go through the same graph: one of the summed losses would save {share} of the step.",
         "(loss_a + loss_b).backward(), once per forward pass",
-        "passes beyond one per forward pass, the shortest ones, where the graph is kept", placed="graphs_again",
+        "passes beyond one per forward pass, the shortest ones, where the graph is kept",
     ),
-    Rule(
-        "line_slow", Axis.ALGORITHM, 0.15, _line_work,
-        "One line of the model or of the loss holds the step up: {share} of it is its Python, or its small operations.",
+    _part_of(
+        PASSES, "line_slow", 0.05,
+        "One line of the model or of the loss holds the step up: {share} of it is a loop of Python's there.",
         "whole tensors instead of loops and checks; what does not change between steps, once before the loop",
-        "in models without such a line nothing was left above the plan, measured",
-        _line_figures, symptom=True,
+        "operations repeated 16 times and more in one run of a function, without weights of their own; or Python "
+        "beyond what calling operations takes elsewhere",
     ),
-    Rule(
-        "graphs_retained", Axis.ALGORITHM, FREE, _found("retained_graphs"),
+    _wherever(
+        "graphs_retained", NOTICED,
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
         "loss.backward() without retain_graph and create_graph", "only a second pass through the same graph needs it",
-        placed="retained_graphs", noticed=NOTICED,
     ),
-    Rule(
-        "unscaled", Axis.ALGORITHM, FREE, _found("unscaled"),
+    _wherever(
+        "unscaled", NOTICED,
         "fp16 without loss scaling: gradients below 6e-8 become zero.",
         "torch.amp.GradScaler, or bf16, which needs none", "the least number that fp16 holds is 2^-24",
-        placed="unscaled", noticed=NOTICED,
     ),
 )  # fmt: skip

@@ -175,6 +175,7 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "Waiting for other devices binds: {share} of the step is communication that nothing hides.",
         "larger buckets or micro-batches, less sharding, or a layout that `ironlaw plan` finds",
         "10% is where layouts differ more than kernels do (PyTorch's own advisor warned from there)",
+        lambda e: [*e.line_figures(Phase.COMMUNICATION), f"{percent(_communication(e))} of the step"],
     ),
     Rule(
         "bubble", Axis.ALGORITHM, 0.10, _bubble, "Pipeline stages wait: {share} of the step is bubble.",

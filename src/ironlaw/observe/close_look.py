@@ -2,58 +2,82 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ironlaw.ledger import Phase
+from ironlaw.observe.gradients import graph_of
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import share_saved
-from ironlaw.observe.user_code import user_line
+from ironlaw.observe.user_code import line_of, user_frames
 from ironlaw.workload.trace_kernels import tensors
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
 PRODUCTS = ("mul", *MATRIX_PRODUCTS)
-SPREADING = ("repeat", "clone", "_to_copy", "copy_", "repeat_interleave")  # besides what works element by element
+COPIES = ("clone", "_to_copy", "copy_")
+SPREADING = ("repeat", "repeat_interleave", *COPIES)  # besides what works element by element
 LEAST_ELEMENTS, FULL = 2**14, 0.05  # of an operand that is looked into, and the part of it that is not zero
 LEAST_WIDE, TIMES_WIDER = 2**18, 8  # elements of a result, and how many times those of all its operands
 HIDDEN = -1e4  # added to a score that no token should see; half precision reaches -65,504
 MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
-ALL, ZEROS, WIDE, DOUBLE = "all", "zero_products", "broadcasts", "float64_operations"
-MASKED, DECOMPOSED = "masked_attention", "decompositions"
 COSTLY = ("svd", "eig", "qr", "inv", "matrix_exp", "householder")  # tens of times a product or a triangular solve
-COUNTED = (ZEROS, WIDE, DOUBLE, MASKED, DECOMPOSED)
+FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
+ZEROS, MASKED = "zeros_multiplied", "attention_masked"
+SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
+NOISE = 2  # standard deviations of a count
+LEAST_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
+Passes = Sequence[Sequence[Sequence[str]]]  # step, look, the user's lines: `StackSampler.passes`
 
 
+@dataclass(frozen=True)
+class Operation:
+    """One of a forward pass or a loss, with the line of the user's that calls it."""
+
+    line: str
+    name: str
+    pointwise: bool
+    operands: list[Tensor]
+    made: list[Tensor]
+    mask: Any  # of attention
+
+
+@dataclass(eq=False)
 class CloseLook(TorchDispatchMode):
     """Seconds of forward passes and losses by line, with what of the backward pass belongs to them.
 
     A line is unread where it takes values that a gradient would come back through, and none does: checks and measures.
-    Of some kinds of operations lines are marked: products of which nearly all of an operand is zero (one-hot rows,
-    dense adjacency, gradients of outputs that no loss reads), results many times as wide as what they are made of,
-    float64, causal masks, matrices that are decomposed. Backward operations are those of the forward operation with
-    their sequence number.
+    Of the kinds of `COUNTED` lines are marked. A line is slow where it repeats what it calls, or runs Python that
+    calls nothing. Backward operations are those of the forward operation with their sequence number.
     """
 
-    def __init__(self, partition: Partition) -> None:
+    partition: Partition
+    module: nn.Module
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._partition = partition
+        self.marked: dict[str, set[str]] = defaultdict(set)  # kind -> lines
+        self.made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
+        self.wide: dict[int, int] = {}  # address of what is wide -> elements
+        self.masked: Operation | None = None
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # kind -> line -> seconds
-        self._marked: dict[str, set[str]] = defaultdict(set)  # kind -> lines
-        self._whole, self._operations = 0.0, 0
+        self._whole, self._backward, self._operations = 0.0, 0.0, 0
         self._learns: set[str] = set()  # lines that take values with a gradient
-        self._read: set[str] = set()  # lines that a backward pass came back through
-        self._made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
-        self._wide: dict[int, int] = {}  # address of what is wide -> elements
-        self._nodes: dict[int, tuple[str, list[str], float]] = {}  # sequence number -> line, kinds, seconds
+        self._read: set[str] = set()  # lines that a backward pass comes back through
+        self._nodes: dict[int, tuple[str, list[str], float, list[str]]] = {}  # as `_forward` knows its operation
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
-        self._masked: tuple[torch.Size, torch.dtype, Tensor] | None = None  # queries and mask of a call
+        self.single = all(p.dtype is not torch.float64 for p in self.module.parameters())
+        self._loops = Loops(self.module)
         self._newest = torch._C._autograd._get_sequence_nr()
         self._on, self._looks = False, True
 
@@ -66,9 +90,19 @@ class CloseLook(TorchDispatchMode):
     def end(self) -> None:
         """Under a mode that the loop has begun since it stays, and looks no more; a later call ends it."""
         self._looks = False
+        self._loops.end()
         if self._on and _get_current_dispatch_mode_stack()[-1] is self:
             self._on = False
             self.__exit__(None, None, None)
+
+    def forward_begins(self) -> None:
+        """What the loop repeats with every pass of its model is no loop within it."""
+        self._loops.end()
+
+    def backward_begins(self, roots: Any) -> None:
+        self._loops.end()
+        for node in graph_of(roots) if self._on else ():
+            self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began = time.thread_time()  # of one step other programs would have a large part
@@ -77,81 +111,62 @@ class CloseLook(TorchDispatchMode):
         self._operations += 1
         if self._looks and self._operations < MOST_OPERATIONS and self._in_passes():
             try:
-                self._count(func, args, kwargs, result, seconds)
+                node = torch._C._current_autograd_node()
+                if node is not None or self.partition.running is Phase.BACKWARD:
+                    self._count_backward(node, func.overloadpacket.__name__, args, seconds)
+                else:
+                    self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0
         return result
 
     def _in_passes(self) -> bool:
-        running = self._partition.running
-        of_loss = running is None and self._partition.intervals[-1].after is Phase.FORWARD
+        running = self.partition.running
+        of_loss = running is None and self.partition.intervals[-1].after is Phase.FORWARD
         return of_loss or running in (Phase.FORWARD, Phase.BACKWARD)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, seconds: float) -> None:
+    def _count_backward(self, node: Any, name: str, args: Any, seconds: float) -> None:
+        number = node._sequence_nr() if node is not None else -1
+        line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
+        if line and name in MATRIX_PRODUCTS:
+            self._head = number if self._head is None else self._head
+            if self._head == number and ZEROS not in kinds and any(map(nearly_empty, tensors(args))):
+                kinds = [*kinds, ZEROS]
+                self._nodes[number] = line, kinds, 0.0, lines
+                self.marked[ZEROS].add(line)
+                self._seconds[ZEROS][line] += forward
+        self._backward += seconds
+        for loop in lines:
+            self._seconds[BACKWARD][loop] += seconds
+        self._add(line, kinds, seconds)
+
+    def _count(self, func: Any, operands: list[Tensor], mask: Any, result: Any, seconds: float) -> None:
+        frames, newest = list(user_frames()), torch._C._autograd._get_sequence_nr()
+        line, name = (line_of(frames[0]) if frames else "?"), func.overloadpacket.__name__
+        self._head = None
+        operation = Operation(line, name, torch.Tag.pointwise in func.tags, operands, list(tensors(result)), mask)
+        kinds = [kind for kind, counts in COUNTED.items() if counts(self, operation)]
+        lines = self._loops.count(operation, frames, seconds)
+        for number in range(self._newest, newest):
+            self._nodes[number] = line, kinds, seconds, lines
+        self._newest = newest
+        if torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in operands):
+            self._learns.add(line)
+        self._add(line, [FORWARD, *kinds], seconds)
+
+    def _add(self, line: str, kinds: list[str], seconds: float) -> None:
         self._whole += seconds
-        node = torch._C._current_autograd_node()
-        if node is not None or self._partition.running is Phase.BACKWARD:
-            number = node._sequence_nr() if node is not None else -1
-            line, kinds, forward = self._nodes.get(number, ("", [], 0.0))
-            self._read.add(line)
-            if line and func.overloadpacket.__name__ in MATRIX_PRODUCTS:
-                self._head = number if self._head is None else self._head
-                if self._head == number and ZEROS not in kinds and any(map(nearly_empty, tensors(args))):
-                    kinds = [*kinds, ZEROS]
-                    self._nodes[number] = line, kinds, 0.0
-                    self._marked[ZEROS].add(line)
-                    self._seconds[ZEROS][line] += forward
-        else:
-            line, newest = user_line(), torch._C._autograd._get_sequence_nr()
-            operands = list(tensors(args))
-            if not torch.is_grad_enabled():
-                return
-            self._head = None
-            kinds = [ALL, *self._kinds(func, operands, list(tensors(result)), line)]
-            if (mask := (kwargs or {}).get("attn_mask")) is not None and hides_nothing_else(mask):
-                self._masked = operands[0].shape, operands[0].dtype, mask
-                self._marked[MASKED].add(line)
-                kinds.append(MASKED)
-            for number in range(self._newest, newest):
-                self._nodes[number] = line, kinds[1:], seconds
-            self._newest = newest
-            if any(t.requires_grad and not t.is_leaf for t in operands):
-                self._learns.add(line)
         for kind in kinds:
             self._seconds[kind][line] += seconds
 
-    def _kinds(self, func: Any, operands: list[Tensor], made: list[Tensor], line: str) -> list[str]:
-        """What this operation is counted as; lines are marked."""
-        name, found = func.overloadpacket.__name__, []
-        empty = [t for t in operands if nearly_empty(t)]
-        made_empty = {t.data_ptr(): line for t in made if nearly_empty(t)}
-        if empty and name in PRODUCTS:
-            self._marked[ZEROS] |= {line, *(self._made_by.get(t.data_ptr(), line) for t in empty)}
-        self._made_by |= made_empty
-        if empty or made_empty:
-            found.append(ZEROS)
-        if (torch.Tag.pointwise in func.tags or name in SPREADING) and is_wide(operands, made):
-            self._marked[WIDE].add(line)
-            self._wide[made[0].data_ptr()] = made[0].numel()
-            found.append(WIDE)
-        elif any(self._wide.get(t.data_ptr()) == t.numel() for t in operands):
-            self._wide |= {t.data_ptr(): t.numel() for t in made if t.numel() >= LEAST_WIDE}
-            found.append(WIDE)
-        if any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in made):
-            self._marked[DOUBLE].add(line)
-            found.append(DOUBLE)
-        if "linalg_" in name and any(word in name for word in COSTLY):
-            self._marked[DECOMPOSED].add(line)
-            found.append(DECOMPOSED)
-        return found
-
-    def facts(self, calls: Collection[str]) -> dict[str, Any]:
-        """`calls`: lines that call the model, whose passes are judged as a whole."""
-        marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in COUNTED}
-        if (masked := marked[MASKED]) is not None and self._masked is not None:
-            masked["part"] *= mask_saves(*self._masked)
-        return marked | {"unread_values": self._part(self._seconds[ALL], self._learns - self._read - set(calls))}
+    def facts(self, calls: Collection[str], passes: Passes) -> dict[str, Any]:
+        """`calls`: lines that call the model, whose passes are judged as a whole; `passes`: of recorded steps."""
+        marked = {kind: self._part(self._seconds[kind], self.marked[kind]) for kind in COUNTED}
+        if (found := marked[MASKED]) is not None and self.masked is not None:
+            found["part"] *= mask_saves(self.masked)
+        unread = self._part(self._seconds[FORWARD], self._learns - self._read - set(calls))
+        return marked | {"values_unread": unread, "line_slow": self._slow(set(calls), passes)}
 
     def _part(self, seconds: dict[str, float], lines: Iterable[str]) -> dict[str, Any] | None:
         """Of the passes' operations."""
@@ -160,6 +175,148 @@ class CloseLook(TorchDispatchMode):
             return None
         part = sum(taken for _, taken in found) / self._whole
         return {"part": part, "place": found[0][0], "lines": [line for line, _ in found[1:3]]}
+
+    def _slow(self, calls: set[str], passes: Passes) -> dict[str, Any] | None:
+        """The lines that take most of the passes beyond one call of each operation: by a loop, or by Python alone. Of
+        most recorded steps: other programs may hold up one of them anywhere."""
+        found: list[tuple[float, dict[str, Any]]] = []
+
+        def add(forward: list[float], backward: float, again: str, lines: list[str]) -> None:
+            part = statistics.median(forward) if forward else 0.0
+            fact = {FORWARD: part, BACKWARD: backward, "place": lines[0], "lines": [*lines[1:3], again]}
+            found.append((part + backward, fact))
+
+        for times, lines in self._loops.short(calls):
+            seen = Counter(line for looks in passes for look in looks for line in lines.intersection(look))
+            back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
+            looked = [sum(not lines.isdisjoint(look) for look in looks) / len(looks) for looks in passes]
+            more, order = 1 - 1 / times, sorted(lines, key=lambda line: -seen[line])
+            add([more * part for part in looked], more * back, f"the same operations {times} times", order)
+        # Time that goes by calls and by what they compute leaves no line more than the larger of its shares of the two.
+        operations, seconds = self._loops.calls, self._seconds[FORWARD]
+        for line in {look[0] for looks in passes for look in looks} - calls - {"?"}:
+            usual = max(operations[line] / (operations.total() or 1), seconds[line] / (sum(seconds.values()) or 1.0))
+            counts = [(sum(look[0] == line for look in looks), len(looks)) for looks in passes]
+            chance = NOISE * sum(n for n, _ in counts) ** 0.5 / sum(whole for _, whole in counts)
+            over = [count / whole - chance - usual for count, whole in counts]
+            add(over, 0.0, "Python that calls no operation", [line])
+        worst = max(found, key=lambda one: one[0], default=(0.0, None))
+        return worst[1] if worst[0] > 0 else None
+
+
+class Loops:
+    """Lines that call the same operations again and again, each time for a part of what one call could do. The layers
+    of a model do not: each has weights of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = {p.data_ptr() for p in module.parameters()}
+        self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]]]] = []  # the outermost first
+        self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
+        self._taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
+        self.calls: Counter[str] = Counter()  # operations of the innermost lines
+
+    def count(self, operation: Operation, frames: list[FrameType], seconds: float) -> list[str]:
+        """The lines of all functions that run."""
+        kept = sum(
+            1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], zip(self._running, reversed(frames), strict=False))
+        )
+        self.end(kept)
+        self._running += [(frame, defaultdict(Counter)) for frame in reversed(frames[: len(frames) - kept])]
+        weight = next((t.data_ptr() for t in operation.operands if t.data_ptr() in self._weights), 0)
+        lines = [line_of(frame) for frame in frames]
+        for line, (_, counts) in zip(reversed(lines), self._running, strict=True):
+            counts[line][operation.name, weight] += 1
+        self.calls[operation.line] += 1
+        for line in (found := list(dict.fromkeys(lines))):
+            self._taken[line].append(seconds)
+        return found
+
+    def end(self, kept: int = 0) -> None:
+        """All but so many of the functions have returned."""
+        for frame, counts in self._running[kept:]:
+            for line, calls in counts.items():
+                weighted = [number for (_, weight), number in calls.items() if weight]
+                before = self._times[frame.f_code]
+                before[line] = max(statistics.median_low(weighted or calls.values()), before.get(line, 0))
+        del self._running[kept:]
+
+    def short(self, calls: Collection[str]) -> Iterator[tuple[int, set[str]]]:
+        """How often, and the lines of one function that repeat what they call, where that is short: a model that is
+        applied again and again to what it gave has nothing to put together."""
+        for times in self._times.values():
+            lines = {line for line, number in times.items() if number >= LEAST_TIMES and line not in calls}
+            if lines and statistics.mean(x for line in lines for x in self._taken[line]) < SHORT_SECONDS:
+                yield max(times[line] for line in lines), lines
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+def _of_zeros(look: CloseLook, one: Operation) -> bool:
+    """Products of which nearly all of an operand is zero: one-hot rows, dense adjacency, gradients of outputs that no
+    loss reads; and what makes such operands."""
+    empty = [t for t in one.operands if nearly_empty(t)]
+    made = {t.data_ptr(): one.line for t in one.made if nearly_empty(t)}
+    if empty and one.name in PRODUCTS:
+        look.marked[ZEROS] |= {one.line, *(look.made_by.get(t.data_ptr(), one.line) for t in empty)}
+    look.made_by |= made
+    return bool(empty or made)
+
+
+def _spread(look: CloseLook, one: Operation) -> bool:
+    """Results many times as wide as what they are made of, and what works on them."""
+    if (one.pointwise or one.name in SPREADING) and is_wide(one.operands, one.made):
+        look.marked["broadcasts"].add(one.line)
+        look.wide[one.made[0].data_ptr()] = one.made[0].numel()
+        return True
+    if any(look.wide.get(t.data_ptr()) == t.numel() for t in one.operands):
+        look.wide |= {t.data_ptr(): t.numel() for t in one.made if t.numel() >= LEAST_WIDE}
+        return True
+    return False
+
+
+def _masked(look: CloseLook, one: Operation) -> bool:
+    """Attention that is given a causal mask."""
+    if one.mask is None or not hides_nothing_else(one.mask):
+        return False
+    look.masked = one
+    return True
+
+
+def _marks(kind: str, counts: Callable[[CloseLook, Operation], bool]) -> Callable[[CloseLook, Operation], bool]:
+    """The line of whatever counts is marked."""
+
+    def marks(look: CloseLook, one: Operation) -> bool:
+        found = counts(look, one)
+        if found:
+            look.marked[kind].add(one.line)
+        return found
+
+    return marks
+
+
+def _copies(_: CloseLook, one: Operation) -> bool:
+    large = any(t.numel() >= LEAST_ELEMENTS for t in one.made)
+    return large and one.name in COPIES and not torch.is_autocast_enabled(one.made[0].device.type)
+
+
+def _in_float64(look: CloseLook, one: Operation) -> bool:
+    """Of a model that is not in float64 itself."""
+    return look.single and any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in one.made)
+
+
+def _decomposes(_: CloseLook, one: Operation) -> bool:
+    return "linalg_" in one.name and any(word in one.name for word in COSTLY)
+
+
+COUNTED: dict[str, Callable[[CloseLook, Operation], bool]] = {
+    ZEROS: _of_zeros,
+    "broadcasts": _spread,
+    **{kind: _marks(kind, counts) for kind, counts in (
+        ("copies", _copies), ("float64_operations", _in_float64), ("decompositions", _decomposes), (MASKED, _masked),
+    )},
+}  # fmt: skip
+"""Fact -> whether an operation is counted there; which lines are to blame, it marks itself."""
 
 
 def is_wide(operands: list[Tensor], made: list[Tensor]) -> bool:
@@ -178,14 +335,14 @@ def hides_nothing_else(mask: Tensor) -> bool:
     return square and bool((visible == causal).all() and (hidden != causal).all())
 
 
-def mask_saves(shape: torch.Size, dtype: torch.dtype, mask: Tensor) -> float:
+def mask_saves(one: Operation) -> float:
     """Share of the attention's time, forward and backward, that is_causal=True saves over a causal mask."""
-    leaves = q, k, v = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+    leaves = q, k, v = [torch.randn_like(one.operands[0]).requires_grad_() for _ in range(3)]
 
     def both_ways(**how: Any) -> None:
         torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v, **how).sum(), leaves)
 
-    return share_saved(partial(both_ways, attn_mask=mask.detach()), partial(both_ways, is_causal=True))
+    return share_saved(partial(both_ways, attn_mask=one.mask.detach()), partial(both_ways, is_causal=True))
 
 
 def nearly_empty(tensor: Tensor) -> bool:

@@ -92,7 +92,7 @@ class GradientUse:
             del self._waiting[parameter]
 
     def facts(self, files: Sequence[str]) -> dict[str, Any]:
-        """Parts of the elements of all gradients of the step: `idle_gradients` no update read, `untouched_rows` are
+        """Parts of the elements of all gradients of the step: `gradients_idle` no update read, `rows_untouched` are
         rows of embeddings that no token of the batch was, zeros that an optimizer goes through all the same."""
         names = tuple(type(optimizer).__name__ for optimizer in self._optimizers)
         owned = _updated(self._optimizers)
@@ -101,17 +101,17 @@ class GradientUse:
                 one.read.add(parameter)
         whole = sum(p.numel() for one in self._passes for p in one.written)
         if not whole:
-            return {"idle_gradients": None, "untouched_rows": None}
+            return {"gradients_idle": None, "rows_untouched": None}
         left_out = {id(p) for p in self._module.parameters()} - owned
         idle = [_idle(one, owned, left_out) for one in self._passes]
         worst = max(range(len(idle)), key=lambda n: idle[n][0])
         return {
-            "idle_gradients": {
+            "gradients_idle": {
                 "part": sum(part for part, _ in idle) / whole,
                 "place": idle[worst][1][0] if idle[worst][1] else line_calling(names, files),
-                "lines": [*idle[worst][1][:3], line_calling(names, files) or "?"],
+                "lines": [*idle[worst][1][1:3], line_calling(names, files) or "?"],
             },
-            "untouched_rows": {"part": self._untouched or 0.0,
+            "rows_untouched": {"part": self._untouched or 0.0,
                                "place": line_calling(("Embedding", "EmbeddingBag"), files)},
         }  # fmt: skip
 
@@ -132,17 +132,20 @@ def _updated(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for p in parameters_of(optimizers)}
 
 
+def graph_of(roots: Any) -> list[Any]:
+    """The nodes that a backward pass from here comes through."""
+    nodes = [t.grad_fn for t in tensors(roots) if t.grad_fn is not None]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        before = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= before
+        nodes += before
+    return nodes
+
+
 def _leaves(roots: Any) -> list[Tensor]:
     """Whatever a backward pass from here writes gradients of."""
-    nodes, seen, found = [t.grad_fn for t in tensors(roots) if t.grad_fn is not None], set(), []
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        before = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(before)
-        nodes += before
-    return found
+    return [node.variable for node in graph_of(roots) if hasattr(node, "variable")]
 
 
 def _idle(one: _Pass, owned: set[int], left_out: set[int]) -> tuple[float, list[str]]:

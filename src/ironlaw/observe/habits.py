@@ -80,13 +80,13 @@ MODES = (
 NAMED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("oversubscribed", "threads_few"), ("set_num_threads", "OMP_NUM_THREADS", "MKL_NUM_THREADS")),
     "batch_small": ("batch_size", "BATCH_SIZE", "per_device_train_batch_size", "micro_batch", "bs"),
-    **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax")),
+    **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax", "need_weights", "eager")),
     "recompute_needless": ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable"),
     "recompiles": ("compile",),
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> what the code that it is about calls, or sets."""
-ONCE_A_STEP = ("updates_again", "optimizer_made", "zeroed_gradients", "retained_graphs", "added_gradients")
+ONCE_A_STEP = ("updates_again", "optimizer_rebuilt", "gradients_zeroed", "graphs_retained", "gradients_uncleared")
 PROFILERS = ("profile", "emit_itt", "Profile", "setprofile", "settrace", "tracemalloc")
 DOUBLE = ("double", "float64", "set_default_dtype")
 HALF = ("autocast", "bfloat16", "float16", "half", "bf16", "fp16")
@@ -136,6 +136,8 @@ class Habits:
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
         self.work += 1
+        if self._closely is not None:
+            self._closely.forward_begins()
         if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
             self.paddings.append(found)
         self._place = self.sees("forward pass")
@@ -164,6 +166,8 @@ class Habits:
     def backward_begins(self, roots: Any) -> None:
         self.work += 1
         self.gradients.backward_begins(roots)
+        if self._closely is not None:
+            self._closely.backward_begins(roots)
         self._backward_began = time.perf_counter()
 
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -171,7 +175,7 @@ class Habits:
         self.passes.append(time.perf_counter() - self._backward_began)
         given = dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
         if given.get("retain_graph") or given.get("create_graph"):  # a graph of the pass itself keeps the forward's
-            self.sees("retained_graphs")
+            self.sees("graphs_retained")
         self.gradients.backward_ended()
         self.look()
 
@@ -195,7 +199,7 @@ class Habits:
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """What `zero_grad` was given: whether gradients become zeros instead of nothing."""
         if kwargs.get("set_to_none", args[0] if args else True) is False:
-            self.sees("zeroed_gradients")
+            self.sees("gradients_zeroed")
 
     def look(self) -> None:
         self.on |= {mode.name for mode in MODES if mode.is_on()}
@@ -221,7 +225,7 @@ class Habits:
     def _begin_look(self) -> None:
         self.gradients.begin()
         if self.partition is not None and not _compiled_graphs():
-            self._closely = CloseLook(self.partition)
+            self._closely = CloseLook(self.partition, self.module)
             self._closely.begin()
 
     def end_look(self) -> None:
@@ -229,7 +233,7 @@ class Habits:
         if self._closely is not None:
             self._closely.end()
 
-    def facts(self, precision: str | None) -> dict[str, Any]:
+    def facts(self, precision: str | None, passes: Sequence[Sequence[Sequence[str]]]) -> dict[str, Any]:
         steps, here = max(1, len(self.resident)), self.partition is not None
         return {
             "left_on": [
@@ -240,11 +244,11 @@ class Habits:
             "float64": self._tried(self._most_weights() is torch.float64, None, torch.float32, DOUBLE),
             "half": self._tried(here and precision in ("bf16", "fp16"), None, torch.float32, HALF),
             "bf16": self._tried(here and precision == "fp32", torch.bfloat16, None),
-            "memory_growth": self._growth(),
+            "memory_grows": self._growth(),
             "graphs_again": self._again(),
             **{fact: self.most_seen(fact) for fact in ONCE_A_STEP},
             **self.gradients.facts(self._files),
-            **(self._closely.facts(self.lines["forward pass"]) if self._closely is not None else {}),
+            **(self._closely.facts(self.lines["forward pass"], passes) if self._closely is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
@@ -264,7 +268,7 @@ class Habits:
 
     def _again(self) -> dict[str, Any] | None:
         """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
-        kept = self.most_seen("retained_graphs")
+        kept = self.most_seen("graphs_retained")
         if kept is None or not self.again_seconds:
             return None
         return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}

@@ -24,6 +24,8 @@ from ironlaw.observe.events import SyncPoints
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import is_users, user_line
 
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter_tensor",
+                "barrier", "broadcast", "gather", "reduce")  # fmt: skip
 # Each makes the host wait for the device, and ends the time in which it could run ahead.
 _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
 
@@ -61,7 +63,7 @@ def listening(
         _wrap(stack, torch, "save", _phased(partition, lambda: _begins(listener, Phase.CHECKPOINT)))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
         if torch.distributed.is_available():
-            for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier", "broadcast"):
+            for name in _COLLECTIVES:
                 _wrap(stack, torch.distributed, name, _phased(partition, lambda: Phase.COMMUNICATION))
         yield
 
@@ -152,7 +154,7 @@ def _watch_optimizers(
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if role(optimizer) is not None:
-                listener.sees("optimizer_made")
+                listener.sees("optimizer_rebuilt")
 
         return made
 

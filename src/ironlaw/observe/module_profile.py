@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,21 +17,18 @@ from ironlaw.observe.memory_peak import KnownStorages, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
 from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import (
-    BACKWARD_NODE,
     LEAF,
     MARK,
     Span,
     StepSums,
     device_key,
     group_of,
-    innermost,
     kind_of,
     nest,
     span_key,
 )
 from ironlaw.observe.timeline import operation_segments, phase_segment, timeline
 
-MOST_LOSSES = 16  # operations of a loss in a step, forward and backward, of a few calls
 WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
 
 
@@ -44,7 +40,7 @@ class ModuleProfile:
     memory: MemoryPeak | None = None
     timeline: dict[str, Any] | None = None
     launches: int = 0  # calls of kernels per step
-    line_work: dict[str, list[tuple[str, float]]] = field(default_factory=dict)  # kind -> `StackSampler.busy_lines`
+    passes: list[list[list[str]]] = field(default_factory=list)  # `StackSampler.passes`
     recomputed_seconds: float | None = None  # wall time of forward passes within the backward pass, per step
 
 
@@ -64,44 +60,12 @@ Steps = Sequence[
 ]  # the partition's intervals of each recorded step; each ends at a mark of the trace
 
 
-def origins(spans: Sequence[Span], ends: Sequence[int], steps: Steps) -> Callable[[float], tuple[Kind, float | None]]:
-    """Of a moment of `time.perf_counter`: what the main thread worked at (Python between operations is host), and for
-    the backward pass the moment of the forward operation that it belongs to."""
-    moments = [interval.end.seconds * 1e9 for step in steps for interval in step]
-    offset = statistics.median(end - moment for end, moment in zip(ends, moments, strict=False))
-    main = main_lane(spans)
-    own = [span for span in spans if span.event.lane == main]
-    around = innermost(own)
-    called = {s.event.sequence: s.event.start for s in own if s.event.sequence >= 0 and not s.backward}
-
-    def at(seconds: float) -> tuple[Kind, float | None]:
-        span = around(seconds * 1e9 + offset)
-        kind = Kind.HOST if span is None or span.kernel is None else kind_of(span.kernel.name)
-        while span is not None and not span.name.startswith(BACKWARD_NODE):
-            span = span.parent
-        begun = called.get(span.event.sequence) if span is not None else None
-        return kind, (begun - offset) / 1e9 if begun is not None else None
-
-    return at
-
-
 def main_lane(spans: Sequence[Span]) -> int | str:
     """The thread that does most."""
     busy: dict[int | str, int] = defaultdict(int)
     for span in spans:
         busy[span.event.lane] += span.self_ns
     return max(busy, key=lambda lane: busy[lane])
-
-
-def line_work(
-    spans: Sequence[Span], ends: Sequence[int], steps: Steps, sampler: StackSampler
-) -> dict[str, list[tuple[str, float]]]:
-    """Kind of work to the user's lines that spent most time in it. A loss that is cut into many is host's work."""
-    losses = sum(span.kernel is span.event and kind_of(span.name) is Kind.LOSS for span in spans)
-    many = {Kind.LOSS} if losses > MOST_LOSSES * len(steps) else set()
-    origin = origins(spans, ends, steps)
-    wanted = {Kind.HOST: {Kind.HOST} | many, Kind.ELEMENTWISE: {Kind.ELEMENTWISE}}
-    return {str(kind): sampler.busy_lines(kinds, origin) for kind, kinds in wanted.items()}
 
 
 def read_modules(
@@ -135,7 +99,7 @@ def read_modules(
         lines=sums.lines(),
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
         timeline=_timeline(stretches, spans, events, steps),
-        line_work=line_work(spans, ends, recorded, sampler) if sampler is not None and spans else {},
+        passes=sampler.passes(recorded) if sampler is not None else [],
         launches=round(sum(sums.counts.values()) / steps),
         recomputed_seconds=None if on_device else _recomputed(spans, steps),
     )

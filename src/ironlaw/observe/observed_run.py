@@ -162,6 +162,6 @@ def _add_profile(ledger: Ledger, observed: Observed) -> None:
     ledger.facts["profiled_step_seconds"] = float(np.mean(recorded))
     ledger.facts["timeline"] = profile.timeline
     ledger.facts["launches_per_step"] = profile.launches
-    ledger.facts["recomputed_seconds"], ledger.facts["line_work"] = profile.recomputed_seconds, profile.line_work
+    ledger.facts["recomputed_seconds"] = profile.recomputed_seconds
     if peak is not None:
         ledger.facts["memory_groups"], ledger.facts["memory_curve"] = peak.groups, peak.curve

@@ -3,28 +3,25 @@ in recorded steps only."""
 
 from __future__ import annotations
 
-import bisect
 import queue
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Self
 
-import torch
-
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Phase
 from ironlaw.observe.partition import Interval, Partition
-from ironlaw.observe.user_code import is_users, stacks, user_line
+from ironlaw.observe.user_code import line_of, stacks, user_frames, user_line
 
 EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
+MOST_LINES = 12  # of a phase: more are not kept
 BUSY = 0.1  # of a core: a thread that computes less holds nothing up
-_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 _TOKENISE = ("token", "encode", "bpe")
 _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
             "matplotlib", "seaborn", "plotly", "PIL")  # fmt: skip
@@ -35,16 +32,13 @@ class StackSampler:
     "tokenise", or "read"; `place()`: the user's line; `logging_fraction()`: of the time in no phase, what logging took.
     """
 
-    def __init__(self, partition: Partition, loop: CodeType | None = None, calls: Collection[str] = ()) -> None:
-        """`loop`: the function whose lines stand for what they call, where that is the loop's own time. `calls`: lines
-        that call the model, in which a model of library modules spends all its time."""
+    def __init__(self, partition: Partition, loop: CodeType | None = None) -> None:
+        """`loop`: the function whose lines stand for what they call, where that is the loop's own time."""
         self._partition, self._thread_id, self._loop = partition, threading.get_ident(), loop
-        self._calls = calls
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
-        # Interval (whose phase the next one tells, where it is a gap), line, line of the loop, moment, and whether a
-        # module of a library was at work there.
-        self._lines: list[tuple[Interval, str, str, float, bool]] = []
+        # Interval (whose phase the next one tells, where it is a gap), the user's lines, and the one of the loop.
+        self._looks: list[tuple[Interval, list[str], str]] = []
         self._gaps: Counter[bool] = Counter()  # logging, or something else
         self._beside: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
         self._ended = threading.Event()
@@ -80,8 +74,8 @@ class StackSampler:
             return
         for other, its in frames.items():
             self._beside[other][user_line(its)] += 1
-        inner, outer = user_line(frame), user_line(frame, self._loop)
-        self._lines.append((self._partition.intervals[-1], inner, outer, time.perf_counter(), _in_library(frame)))
+        lines = [line_of(its) for its in user_frames(frame)] or ["?"]
+        self._looks.append((self._partition.intervals[-1], lines, user_line(frame, self._loop)))
         if running in (None, Phase.HOST):
             self._gaps[logs(frame)] += 1
         elif running is Phase.DATA:
@@ -94,7 +88,7 @@ class StackSampler:
         lines of the loop, with what was found most within them."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
         within: dict[str, Counter[str]] = defaultdict(Counter)
-        for interval, inner, outer, *_ in self._lines:
+        for interval, (inner, *_), outer in self._looks:
             phase = interval.phase or Phase.HOST
             counts[phase][outer if phase is Phase.HOST else inner] += 1
             within[outer][inner] += phase is Phase.HOST
@@ -104,26 +98,17 @@ class StackSampler:
             return place if most == place else f"{place} (in {most})"
 
         return {
-            str(phase): [(named(phase, place), count / here.total()) for place, count in here.most_common(3)]
+            str(phase): [(named(phase, place), count / here.total()) for place, count in here.most_common(MOST_LINES)]
             for phase, here in counts.items()
         }
 
-    def busy_lines(
-        self, kinds: Collection[Kind], origin: Callable[[float], tuple[Kind, float | None]]
-    ) -> list[tuple[str, float]]:
-        """The user's lines of the forward pass and the loss that spent most time in these kinds of work, their part of
-        the backward pass included, each with its share of all recorded time. `origin`: of `module_profile.origins`.
-        What a library's module computes is that module's doing, but for the Python around it."""
-        moments = [seconds for *_, seconds, _ in self._lines]
-        here: Counter[str] = Counter()
-        for interval, place, _, seconds, library in self._lines:
-            kind, begun = origin(seconds) if interval.phase in (Phase.FORWARD, Phase.BACKWARD) else (None, None)
-            if kind not in kinds or (interval.phase is Phase.BACKWARD and begun is None):
-                continue
-            if begun is not None:  # the line that was seen last when the forward operation began
-                _, place, _, _, library = self._lines[max(0, bisect.bisect_right(moments, begun) - 1)]
-            here[place] += place not in self._calls and not (library and kind is Kind.ELEMENTWISE)
-        return [(place, count / len(self._lines)) for place, count in here.most_common(3) if count]
+    def passes(self, steps: Sequence[Sequence[Interval]]) -> list[list[list[str]]]:
+        """Of each step its looks at forward passes and losses: the user's lines on the stack, the innermost first."""
+        looks: dict[int, list[list[str]]] = defaultdict(list)  # by interval
+        for interval, lines, _ in self._looks:
+            looks[id(interval)] += [lines] if interval.phase is Phase.FORWARD else []
+        found = [[look for interval in step for look in looks[id(interval)]] for step in steps]
+        return [step for step in found if step]
 
     def busy_thread(self) -> dict[str, Any] | None:
         """The line of the thread beside the loop's that computed most, and the part of a core that it had."""
@@ -187,16 +172,6 @@ def logs(frame: FrameType | None) -> bool:
 @cache  # a look must end before it has to let go of the interpreter's lock: see `_run`
 def _is_loggers(file: str) -> bool:
     return any(name in Path(file).parts for name in _LOGGERS)
-
-
-def _in_library(frame: FrameType | None) -> bool:
-    """Whether the innermost line of the user's calls a module of PyTorch's own."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        file = frame.f_code.co_filename
-        if file.startswith(_MODULES) and not file.endswith("module.py"):  # which calls everybody's
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _waits(frame: FrameType) -> bool:

@@ -39,6 +39,10 @@ def user_frame(frame: FrameType | None = None) -> FrameType | None:
     return frame
 
 
+def line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str:
     """file:line of the innermost line that belongs to no library, "?" without; with `of` of the one of this function
     around it."""
@@ -46,7 +50,7 @@ def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str
     while of is not None and frame is not None and frame.f_code is not of:
         frame = frame.f_back
     frame = frame or inner
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "?" if frame is None else line_of(frame)
 
 
 @contextmanager
@@ -63,8 +67,9 @@ def stacks() -> Iterator[dict[int, FrameType]]:
             gc.enable()
 
 
-def user_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+def user_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """The innermost first."""
+    frame = frame if frame is not None else sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             yield frame
@@ -124,7 +129,8 @@ def clipping_line(files: Sequence[str]) -> str | None:
 
 
 def padding_line(files: Sequence[str]) -> str | None:
-    """Where rows are filled up, by what code calls it: a function before a keyword before a variable."""
+    """Where rows are filled up, by what code calls it: a function before a keyword before a variable; else a list that
+    is repeated."""
     found = []
     for file, node in _nodes(files):
         match node:
@@ -134,6 +140,8 @@ def padding_line(files: Sequence[str]) -> str | None:
                 rank = 1
             case ast.Name(id=name, ctx=ast.Load()):
                 rank = 2
+            case ast.BinOp(op=ast.Mult(), left=ast.List(elts=[_])):
+                name, rank = "pad", 3
             case _:
                 continue
         if (name.islower() or name.isupper()) and any(word in name.lower() for word in _FILLING):  # and no class

@@ -256,7 +256,7 @@ class Watch:
         if not self._gradients():
             self.gradients_found = "forward"
         elif any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None):
-            self._habits.sees("added_gradients")
+            self._habits.sees("gradients_uncleared")
 
     def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.backward_ended(args, kwargs)
@@ -315,9 +315,7 @@ class Watch:
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
-        self.sampler = self._recording_stack.enter_context(
-            StackSampler(self.partition, self._habits.loop, self._habits.lines["forward pass"])
-        )
+        self.sampler = self._recording_stack.enter_context(StackSampler(self.partition, self._habits.loop))
         self._recorder = self._recording_stack.enter_context(profiled(self.device.type))
         self.partition.on_mark = mark
         self.partition.start()
@@ -404,7 +402,7 @@ class Watch:
             "autocast": None, "precision": None,
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
-            **self._habits.facts(self.inputs.get("precision")),
+            **self._habits.facts(self.inputs.get("precision"), self._profile.passes if self._profile else ()),
             "updates": [asdict(update) for update in updates_of(self.optimizers)],
             "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,

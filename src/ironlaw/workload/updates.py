@@ -90,8 +90,7 @@ class Update:
         """Kernels of one update."""
         if self.like == "muon":
             made = [op for shape, count in self.shapes for op in muon_update(shape, count)]
-        elif self.fused or self.like in ("rmsprop", "adafactor", "adam8bit"):
-            assert self.like is not None
+        elif self.like is not None and (self.fused or self.like in ("rmsprop", "adafactor", "adam8bit")):
             made = [
                 *elementwise_update(self.like, self.elements, cuda),
                 streamed("", "update_tensors", self.tensors, 0),
