@@ -21,10 +21,10 @@ NAMED: Any = dict
 NUMBERS = (
     "accumulation", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
     "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "delayed_gap_seconds",
-    "delayed_seconds", "forwards_per_step",
+    "delayed_seconds",
     "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
     "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "pace", "peak_bytes",
-    "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host", "read_forwards_per_step",
+    "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host",
     "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "sequence",
     "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads",
     "tokens_per_micro_batch", "world_size",
@@ -37,8 +37,9 @@ TEXTS = (
 
 WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_in_eval", "optimizer_rebuilt",
             "unscaled", "updates_again")  # fmt: skip
-PARTS = ("attention_masked", "broadcasts", "copies", "decompositions", "float64_operations", "gradients_idle",
-         "graphs_again", "padding", "rows_untouched", "values_unread", "zeros_multiplied")  # fmt: skip
+PARTS = ("attention_masked", "broadcasts", "copies", "decompositions", "float64_operations", "forwards_unread",
+         "gradients_idle", "graphs_again", "padding", "rows_untouched", "values_unread",
+         "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:
@@ -71,7 +72,6 @@ def _facts() -> dict[str, Any]:
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         **dict.fromkeys(("bf16", "float64"), _record(saved=Number, place=(text, None))),
-        "forward_lines": list[str],
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
         "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],
         "lines": dict[str, list[tuple[str, Number]]],

@@ -101,9 +101,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "phases": {"optimizer": 0.1},
     },
     "attention_kernel": {"gains": {"native": 0.2}},
-    "forwards_unread": {
-        "facts": {"forwards_per_step": 2.0, "read_forwards_per_step": 1.0, "forward_lines": ["a.py:9"]}
-    },
+    "forwards_unread": {"facts": {"forwards_unread": {"part": 0.5, "place": "a.py:9"}}},
     "attention_unfused": {"gains": {"attention": 0.3}},
     "attention_unfused_trace": {"facts": {"unfused_attention": True}},
     "batch_small": {"gains": {"batch": 0.6}},

@@ -31,10 +31,8 @@ def _off_plan(e: RunEvidence) -> float | None:
 def _tell_off_plan(e: RunEvidence) -> tuple[str, list[str]]:
     kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
     here = f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"
-    took = "time that was not planned"
-    if planned:
-        took = f"{measured / planned:.2f} times what this machine was measured to need for them"
-    return f"Operations of kind {kind} take {took}.", [here]
+    times = f"{measured / planned:.2f} times what this machine was measured to need for them" if planned else ""
+    return f"Operations of kind {kind} take {times or 'time that was not planned'}.", [here]
 
 
 def _evaluations(e: RunEvidence) -> float | None:

@@ -6,6 +6,7 @@ Most need facts that `ironlaw.observe` collects; a run without them lists these 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.explain.evidence import RunEvidence
@@ -101,20 +102,6 @@ def _tell_growth(e: RunEvidence) -> tuple[str, list[str]]:
     return f"Memory grows from step to step{keeps}", figures
 
 
-def _unread_forwards(e: RunEvidence) -> float | None:
-    """Forward passes with gradients enabled that no backward pass comes through, as a share of the step."""
-    forwards, read = e.fact("forwards_per_step"), e.fact("read_forwards_per_step")
-    if not forwards or not read:
-        return None
-    return max(0.0, 1 - read / forwards) * (e.phase_share(Phase.FORWARD) or 0.0)
-
-
-def _unread_figures(e: RunEvidence) -> list[str]:
-    forwards, read = e.fact("forwards_per_step"), e.fact("read_forwards_per_step")
-    passes = f"backward passes come through {read:.1f} of {forwards:.1f} forward passes per step"
-    return [*(e.fact("forward_lines") or [])[:3], passes]
-
-
 def _recompiles(e: RunEvidence) -> float | None:
     """Wall time of steps, after the first few, in which the compiler ran, above that of a typical step."""
     spent, wall = e.fact("recompile_seconds"), e.fact("wall_seconds") or {}
@@ -133,10 +120,8 @@ def _by_hand(e: RunEvidence) -> float | None:
 
 def _wherever(name: str, value: float, sentence: Any, advice: str, source: str) -> Rule:
     """A fault, or with `NOTICED` a notice, of which the run has the fact or not; `value` says no more than that."""
-    return Rule(
-        name, Axis.ALGORITHM, FREE, _found(name, value), sentence, advice, source, lambda _: [], placed=name,
-        noticed=NOTICED,
-    )  # fmt: skip
+    rule = Rule(name, Axis.ALGORITHM, FREE, _found(name, value), sentence, advice, source, lambda _: [])
+    return replace(rule, placed=name, noticed=NOTICED)
 
 
 def _part_of(
@@ -253,12 +238,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "from ironlaw.kernels.attention import causal_attention, in place of scaled_dot_product_attention",
         "both kernels timed at the run's shapes when it ended", tier=Tier.OFFER,
     ),
-    Rule(
-        "forwards_unread", Axis.ALGORITHM, 0.05, _unread_forwards,
+    _part_of(
+        (Phase.FORWARD,), "forwards_unread", 0.05,
         "The model runs forward for nothing: {share} of the step computes, with gradients enabled, what no backward "
         "pass comes back to.",
         "with torch.no_grad(): around what is only looked at, and less often",
-        "a pass that nothing learns from is free to leave out; 5% as for evaluation", _unread_figures,
+        "a pass that nothing learns from is free to leave out; 5% as for evaluation",
     ),
     _part_of(
         PASSES, "values_unread", 0.05,

@@ -66,7 +66,7 @@ class CloseLook(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.marked: dict[str, set[str]] = defaultdict(set)  # kind -> lines
+        self._marked: dict[str, set[str]] = defaultdict(set)  # kind -> lines
         self.made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self.wide: dict[int, int] = {}  # address of what is wide -> elements
         self.masked: Operation | None = None
@@ -95,11 +95,8 @@ class CloseLook(TorchDispatchMode):
             self._on = False
             self.__exit__(None, None, None)
 
-    def forward_begins(self) -> None:
-        """What the loop repeats with every pass of its model is no loop within it."""
-        self._loops.end()
-
-    def backward_begins(self, roots: Any) -> None:
+    def pass_begins(self, roots: Any = ()) -> None:
+        """A forward pass, or a backward pass from `roots`; what is repeated with every pass is no loop within one."""
         self._loops.end()
         for node in graph_of(roots) if self._on else ():
             self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
@@ -134,7 +131,7 @@ class CloseLook(TorchDispatchMode):
             if self._head == number and ZEROS not in kinds and any(map(nearly_empty, tensors(args))):
                 kinds = [*kinds, ZEROS]
                 self._nodes[number] = line, kinds, 0.0, lines
-                self.marked[ZEROS].add(line)
+                self._marked[ZEROS].add(line)
                 self._seconds[ZEROS][line] += forward
         self._backward += seconds
         for loop in lines:
@@ -146,7 +143,10 @@ class CloseLook(TorchDispatchMode):
         line, name = (line_of(frames[0]) if frames else "?"), func.overloadpacket.__name__
         self._head = None
         operation = Operation(line, name, torch.Tag.pointwise in func.tags, operands, list(tensors(result)), mask)
-        kinds = [kind for kind, counts in COUNTED.items() if counts(self, operation)]
+        blamed = {kind: counts(self, operation) for kind, counts in COUNTED.items()}
+        kinds = [kind for kind, lines in blamed.items() if lines is not None]
+        for kind in kinds:
+            self._marked[kind] |= blamed[kind] or set()
         lines = self._loops.count(operation, frames, seconds)
         for number in range(self._newest, newest):
             self._nodes[number] = line, kinds, seconds, lines
@@ -162,7 +162,7 @@ class CloseLook(TorchDispatchMode):
 
     def facts(self, calls: Collection[str], passes: Passes) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole; `passes`: of recorded steps."""
-        marked = {kind: self._part(self._seconds[kind], self.marked[kind]) for kind in COUNTED}
+        marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in COUNTED}
         if (found := marked[MASKED]) is not None and self.masked is not None:
             found["part"] *= mask_saves(self.masked)
         unread = self._part(self._seconds[FORWARD], self._learns - self._read - set(calls))
@@ -252,71 +252,55 @@ class Loops:
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 
-def _of_zeros(look: CloseLook, one: Operation) -> bool:
+def _of_zeros(look: CloseLook, one: Operation) -> set[str] | None:
     """Products of which nearly all of an operand is zero: one-hot rows, dense adjacency, gradients of outputs that no
     loss reads; and what makes such operands."""
     empty = [t for t in one.operands if nearly_empty(t)]
     made = {t.data_ptr(): one.line for t in one.made if nearly_empty(t)}
-    if empty and one.name in PRODUCTS:
-        look.marked[ZEROS] |= {one.line, *(look.made_by.get(t.data_ptr(), one.line) for t in empty)}
+    blamed = {look.made_by.get(t.data_ptr(), one.line) for t in empty} if one.name in PRODUCTS else set()
     look.made_by |= made
-    return bool(empty or made)
+    return blamed | ({one.line} if blamed else set()) if empty or made else None
 
 
-def _spread(look: CloseLook, one: Operation) -> bool:
+def _spread(look: CloseLook, one: Operation) -> set[str] | None:
     """Results many times as wide as what they are made of, and what works on them."""
     if (one.pointwise or one.name in SPREADING) and is_wide(one.operands, one.made):
-        look.marked["broadcasts"].add(one.line)
         look.wide[one.made[0].data_ptr()] = one.made[0].numel()
-        return True
+        return {one.line}
     if any(look.wide.get(t.data_ptr()) == t.numel() for t in one.operands):
         look.wide |= {t.data_ptr(): t.numel() for t in one.made if t.numel() >= LEAST_WIDE}
-        return True
-    return False
+        return set()
+    return None
 
 
-def _masked(look: CloseLook, one: Operation) -> bool:
+def _copies(_: CloseLook, one: Operation) -> set[str] | None:
+    large = one.name in COPIES and one.made[0].numel() >= LEAST_ELEMENTS
+    return {one.line} if large and not torch.is_autocast_enabled(one.made[0].device.type) else None
+
+
+def _in_float64(look: CloseLook, one: Operation) -> set[str] | None:
+    """Of a model that is not in float64 itself."""
+    large = any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in one.made)
+    return {one.line} if large and look.single else None
+
+
+def _decomposes(_: CloseLook, one: Operation) -> set[str] | None:
+    return {one.line} if "linalg_" in one.name and any(word in one.name for word in COSTLY) else None
+
+
+def _masked(look: CloseLook, one: Operation) -> set[str] | None:
     """Attention that is given a causal mask."""
     if one.mask is None or not hides_nothing_else(one.mask):
-        return False
+        return None
     look.masked = one
-    return True
+    return {one.line}
 
 
-def _marks(kind: str, counts: Callable[[CloseLook, Operation], bool]) -> Callable[[CloseLook, Operation], bool]:
-    """The line of whatever counts is marked."""
-
-    def marks(look: CloseLook, one: Operation) -> bool:
-        found = counts(look, one)
-        if found:
-            look.marked[kind].add(one.line)
-        return found
-
-    return marks
-
-
-def _copies(_: CloseLook, one: Operation) -> bool:
-    large = any(t.numel() >= LEAST_ELEMENTS for t in one.made)
-    return large and one.name in COPIES and not torch.is_autocast_enabled(one.made[0].device.type)
-
-
-def _in_float64(look: CloseLook, one: Operation) -> bool:
-    """Of a model that is not in float64 itself."""
-    return look.single and any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in one.made)
-
-
-def _decomposes(_: CloseLook, one: Operation) -> bool:
-    return "linalg_" in one.name and any(word in one.name for word in COSTLY)
-
-
-COUNTED: dict[str, Callable[[CloseLook, Operation], bool]] = {
-    ZEROS: _of_zeros,
-    "broadcasts": _spread,
-    **{kind: _marks(kind, counts) for kind, counts in (
-        ("copies", _copies), ("float64_operations", _in_float64), ("decompositions", _decomposes), (MASKED, _masked),
-    )},
+COUNTED: dict[str, Callable[[CloseLook, Operation], set[str] | None]] = {
+    ZEROS: _of_zeros, "broadcasts": _spread, "copies": _copies, "float64_operations": _in_float64,
+    "decompositions": _decomposes, MASKED: _masked,
 }  # fmt: skip
-"""Fact -> whether an operation is counted there; which lines are to blame, it marks itself."""
+"""Rule -> the lines to blame for an operation that counts there, None where it does not."""
 
 
 def is_wide(operands: list[Tensor], made: list[Tensor]) -> bool:

@@ -137,7 +137,7 @@ class Habits:
         self.forwards += 1
         self.work += 1
         if self._closely is not None:
-            self._closely.forward_begins()
+            self._closely.pass_begins()
         if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
             self.paddings.append(found)
         self._place = self.sees("forward pass")
@@ -167,7 +167,7 @@ class Habits:
         self.work += 1
         self.gradients.backward_begins(roots)
         if self._closely is not None:
-            self._closely.backward_begins(roots)
+            self._closely.pass_begins(roots)
         self._backward_began = time.perf_counter()
 
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ class Habits:
             self._closely.end()
 
     def facts(self, precision: str | None, passes: Sequence[Sequence[Sequence[str]]]) -> dict[str, Any]:
-        steps, here = max(1, len(self.resident)), self.partition is not None
+        here = self.partition is not None
         return {
             "left_on": [
                 {"name": mode.name, "saved": _saved_without(mode, self.call), "remedy": mode.remedy,
@@ -254,11 +254,17 @@ class Habits:
             "unscaled": self._unscaled(precision),
             "places": self._places(),
             "rollouts": self.lines["rollout"].total() / max(1, self.lines["evaluation_frequent"].total()),
-            "forwards_per_step": self.forwards / steps,
-            "read_forwards_per_step": self.read / steps,
-            "forward_lines": [place for place, count in self.lines["unread pass"].most_common(4) if count],
+            "forwards_unread": self._unread(),
             "profiled": line_calling(PROFILERS, self._files) or "?" if self.profiled or self.traced else None,
         }  # fmt: skip
+
+    def _unread(self) -> dict[str, Any] | None:
+        """Forward passes with gradients enabled that no backward pass comes through."""
+        if not self.read or self.read >= self.forwards:
+            return None
+        lines = [place for place, count in self.lines["unread pass"].most_common(3) if count]
+        told = f"backward passes come through {self.read} of {self.forwards} forward passes"
+        return {"part": 1 - self.read / self.forwards, "place": None, "lines": [*lines, told]}
 
     def _padding(self) -> dict[str, Any] | None:
         if not self.paddings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from typing import Any
 
 import torch
@@ -70,21 +69,3 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         elif value is not None and not isinstance(value, bool | int | float | str):
             return None
     return inputs
-
-
-def describe_model(module: nn.Module) -> dict[str, Any]:
-    """Counts, and the distinct shapes of weights: what decides how well matrix units are used."""
-    shapes: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for child in module.modules():
-        weight = getattr(child, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() >= 2:
-            shapes[type(child).__name__, tuple(weight.shape)] += 1
-    config = getattr(module, "config", None)
-    heads = next((getattr(config, n) for n in ("num_attention_heads", "n_head", "heads") if hasattr(config, n)), None)
-    return {
-        "parameters": sum(p.numel() for p in module.parameters()),
-        "tensors": sum(1 for _ in module.parameters()),
-        "heads": heads if isinstance(heads, int) else None,
-        "weights": [{"module": kind, "shape": list(shape), "count": n} for (kind, shape), n in shapes.most_common(40)],
-        "recomputes": bool(getattr(module, "is_gradient_checkpointing", False)),
-    }

@@ -15,7 +15,6 @@ from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import KnownStorages, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
-from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import (
     LEAF,
     MARK,
@@ -40,7 +39,6 @@ class ModuleProfile:
     memory: MemoryPeak | None = None
     timeline: dict[str, Any] | None = None
     launches: int = 0  # calls of kernels per step
-    passes: list[list[list[str]]] = field(default_factory=list)  # `StackSampler.passes`
     recomputed_seconds: float | None = None  # wall time of forward passes within the backward pass, per step
 
 
@@ -69,9 +67,8 @@ def main_lane(spans: Sequence[Span]) -> int | str:
 
 
 def read_modules(
-    events: Sequence[Event], allocations: Sequence[Allocation], recorded: Steps, held: KnownStorages,
-    sampler: StackSampler | None = None,
-) -> ModuleProfile:  # fmt: skip
+    events: Sequence[Event], allocations: Sequence[Allocation], recorded: Steps, held: KnownStorages
+) -> ModuleProfile:
     ends = [event.start for event in events if event.name == MARK]
     named = [(number, interval.phase) for number, step in enumerate(recorded) for interval in step]
     ends, named = ends[: len(named)], named[: len(ends)]
@@ -99,7 +96,6 @@ def read_modules(
         lines=sums.lines(),
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
         timeline=_timeline(stretches, spans, events, steps),
-        passes=sampler.passes(recorded) if sampler is not None else [],
         launches=round(sum(sums.counts.values()) / steps),
         recomputed_seconds=None if on_device else _recomputed(spans, steps),
     )

@@ -42,7 +42,7 @@ from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_cou
 from ironlaw.observe.gradients import parameters_of
 from ironlaw.observe.habits import LOOKED_AT, Habits
 from ironlaw.observe.hooks import Listener, listening, sync_points
-from ironlaw.observe.inputs import describe_inputs, describe_model
+from ironlaw.observe.inputs import describe_inputs
 from ironlaw.observe.measured import storage_bytes, tree_bytes
 from ironlaw.observe.memory_peak import KnownStorages
 from ironlaw.observe.module_profile import ModuleProfile, mark, module_paths, read_modules
@@ -330,7 +330,7 @@ class Watch:
         if self._recording:
             self.sync_steps = len(self._recording)
             self._profile = read_modules(
-                recorded_events(recorder), recorded_allocations(recorder), self._recording, self._held, self.sampler
+                recorded_events(recorder), recorded_allocations(recorder), self._recording, self._held
             )
         self.partition.start()
         self.profiling_seconds += time.perf_counter() - began
@@ -360,6 +360,7 @@ class Watch:
         usual = sorted(self.micro_batches)[len(self.micro_batches) // 2]
         waited = sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
         anew = self._habits.most_seen("loader begun")
+        looks = self.sampler.passes(self._recording) if self.sampler is not None else ()
         facts: dict[str, Any] = {
             "source": "observe",
             "machine": torch.cuda.get_device_name() if self.device.type == "cuda" else host.cpu_name(),
@@ -401,8 +402,8 @@ class Watch:
             "sync_points": describe_sync_points(self.sync, self.sync_steps),
             "autocast": None, "precision": None,
             **{key: value for key, value in self.inputs.items() if key != "signature"},
-            "model": {"name": self.name, **describe_model(_inner(self.model))},
-            **self._habits.facts(self.inputs.get("precision"), self._profile.passes if self._profile else ()),
+            "model": {"name": self.name, "parameters": sum(p.numel() for p in self.model.parameters())},
+            **self._habits.facts(self.inputs.get("precision"), looks),
             "updates": [asdict(update) for update in updates_of(self.optimizers)],
             "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,
