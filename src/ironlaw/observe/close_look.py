@@ -41,7 +41,7 @@ Passes = Sequence[Sequence[Sequence[str]]]  # step, look, the user's lines: `Sta
 
 
 @dataclass(frozen=True)
-class Operation:
+class CountedCall:
     """One of a forward pass or a loss, with the line of the user's that calls it."""
 
     line: str
@@ -69,7 +69,7 @@ class CloseLook(TorchDispatchMode):
         self._marked: dict[str, set[str]] = defaultdict(set)  # kind -> lines
         self.made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self.wide: dict[int, int] = {}  # address of what is wide -> elements
-        self.masked: Operation | None = None
+        self.masked: CountedCall | None = None
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # kind -> line -> seconds
         self._whole, self._backward, self._operations = 0.0, 0.0, 0
         self._learns: set[str] = set()  # lines that take values with a gradient
@@ -142,7 +142,7 @@ class CloseLook(TorchDispatchMode):
         frames, newest = list(user_frames()), torch._C._autograd._get_sequence_nr()
         line, name = (line_of(frames[0]) if frames else "?"), func.overloadpacket.__name__
         self._head = None
-        operation = Operation(line, name, torch.Tag.pointwise in func.tags, operands, list(tensors(result)), mask)
+        operation = CountedCall(line, name, torch.Tag.pointwise in func.tags, operands, list(tensors(result)), mask)
         blamed = {kind: counts(self, operation) for kind, counts in COUNTED.items()}
         kinds = [kind for kind, lines in blamed.items() if lines is not None]
         for kind in kinds:
@@ -215,7 +215,7 @@ class Loops:
         self._taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
         self.calls: Counter[str] = Counter()  # operations of the innermost lines
 
-    def count(self, operation: Operation, frames: list[FrameType], seconds: float) -> list[str]:
+    def count(self, operation: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """The lines of all functions that run."""
         kept = sum(
             1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], zip(self._running, reversed(frames), strict=False))
@@ -252,7 +252,7 @@ class Loops:
 # -- what is counted --------------------------------------------------------------------------------------------------
 
 
-def _of_zeros(look: CloseLook, one: Operation) -> set[str] | None:
+def _of_zeros(look: CloseLook, one: CountedCall) -> set[str] | None:
     """Products of which nearly all of an operand is zero: one-hot rows, dense adjacency, gradients of outputs that no
     loss reads; and what makes such operands."""
     empty = [t for t in one.operands if nearly_empty(t)]
@@ -262,7 +262,7 @@ def _of_zeros(look: CloseLook, one: Operation) -> set[str] | None:
     return blamed | ({one.line} if blamed else set()) if empty or made else None
 
 
-def _spread(look: CloseLook, one: Operation) -> set[str] | None:
+def _spread(look: CloseLook, one: CountedCall) -> set[str] | None:
     """Results many times as wide as what they are made of, and what works on them."""
     if (one.pointwise or one.name in SPREADING) and is_wide(one.operands, one.made):
         look.wide[one.made[0].data_ptr()] = one.made[0].numel()
@@ -273,22 +273,22 @@ def _spread(look: CloseLook, one: Operation) -> set[str] | None:
     return None
 
 
-def _copies(_: CloseLook, one: Operation) -> set[str] | None:
+def _copies(_: CloseLook, one: CountedCall) -> set[str] | None:
     large = one.name in COPIES and one.made[0].numel() >= LEAST_ELEMENTS
     return {one.line} if large and not torch.is_autocast_enabled(one.made[0].device.type) else None
 
 
-def _in_float64(look: CloseLook, one: Operation) -> set[str] | None:
+def _in_float64(look: CloseLook, one: CountedCall) -> set[str] | None:
     """Of a model that is not in float64 itself."""
     large = any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in one.made)
     return {one.line} if large and look.single else None
 
 
-def _decomposes(_: CloseLook, one: Operation) -> set[str] | None:
+def _decomposes(_: CloseLook, one: CountedCall) -> set[str] | None:
     return {one.line} if "linalg_" in one.name and any(word in one.name for word in COSTLY) else None
 
 
-def _masked(look: CloseLook, one: Operation) -> set[str] | None:
+def _masked(look: CloseLook, one: CountedCall) -> set[str] | None:
     """Attention that is given a causal mask."""
     if one.mask is None or not hides_nothing_else(one.mask):
         return None
@@ -296,7 +296,7 @@ def _masked(look: CloseLook, one: Operation) -> set[str] | None:
     return {one.line}
 
 
-COUNTED: dict[str, Callable[[CloseLook, Operation], set[str] | None]] = {
+COUNTED: dict[str, Callable[[CloseLook, CountedCall], set[str] | None]] = {
     ZEROS: _of_zeros, "broadcasts": _spread, "copies": _copies, "float64_operations": _in_float64,
     "decompositions": _decomposes, MASKED: _masked,
 }  # fmt: skip
@@ -319,7 +319,7 @@ def hides_nothing_else(mask: Tensor) -> bool:
     return square and bool((visible == causal).all() and (hidden != causal).all())
 
 
-def mask_saves(one: Operation) -> float:
+def mask_saves(one: CountedCall) -> float:
     """Share of the attention's time, forward and backward, that is_causal=True saves over a causal mask."""
     leaves = q, k, v = [torch.randn_like(one.operands[0]).requires_grad_() for _ in range(3)]
 
