@@ -202,6 +202,12 @@ def test_what_was_seen_in_the_run_comes_before_offers_and_those_before_a_plan_no
     assert [f.rule for f in found][:3] == ["attention_unfused", "precision", "off_plan"]
 
 
+def test_a_teacher_beside_the_model_is_no_python_of_the_loops(plan: Ledger) -> None:
+    for part, found in ((0.95, False), (0.2, True)):
+        beside = verdict(plan, phases={"host": 0.1}, facts={"module_fraction": part})
+        assert ("host_bound" in {f.rule for f in beside.findings}) == found
+
+
 def test_what_the_line_that_asks_for_a_batch_does_besides_is_input(plan: Ledger) -> None:
     lines = {"data": [["a.py:3", 1.0]], "host": [["a.py:3 (in b.py:9)", 0.9], ["a.py:7", 0.1]]}
     found = verdict(plan, phases={"data": 0.03, "host": 0.1}, facts={"lines": lines}).findings
@@ -225,7 +231,7 @@ def test_a_slight_share_of_the_loop_is_named_behind_what_is_a_cause(plan: Ledger
     slight = {"host": 0.09 * make_run(plan).totals["step_seconds"].value}
     checks = {"values_unread": {"part": 0.01, "place": "a.py:4"}}
     found = verdict(plan, phases=slight, facts=checks, gains={"precision": 0.3}).findings
-    assert [f.rule for f in found][:3] == ["values_unread", "precision", "host_bound"]
+    assert [f.rule for f in found][:3] == ["values_unread", "host_bound", "precision"]
 
 
 def test_communication_has_the_lines_that_ask_for_it(plan: Ledger) -> None:

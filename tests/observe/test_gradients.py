@@ -335,4 +335,4 @@ def test_a_loop_within_the_loss_has_a_line_and_the_layers_of_a_model_are_none(ro
         )
         assert 0.2 < found["backward"] <= 1
     else:
-        assert found is None or found["lines"] == ["Python that calls no operation"]
+        assert found is None or found["lines"] == ["Python without operations"]

@@ -18,7 +18,7 @@ import pytest
 import ironlaw
 from ironlaw.ledger import Phase
 from ironlaw.observe.partition import ClockReading, Interval, Partition
-from ironlaw.observe.sampler import StackSampler, classify, logs
+from ironlaw.observe.sampler import StackSampler, classify, doing
 from ironlaw.observe.user_code import stacks
 
 
@@ -103,16 +103,16 @@ def test_tokenising_is_known_by_its_names() -> None:
 
 
 def test_a_logger_on_the_stack_is_logging() -> None:
-    found: queue.Queue[bool] = queue.Queue()
+    found: queue.Queue[str] = queue.Queue()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.put(logs(sys._getframe()))
+            found.put(doing(sys._getframe()))
 
     logger = logging.getLogger("test_sampler")
     logger.addHandler(Handler())
     logger.warning("a line")
-    assert found.get_nowait() and not logs(sys._getframe())
+    assert (found.get_nowait(), doing(sys._getframe())) == ("logs", "")
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -137,9 +137,11 @@ def test_looks_at_passes_are_kept_by_step_and_all_lines_of_an_update() -> None:
     first, second, update = (Interval(now, now, phase) for phase in (Phase.FORWARD, Phase.FORWARD, Phase.OPTIMIZER))
     sampler, call = StackSampler(Partition()), "train.py:9"
     sampler._looks = [
-        *[(first, ["mask.py:3", call], call)] * 2,
-        (second, ["model.py:5", call], call),
-        *[(update, [f"own.py:{n}"], "train.py:12") for n in range(5)],
+        *[(first, ["mask.py:3", call], call, "")] * 2,
+        (second, ["model.py:5", call], call, "module"),
+        *[(update, [f"own.py:{n}"], "train.py:12", "") for n in range(5)],
+        *[(Interval(now, now), ["train.py:14"], "train.py:14", what) for what in ("module", "module", "logs", "")],
     ]
+    assert (sampler.fraction("module"), sampler.fraction("logs")) == (0.5, 0.25)  # of gaps: passes are none
     assert sampler.passes([[first, update], [update], [second]]) == [[["mask.py:3", call]] * 2, [["model.py:5", call]]]
     assert sum(share for _, share in sampler.lines()["optimizer"]) == pytest.approx(1.0)

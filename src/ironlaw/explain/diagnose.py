@@ -35,9 +35,7 @@ class Finding:
 
     @property
     def tier(self) -> Tier:
-        if not self.slight or self.cause.tier is not Tier.SEEN:
-            return self.cause.tier
-        return Tier.OFFER if self.cause.symptom else Tier.NOTICE  # no cause, and little: what is offered may save more
+        return Tier.NOTICE if self.slight and self.cause.tier is Tier.SEEN else self.cause.tier
 
     @property
     def fault(self) -> bool:
@@ -106,8 +104,9 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
 
     def place(finding: Finding) -> tuple[Any, ...]:
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)
-        ahead = next(eases, finding)
-        return ahead.tier, ahead.slight, -ahead.weight, ahead is not finding
+        eased = finding.slight or finding.cause.noticed is None  # what is a notice when slight is a fault otherwise
+        ahead = next(eases, finding) if eased else finding
+        return ahead.tier, ahead.slight, ahead.slight and ahead.cause.symptom, -ahead.weight, ahead is not finding
 
     return sorted(findings, key=place), not_tested
 

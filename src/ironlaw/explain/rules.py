@@ -139,11 +139,13 @@ def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
 
 
 def _host_share(e: RunEvidence) -> float | None:
-    """The loop's own time, less what is known to be logging or input, and what any loop takes."""
+    """The loop's own time, less what is known to be logging, input or a module beside the observed one (a teacher), and
+    what any loop takes."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
     usual = LOOP_SECONDS / e.step if e.step else 0.0
-    return max(0.0, _own_share(e) * (1 - _at_loader(e)) - (logging_share(e) or 0.0) - usual)
+    known = _at_loader(e) + float(e.fact("module_fraction") or 0.0)
+    return max(0.0, _own_share(e) * (1 - known) - (logging_share(e) or 0.0) - usual)
 
 
 def _host_figures(e: RunEvidence) -> list[str]:
@@ -202,6 +204,7 @@ RULES: tuple[Rule, ...] = (
         "The training loop's own Python holds the step up: {share} of it is neither data nor compute.",
         "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures, noticed=0.05, symptom=True,
+        eased_by="batch_small",
     ),
     Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),
@@ -249,7 +252,7 @@ RULES: tuple[Rule, ...] = (
         "Evaluation takes {share} of the time: it runs more often, or on more batches, than training can afford.",
         "raise evaluation.every or lower evaluation.batches",
         "a tenth of the budget buys a loss curve of dozens of points in any run worth watching",
-        lambda e: _wall(e, "evaluation"), noticed=EVALUATIONS - NEXT_TO,
+        lambda e: [*e.line_figures(Phase.EVALUATION), *_wall(e, "evaluation")], noticed=EVALUATIONS - NEXT_TO,
     ),
     Rule(
         "checkpoint_frequent", Axis.ALGORITHM, 0.05, lambda e: e.wall_share("checkpoint"),

@@ -179,29 +179,29 @@ class CloseLook(TorchDispatchMode):
     def _slow(self, calls: set[str], passes: Passes) -> dict[str, Any] | None:
         """The lines that take most of the passes beyond one call of each operation: by a loop, or by Python alone. Of
         most recorded steps: other programs may hold up one of them anywhere."""
-        found: list[tuple[float, dict[str, Any]]] = []
-
-        def add(forward: list[float], backward: float, again: str, lines: list[str]) -> None:
-            part = statistics.median(forward) if forward else 0.0
-            fact = {FORWARD: part, BACKWARD: backward, "place": lines[0], "lines": [*lines[1:3], again]}
-            found.append((part + backward, fact))
-
+        found: list[tuple[list[float], float, list[str], str]] = []
         for times, lines in self._loops.short(calls):
             seen = Counter(line for looks in passes for look in looks for line in lines.intersection(look))
             back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
             looked = [sum(not lines.isdisjoint(look) for look in looks) / len(looks) for looks in passes]
             more, order = 1 - 1 / times, sorted(lines, key=lambda line: -seen[line])
-            add([more * part for part in looked], more * back, f"the same operations {times} times", order)
+            found.append(([more * part for part in looked], more * back, order, f"the same operations {times} times"))
         # Time that goes by calls and by what they compute leaves no line more than the larger of its shares of the two.
         operations, seconds = self._loops.calls, self._seconds[FORWARD]
         for line in {look[0] for looks in passes for look in looks} - calls - {"?"}:
             usual = max(operations[line] / (operations.total() or 1), seconds[line] / (sum(seconds.values()) or 1.0))
             counts = [(sum(look[0] == line for look in looks), len(looks)) for looks in passes]
             chance = NOISE * sum(n for n, _ in counts) ** 0.5 / sum(whole for _, whole in counts)
-            over = [count / whole - chance - usual for count, whole in counts]
-            add(over, 0.0, "Python that calls no operation", [line])
-        worst = max(found, key=lambda one: one[0], default=(0.0, None))
-        return worst[1] if worst[0] > 0 else None
+            found.append(
+                ([n / whole - chance - usual for n, whole in counts], 0.0, [line], "Python without operations")
+            )
+        facts: list[dict[str, Any]] = [
+            {FORWARD: statistics.median(parts), BACKWARD: back, "place": lines[0], "lines": [*lines[1:3], again]}
+            for parts, back, lines, again in found
+            if parts
+        ]
+        worst = max(facts, key=lambda fact: fact[FORWARD] + fact[BACKWARD], default={FORWARD: 0.0, BACKWARD: 0.0})
+        return worst if worst[FORWARD] + worst[BACKWARD] > 0 else None
 
 
 class Loops:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Self
 
+from torch import nn
+
 from ironlaw.ledger import Phase
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import line_of, stacks, user_frames, user_line
@@ -29,7 +31,7 @@ _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_
 
 class StackSampler:
     """`stage()`: "workers" (waiting for a loader's processes), "lock" (for a thread of this process that is at work),
-    "tokenise", or "read"; `place()`: the user's line; `logging_fraction()`: of the time in no phase, what logging took.
+    "tokenise", or "read"; `place()`: the user's line; `fraction("logs")`: of the time in no phase, what logging took.
     """
 
     def __init__(self, partition: Partition, loop: CodeType | None = None) -> None:
@@ -37,9 +39,8 @@ class StackSampler:
         self._partition, self._thread_id, self._loop = partition, threading.get_ident(), loop
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
-        # Interval (whose phase the next one tells, where it is a gap), the user's lines, and the one of the loop.
-        self._looks: list[tuple[Interval, list[str], str]] = []
-        self._gaps: Counter[bool] = Counter()  # logging, or something else
+        # Interval (whose phase the next one tells, where it is a gap), the user's lines, the loop's, and `doing`.
+        self._looks: list[tuple[Interval, list[str], str, str]] = []
         self._beside: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
         self._ended = threading.Event()
 
@@ -75,10 +76,8 @@ class StackSampler:
         for other, its in frames.items():
             self._beside[other][user_line(its)] += 1
         lines = [line_of(its) for its in user_frames(frame)] or ["?"]
-        self._looks.append((self._partition.intervals[-1], lines, user_line(frame, self._loop)))
-        if running in (None, Phase.HOST):
-            self._gaps[logs(frame)] += 1
-        elif running is Phase.DATA:
+        self._looks.append((self._partition.intervals[-1], lines, user_line(frame, self._loop), doing(frame)))
+        if running is Phase.DATA:
             stage, place = classify(frame, list(frames.values()))
             self._stages[stage] += 1
             self._places[place] += 1
@@ -88,7 +87,7 @@ class StackSampler:
         lines of the loop, with what was found most within them."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
         within: dict[str, Counter[str]] = defaultdict(Counter)
-        for interval, (inner, *_), outer in self._looks:
+        for interval, (inner, *_), outer, _ in self._looks:
             phase = interval.phase or Phase.HOST
             counts[phase][outer if phase is Phase.HOST else inner] += 1
             within[outer][inner] += phase is Phase.HOST
@@ -105,7 +104,7 @@ class StackSampler:
     def passes(self, steps: Sequence[Sequence[Interval]]) -> list[list[list[str]]]:
         """Of each step its looks at forward passes and losses: the user's lines on the stack, the innermost first."""
         looks: dict[int, list[list[str]]] = defaultdict(list)  # by interval
-        for interval, lines, _ in self._looks:
+        for interval, lines, *_ in self._looks:
             looks[id(interval)] += [lines] if interval.phase is Phase.FORWARD else []
         found = [[look for interval in step for look in looks[id(interval)]] for step in steps]
         return [step for step in found if step]
@@ -119,9 +118,9 @@ class StackSampler:
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None
 
-    def logging_fraction(self) -> float | None:
-        seen = sum(self._gaps.values())
-        return self._gaps[True] / seen if seen else None
+    def fraction(self, wanted: str) -> float | None:
+        gaps = [what for interval, _, _, what in self._looks if interval.phase in (None, Phase.HOST)]
+        return gaps.count(wanted) / len(gaps) if gaps else None
 
     def place(self) -> str | None:
         return self._places.most_common(1)[0][0] if self._places else None
@@ -160,13 +159,15 @@ def classify(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple
     return stage, place
 
 
-def logs(frame: FrameType | None) -> bool:
-    """Whether a logger is anywhere on the stack."""
+def doing(frame: FrameType | None) -> str:
+    """By what is anywhere on the stack: "logs", "module" (it computes), or nothing that is known."""
     while frame is not None:
         if _is_loggers(frame.f_code.co_filename):
-            return True
+            return "logs"
+        if frame.f_code is nn.Module._call_impl.__code__:
+            return "module"
         frame = frame.f_back
-    return False
+    return ""
 
 
 @cache  # a look must end before it has to let go of the interpreter's lock: see `_run`
