@@ -11,7 +11,9 @@ from torch import nn
 
 import ironlaw
 from ironlaw.ledger import Ledger
+from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall
 from ironlaw.observe.inputs import padding
+from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import clipping_line, padding_line
 
 
@@ -336,3 +338,17 @@ def test_a_loop_within_the_loss_has_a_line_and_the_layers_of_a_model_are_none(ro
         assert 0.2 < found["backward"] <= 1
     else:
         assert found is None or found["lines"] == ["Python without operations"]
+
+
+def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:
+    look, row, q = CloseLook(Partition(), nn.Linear(2, 2)), torch.zeros(4, 1, 1, 512), torch.randn(4, 2, 512, 64)
+    mask, out = row.repeat(1, 1, 512, 1), torch.randn(4, 2, 512, 64)
+
+    def counts(name: str, operands: list[torch.Tensor], made: torch.Tensor) -> set[str] | None:
+        return COUNTED["broadcasts"](look, CountedCall("a.py:3", name, name != "mm", operands, [made], None))
+
+    assert counts("repeat", [row], mask) == {"a.py:3"}
+    assert counts("exp", [mask], made := mask.exp()) == set() == counts("neg", [made], -made)
+    assert counts("_scaled_dot_product_attention", [q, q, q, mask], out) is None and counts("mul", [out], q) is None
+    assert counts("add", [torch.ones(4, 1, 512, 512)], made) is None  # elsewhere, at the address of one that was
+    assert counts("neg", [made], -made) is None

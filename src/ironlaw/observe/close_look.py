@@ -263,14 +263,18 @@ def _of_zeros(look: CloseLook, one: CountedCall) -> set[str] | None:
 
 
 def _spread(look: CloseLook, one: CountedCall) -> set[str] | None:
-    """Results many times as wide as what they are made of, and what works on them."""
+    """Results many times as wide as what they are made of, and what works on them; products and attention take a mask
+    besides what they are there for."""
     if (one.pointwise or one.name in SPREADING) and is_wide(one.operands, one.made):
         look.wide[one.made[0].data_ptr()] = one.made[0].numel()
         return {one.line}
-    if any(look.wide.get(t.data_ptr()) == t.numel() for t in one.operands):
-        look.wide |= {t.data_ptr(): t.numel() for t in one.made if t.numel() >= LEAST_WIDE}
-        return set()
-    return None
+    spread = {t.numel() for t in one.operands if look.wide.get(t.data_ptr()) == t.numel()}
+    if one.name in MATRIX_PRODUCTS or "attention" in one.name:
+        spread.clear()
+    before = {t.data_ptr() for t in one.operands}
+    for made in (t for t in one.made if t.data_ptr() not in before):  # where something else may have been
+        look.wide[made.data_ptr()] = made.numel() if made.numel() in spread else 0
+    return set() if spread else None
 
 
 def _copies(_: CloseLook, one: CountedCall) -> set[str] | None:

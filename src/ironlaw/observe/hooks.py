@@ -24,8 +24,7 @@ from ironlaw.observe.events import SyncPoints
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import is_users, user_line
 
-_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter_tensor",
-                "barrier", "broadcast", "gather", "reduce")  # fmt: skip
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier", "broadcast")
 # Each makes the host wait for the device, and ends the time in which it could run ahead.
 _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
 
