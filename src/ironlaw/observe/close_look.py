@@ -249,9 +249,6 @@ class Loops:
                 yield max(times[line] for line in lines), lines
 
 
-# -- what is counted --------------------------------------------------------------------------------------------------
-
-
 def _of_zeros(look: CloseLook, one: CountedCall) -> set[str] | None:
     """Products of which nearly all of an operand is zero: one-hot rows, dense adjacency, gradients of outputs that no
     loss reads; and what makes such operands."""

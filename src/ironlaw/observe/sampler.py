@@ -30,9 +30,8 @@ _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_
 
 
 class StackSampler:
-    """`stage()`: "workers" (waiting for a loader's processes), "lock" (for a thread of this process that is at work),
-    "tokenise", or "read"; `place()`: the user's line; `fraction("logs")`: of the time in no phase, what logging took.
-    """
+    """The wait for data has a stage: "workers" (a loader's processes), "lock" (for a thread of this process that is at
+    work), "tokenise", or "read". A fraction is of the time in no phase."""
 
     def __init__(self, partition: Partition, loop: CodeType | None = None) -> None:
         """`loop`: the function whose lines stand for what they call, where that is the loop's own time."""
@@ -115,15 +114,15 @@ class StackSampler:
         places = [place for place, _ in self._beside[thread].most_common() if place != "?"]
         return {"place": places[0] if places else None, "part": part} if part >= BUSY else None
 
-    def stage(self) -> str | None:
-        return self._stages.most_common(1)[0][0] if self._stages else None
-
     def fraction(self, wanted: str) -> float | None:
         gaps = [what for interval, _, _, what in self._looks if interval.phase in (None, Phase.HOST)]
         return gaps.count(wanted) / len(gaps) if gaps else None
 
-    def place(self) -> str | None:
-        return self._places.most_common(1)[0][0] if self._places else None
+    def facts(self) -> dict[str, Any]:
+        waits = {name: counts.most_common(1)[0][0] if counts else None
+                 for name, counts in (("data_stage", self._stages), ("data_place", self._places))}  # fmt: skip
+        parts = {"logging_fraction": self.fraction("logs"), "module_fraction": self.fraction("module")}
+        return waits | parts | {"busy_thread": self.busy_thread(), "lines": self.lines()}
 
 
 def _computed_seconds() -> dict[int, float]:
