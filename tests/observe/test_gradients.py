@@ -301,43 +301,46 @@ def test_a_copy_that_gradients_pass_through_untouched_is_read(tmp_path: Path) ->
 
 
 class Layers(nn.Module):
-    """Twenty layers with weights of their own, and a row at a time of what they give."""
+    """Twenty layers with weights of their own, or one that is applied sixty times."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(20))
+        self.layers, self.again = nn.ModuleList(nn.Linear(8, 8) for _ in range(20)), again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
+        for k in range(60 if self.again else 20):
+            x = x + self.layers[0 if self.again else k](x).tanh()  # APPLIED
         return x
 
 
+def squares(out: torch.Tensor) -> torch.Tensor:
+    return torch.stack([row.square().mean() for row in out]).mean()  # LOOP
+
+
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("row_by_row", [False, True])
-def test_a_loop_within_the_loss_has_a_line_and_the_layers_of_a_model_are_none(row_by_row: bool, tmp_path: Path) -> None:
-    model = Layers()
+@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("LOOP", 200), (None, 1)])
+def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
+    loop: str | None, times: int, tmp_path: Path
+) -> None:
+    model = Layers(again=loop == "APPLIED")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:  # what is around a loop repeats nothing
+        out = model(torch.randn(200, 8))
+        loss = squares(out) if loop == "LOOP" else out.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=2):
         for _ in range(12):
-            out, wanted = model(torch.randn(200, 8)), torch.randn(200, 8)
-            if row_by_row:
-                loss = sum((out[k] - wanted[k]).square().mean() for k in range(200)) / 200  # LOOP
-            else:
-                loss = (out - wanted).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
     found = facts_of(tmp_path / "run")["line_slow"]
-    if row_by_row:
-        assert (
-            "# LOOP" in line(found["place"])
-            and found["lines"] == ["the same operations 200 times"]
-            and 0.5 < found["forward"] <= 1
-        )
-        assert 0.2 < found["backward"] <= 1
-    else:
+    if loop is None:
         assert found is None or found["lines"] == ["Python without operations"]
+    else:
+        assert f"# {loop}" in line(found["place"]) and found["lines"][-1] == f"the same operations {times} times"
+        assert 0.3 < found["forward"] <= 1 and 0.2 < found["backward"] <= 1
 
 
 def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:

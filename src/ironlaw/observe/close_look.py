@@ -210,22 +210,26 @@ class Loops:
 
     def __init__(self, module: nn.Module) -> None:
         self._weights = {p.data_ptr() for p in module.parameters()}
-        self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]]]] = []  # the outermost first
+        # The outermost first: with what was called by line, and all that was.
+        self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
         self._taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
         self.calls: Counter[str] = Counter()  # operations of the innermost lines
 
     def count(self, operation: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
-        """The lines of all functions that run."""
+        """The lines of all functions that run. What one of them repeats, those around it called once."""
         kept = sum(
             1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], zip(self._running, reversed(frames), strict=False))
         )
         self.end(kept)
-        self._running += [(frame, defaultdict(Counter)) for frame in reversed(frames[: len(frames) - kept])]
-        weight = next((t.data_ptr() for t in operation.operands if t.data_ptr() in self._weights), 0)
+        self._running += [(frame, defaultdict(Counter), set()) for frame in reversed(frames[: len(frames) - kept])]
+        called = operation.name, next((t.data_ptr() for t in operation.operands if t.data_ptr() in self._weights), 0)
         lines = [line_of(frame) for frame in frames]
-        for line, (_, counts) in zip(reversed(lines), self._running, strict=True):
-            counts[line][operation.name, weight] += 1
+        for line, (_, counts, seen) in zip(lines, reversed(self._running), strict=True):
+            counts[line][called] += 1
+            if called in seen:
+                break
+            seen.add(called)
         self.calls[operation.line] += 1
         for line in (found := list(dict.fromkeys(lines))):
             self._taken[line].append(seconds)
@@ -233,7 +237,7 @@ class Loops:
 
     def end(self, kept: int = 0) -> None:
         """All but so many of the functions have returned."""
-        for frame, counts in self._running[kept:]:
+        for frame, counts, _ in self._running[kept:]:
             for line, calls in counts.items():
                 weighted = [number for (_, weight), number in calls.items() if weight]
                 before = self._times[frame.f_code]
