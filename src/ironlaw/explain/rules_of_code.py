@@ -125,9 +125,8 @@ def _wherever(name: str, value: float, sentence: Any, advice: str, source: str) 
 
 
 def _part_of(
-    phases: Sequence[Phase], name: str, threshold: float, sentence: str, advice: str, source: str,
-    figures: Callable[[RunEvidence], list[str]] | None = None, **how: Any,
-) -> Rule:  # fmt: skip
+    phases: Sequence[Phase], name: str, threshold: float, sentence: str, advice: str, source: str, **how: Any
+) -> Rule:
     """Of these phases the fact has the part; in one of them alone, where it tells of each."""
 
     def measure(e: RunEvidence) -> float | None:
@@ -136,7 +135,7 @@ def _part_of(
         found = e.fact(name) or {"part": 0.0}
         return sum(float(found.get(str(phase), found.get("part"))) * (e.phase_share(phase) or 0.0) for phase in phases)
 
-    return Rule(name, Axis.ALGORITHM, threshold, measure, sentence, advice, source, figures, placed=name, **how)
+    return Rule(name, Axis.ALGORITHM, threshold, measure, sentence, advice, source, placed=name, **how)
 
 
 CODE_RULES: tuple[Rule, ...] = (
@@ -216,7 +215,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "The model computes padding: {share} of the step is for the value that rows are filled up with.",
         "pad to the longest of each batch (in collate_fn), batches of like lengths, or several texts in a row",
         "lengths that are spread evenly leave about a quarter of a batch that is padded to its own longest",
-        lambda e: [f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
+        figures=lambda e: [f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
                    f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"],
     ),
     _part_of(

@@ -183,18 +183,17 @@ class CloseLook(TorchDispatchMode):
         for times, lines in self._loops.short(calls):
             seen = Counter(line for looks in passes for look in looks for line in lines.intersection(look))
             back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
-            looked = [sum(not lines.isdisjoint(look) for look in looks) / len(looks) for looks in passes]
-            more, order = 1 - 1 / times, sorted(lines, key=lambda line: -seen[line])
-            found.append(([more * part for part in looked], more * back, order, f"the same operations {times} times"))
+            parts = [sum(not lines.isdisjoint(look) for look in looks) / len(looks) for looks in passes]
+            order = sorted(lines, key=lambda line: -seen[line])
+            found.append((parts, back, order, f"the same operations {times} times"))
         # Time that goes by calls and by what they compute leaves no line more than the larger of its shares of the two.
         operations, seconds = self._loops.calls, self._seconds[FORWARD]
         for line in {look[0] for looks in passes for look in looks} - calls - {"?"}:
             usual = max(operations[line] / (operations.total() or 1), seconds[line] / (sum(seconds.values()) or 1.0))
             counts = [(sum(look[0] == line for look in looks), len(looks)) for looks in passes]
             chance = NOISE * sum(n for n, _ in counts) ** 0.5 / sum(whole for _, whole in counts)
-            found.append(
-                ([n / whole - chance - usual for n, whole in counts], 0.0, [line], "Python without operations")
-            )
+            parts = [n / whole - chance - usual for n, whole in counts]
+            found.append((parts, 0.0, [line], "Python without operations"))
         facts: list[dict[str, Any]] = [
             {FORWARD: statistics.median(parts), BACKWARD: back, "place": lines[0], "lines": [*lines[1:3], again]}
             for parts, back, lines, again in found
@@ -218,9 +217,8 @@ class Loops:
 
     def count(self, operation: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """The lines of all functions that run. What one of them repeats, those around it called once."""
-        kept = sum(
-            1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], zip(self._running, reversed(frames), strict=False))
-        )
+        pairs = zip(self._running, reversed(frames), strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], pairs))
         self.end(kept)
         self._running += [(frame, defaultdict(Counter), set()) for frame in reversed(frames[: len(frames) - kept])]
         called = operation.name, next((t.data_ptr() for t in operation.operands if t.data_ptr() in self._weights), 0)
