@@ -132,8 +132,8 @@ def _part_of(
     def measure(e: RunEvidence) -> float | None:
         if name not in e.run.facts:
             return None
-        found: dict[str, Any] = e.fact(name) or {"part": 0.0}
-        return sum(float(found.get(str(phase), found.get("part"))) * (e.phase_share(phase) or 0.0) for phase in phases)
+        found: dict[str, Any] = e.fact(name) or {}
+        return sum(found.get(str(phase), found.get("part", 0.0)) * (e.phase_share(phase) or 0.0) for phase in phases)
 
     return Rule(name, Axis.ALGORITHM, threshold, measure, sentence, advice, source, placed=name, **how)
 
