@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 LARGEST = 2**53
 """Of whole numbers: beyond it neighbours are one number in floating point."""
@@ -41,6 +41,13 @@ def shortened(text: str, at_most: int = 60) -> str:
 def as_given(value: object) -> str:
     """What somebody gave, for a message of one line."""
     return shortened(" ".join(repr(value).split()))
+
+
+def refuse_options(given: Mapping[str, object], subjects: Mapping[str, Sequence[str]], *here: str) -> None:
+    """UserError for an option that is given where none of its subjects is. `subjects`: of an option, what it is for."""
+    for option, known in subjects.items():
+        if given.get(option) and not set(known).intersection(here):
+            raise UserError(f"--{option.replace('_', '-')} is for {'; '.join(known)}: leave it out")
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = "") -> str:

@@ -100,6 +100,7 @@ TABLE = {
     "layout of unknown words": Bad(["train", "CONFIG", *NEW, "--layout", "dq=1"], ["unknown key 'dq'", "did you mean"]),
     "layout without values": Bad(["train", "CONFIG", *NEW, "--layout", "fast please"], ["fast", "key=value"]),
     "layout for this machine": Bad(["plan", "CONFIG", "--layout", "dp=8"], ["--layout is for clusters", "--on"]),
+    "served load of a config": Bad(["tune", "CONFIG", "--input", "16"], ["--input is for --serve: leave it out"]),
 }  # fmt: skip
 
 

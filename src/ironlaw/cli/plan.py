@@ -83,8 +83,6 @@ def plan(
     if serve is not None:
         _show(_plan_serving(what, on, set_ or [], serve, options), why, json)
         return
-    if weights or kv:
-        raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     _show(plan_request(what, on=on or "this", overrides=set_ or [], options=options), why, json)
 
 

@@ -10,7 +10,7 @@ import tomli_w
 import typer
 
 from ironlaw.config import load_config
-from ironlaw.errors import UserError, shortened
+from ironlaw.errors import UserError, refuse_options, shortened
 from ironlaw.files import write_json, write_text
 from ironlaw.report.console import answer, messages, output
 
@@ -32,19 +32,19 @@ def tune(
     serve: Annotated[
         Path | None, typer.Option(help="Instead of CONFIG: tune how this run or directory is served.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="With --serve: requests at once.", min=1)] = AT_ONCE,
-    input: Annotated[int, typer.Option(help="With --serve: tokens of a prompt.", min=4)] = PROMPT_TOKENS,
+    concurrency: Annotated[int | None, typer.Option(help="With --serve: requests at once; 16.", min=1)] = None,
+    input: Annotated[int | None, typer.Option(help="With --serve: tokens of a prompt; 128.", min=4)] = None,
     output_tokens: Annotated[
-        int, typer.Option("--output", help="With --serve: tokens of an answer.", min=1)
-    ] = ANSWER_TOKENS,
+        int | None, typer.Option("--output", help="With --serve: tokens of an answer; 64.", min=1)
+    ] = None,
     data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     seconds = seconds_of(budget)
     if (config is None) == (serve is None):
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
-    if serve is None and (concurrency, input, output_tokens, data) != (AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS, None):
-        raise UserError("--concurrency, --input, --output and --data go with --serve: leave them out")
+    load = {"concurrency": concurrency, "input": input, "output": output_tokens, "data": data}
+    refuse_options(load, dict.fromkeys(load, ("--serve",)), *(["--serve"] if serve else []))
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
 
@@ -61,7 +61,8 @@ def tune(
 
     say = messages().print
     if serve is not None:
-        result = _tune_serving(serve, concurrency, input, output_tokens, data, seconds, set_ or [], exact, keep, say)
+        asked = concurrency or AT_ONCE, input or PROMPT_TOKENS, output_tokens or ANSWER_TOKENS, data
+        result = _tune_serving(serve, *asked, seconds, set_ or [], exact, keep, say)
     else:
         assert config is not None
         settings = load_config(config, set_ or [])

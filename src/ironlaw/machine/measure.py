@@ -42,7 +42,7 @@ from ironlaw.machine.kernels import (
 )
 from ironlaw.machine.measure_links import timed
 from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
-from ironlaw.model.linear import onednn_available
+from ironlaw.model.linear import capability, onednn_available
 from ironlaw.package import __version__
 
 # From what fits the first cache to what no cache holds.
@@ -312,7 +312,7 @@ def _identity(device: torch.device) -> dict[str, Any]:
         "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         "threads": torch.get_num_threads(),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
-        "capability": torch.cuda.get_device_capability(device) if cuda else None,
+        "capability": capability(device),
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ironlaw.model.linear import onednn_product, onednn_weight_gradient
+from ironlaw.model.linear import capability, onednn_product, onednn_weight_gradient
 
 Ends = list[int] | Tensor
 """Where the rows of each expert end: on the host, or on the device for kernels that read it there."""
@@ -33,12 +33,11 @@ def group_ends(counts: Tensor, rows: Tensor, weight: Tensor) -> Ends:
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     """torch's grouped product: bf16, rows of 16 bytes, from Hopper on (its fallback elsewhere is a loop too)."""
     return (
-        rows.is_cuda
-        and rows.dtype is torch.bfloat16
+        rows.dtype is torch.bfloat16
         and hasattr(torch, "_grouped_mm")
         and rows.shape[1] % 8 == 0
         and weight.shape[1] % 8 == 0
-        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+        and (capability(rows.device) or (0, 0)) >= (9, 0)
     )
 
 

@@ -17,6 +17,11 @@ from ironlaw.kernels.transpose import transposed
 from ironlaw.model.autocast import followed
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """NVIDIA's compute capability, None of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def onednn_available() -> bool:
     """Whether this PyTorch has the operator that `onednn_product` calls: its own compiler calls it too."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

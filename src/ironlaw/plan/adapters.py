@@ -31,8 +31,8 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
     assert requested.config is not None
     if requested.model.latent is not None or requested.model.moe is not None:
         raise UserError("adapters of latent attention and experts are not planned: give a dense model")
-    if options.layout or options.emit or options.ranks:
-        raise UserError("adapters are planned on replicas alone here: leave --layout, --emit and --ranks out")
+    if options.layout or options.emit:
+        raise UserError("adapters are planned on replicas alone here: leave --layout and --emit out")
     cluster = parse_cluster(on)
     config, assumed = _settled(requested.config, options, cluster.count)
     # A config file says itself what is recomputed.

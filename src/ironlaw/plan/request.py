@@ -19,7 +19,7 @@ from ironlaw.errors import InvalidConfig, UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
-from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
+from ironlaw.plan.request_types import CLUSTER, DECODER, RANKS, TRACED, Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.work import Assumption, assume_unsaid, settle
 
@@ -40,10 +40,7 @@ def plan_request(
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.module import plan_traced
 
-        for name in OF_DECODERS:
-            if getattr(options, name):
-                flag = name.replace("_", "-").replace("sequence", "seq")
-                raise UserError(f"--{flag} is not for a traced module: leave it out")
+        options.refuse_beside(TRACED)
         ledger = plan_traced(what, options.inputs, on, real=options.real or None)
         return PlanOutcome.of(ledger, (Assumption(*one) for one in ledger.facts["assumed"]))
     try:
@@ -55,20 +52,10 @@ def plan_request(
     return _planned(requested, on, options)
 
 
-OF_DECODERS = (
-    "layout", "engine", "emit", "network", "per_node", "ranks", "optimizer", "precision", "tokens", "steps", "sequence",
-    "global_batch",
-)  # fmt: skip
-"""Options that a traced module has no use for: its inputs say the work."""
-
-
 def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
-    if options.inputs or options.real:
-        raise UserError("--input and --real are for a traced module, PACKAGE.MODULE:FUNCTION: leave them out")
     if on == "this":
         return _on_this(requested, options)
-    if options.ranks:
-        raise UserError("--ranks are processes of this machine: for a cluster write --on COUNTxACCELERATOR")
+    options.refuse_beside(DECODER, CLUSTER)
     from ironlaw.plan.requests.cluster import plan_on_cluster
 
     return plan_on_cluster(requested, on, options)
@@ -150,10 +137,7 @@ THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 
 
 def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
-    of_clusters = ("engine", "emit", "network", "per_node", *(() if options.ranks else ("layout",)))
-    for name in of_clusters:
-        if getattr(options, name):
-            raise UserError(f"--{name.replace('_', '-')} is for clusters: add --on, for example --on 8xh100-sxm-80gb")
+    options.refuse_beside(DECODER, *([RANKS] if options.ranks else []))
     if options.precision not in (None, "fp32", "bf16"):
         raise UserError(f"--precision {options.precision}: this machine is measured in fp32 and bf16")
     config, assumed = requested.config, []

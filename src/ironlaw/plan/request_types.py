@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import refuse_options
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
 from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, WorkOptions
 from ironlaw.workload.layout import Layout
+
+DECODER, CLUSTER = "training a decoder", "clusters, --on 8xh100-sxm-80gb"
+RANKS = "processes of this machine, --ranks 2 without --on"
+TRACED, SERVED = "a traced module, PACKAGE.MODULE:FUNCTION", 'serving, --serve "input=1024 output=256 rate=10/s"'
+
+SUBJECTS = {
+    **dict.fromkeys(("tokens", "steps", "seq", "global_batch", "precision", "optimizer"), (DECODER,)),
+    **dict.fromkeys(("network", "per_node"), (CLUSTER,)), **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),
+    "layout": (CLUSTER, RANKS, SERVED), "ranks": (RANKS,), "input": (TRACED,), "real": (TRACED,), "weights": (SERVED,),
+    "kv": (SERVED,),
+}  # fmt: skip
+"""Of an option, what is planned with it."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,10 @@ class Options(WorkOptions):
     weights: str | None = None  # of a server: their format, and the cache's
     kv: str | None = None
     runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
+
+    def refuse_beside(self, *subjects: str) -> None:
+        """UserError for an option of something else than these."""
+        refuse_options(vars(self) | {"seq": self.sequence, "input": self.inputs}, SUBJECTS, *subjects)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.precision_recipes import PrecisionRecipe, precision_recipe
 from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
-from ironlaw.model.linear import Linear, RoundedLinear, become
+from ironlaw.model.linear import Linear, RoundedLinear, become, capability
 from ironlaw.numerics.aware import hold_as
 from ironlaw.numerics.hadamard import rotation
 from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate
@@ -30,11 +30,6 @@ def autocast(device: torch.device, precision: str) -> Any:
     """A context in which products run in `precision`."""
     dtype = AUTOCAST.get(number_format(precision).held_as)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-
-
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """NVIDIA's compute capability, None of a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def prepare(

@@ -154,8 +154,13 @@ class Shape:
 
     @property
     def keeps_stream(self) -> bool:
-        """Whether the residual stream waits for the backward pass: not where only a cast of it is read."""
-        return not (self.casts and self.model.norm_place == "post")
+        """Whether the residual stream waits for the backward pass: not where only a copy of it is read."""
+        return self.model.norm_place != "post" or not (self.casts or several(self.stream_parts))
+
+    @property
+    def stream_parts(self) -> Size:
+        """Sequence parallel ranks of our trainer that share the residual stream between layers."""
+        return self.division.tp if self.division.sp else 1
 
     @property
     def pads_values(self) -> bool:
@@ -274,9 +279,10 @@ def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: f
 
 def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memory: Any) -> Operation:
     """From fp32 to the precision of the products, or `wide` the other way; its gradient is cast back."""
-    full, narrow, kind = elements * FP32, elements * shape.matmul_bytes, memory.get("kind", Kind.ELEMENTWISE)
+    full, narrow = elements * FP32, elements * shape.matmul_bytes
     made, gone = (narrow, full) if wide else (full, narrow)
-    back = call(name, "cast", elements, full + narrow, kind=kind, temporary=made, frees_temporary=gone)
+    alike = {key: memory[key] for key in ("kind", "on_stream") if key in memory}
+    back = call(name, "cast", elements, full + narrow, temporary=made, frees_temporary=gone, **alike)
     return call(name, "cast", elements, full + narrow, gradient=[back], **memory)
 
 

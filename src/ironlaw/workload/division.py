@@ -20,7 +20,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, changed, grown
-from ironlaw.workload.sizes import Size, larger, several, whole
+from ironlaw.workload.sizes import Size, any_of, larger, several, whole
 
 
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
@@ -101,10 +101,11 @@ class _Rank:
         forward = op.phase is Phase.FORWARD
         if op.kernel.startswith("embedding_") and op.kind is Kind.EMBEDDING:
             return self.embedding(op)
-        if op.on_stream and op.kind is Kind.NORM:
-            return self.norm_forward(op) if forward else self.norm_backward(op)
+        if op.gathered:
+            return self.read_by_layers(op, forward)
         if op.on_stream:
-            return op if op.kernel == "cast" else self.stream(op)  # what is cast is gathered in fewer bytes
+            made = self.stream(op)  # but a gradient that is cast is gathered, in fewer bytes
+            return made if forward or op.kernel != "cast" else changed(made, temporary_bytes=op.temporary_bytes)
         if op.kind is Kind.LOSS and self.tp and not self.shape.loss_chunk:
             return self.loss(op)
         if op.summed:
@@ -146,28 +147,24 @@ class _Rank:
         if not self.tp:
             return op
         if op.phase is Phase.FORWARD:
-            return grown(op, saved=-self.gone, passing=2 * self.full)
+            kept = {"saved" if any_of(op.saved_bytes) else "temporary": -self.gone}
+            return grown(op, passing=2 * self.full, **kept)
         model = self.shape.model
         others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
         if model.tied:  # added to the output layer's, and gone
             return grown(op, frees_temporary=-self.gone, passing=others)
         return changed(grown(op, frees_temporary=-self.gone), gradient_bytes=op.gradient_bytes + others)
 
-    def norm_forward(self, op: Operation) -> Operation:
-        """Its result is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens."""
+    def read_by_layers(self, op: Operation, forward: bool) -> Operation:
+        """What it gives is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens.
+        Backward it is the sum of what the ranks have."""
         if not self.sp:
-            return op
-        statistics = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden)
-        return grown(op, saved=statistics // self.parts - statistics, passing=self.full + self.full // self.parts)
-
-    def norm_backward(self, op: Operation) -> Operation:
-        """Its gradient is the sum of what the ranks have."""
-        if not self.tp:
-            return op
-        if not self.sp:
-            return grown(op, passing=self.full)
-        op = changed(op, frees_saved_bytes=op.frees_saved_bytes // self.parts)
-        return grown(op, temporary=-self.gone, passing=2 * self.full)
+            return op if forward or not self.tp else grown(op, passing=self.full)
+        if not forward:
+            left = {name: getattr(op, name) // self.parts for name in ("temporary_bytes", "frees_saved_bytes")}
+            return grown(changed(op, **left), passing=2 * self.full)
+        of_norm = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden) * (op.kind is Kind.NORM)
+        return grown(op, saved=of_norm // self.parts - of_norm, passing=self.full + self.full // self.parts)
 
     def summed(self, op: Operation) -> Operation:
         """A part of a sum, added up over the ranks in a copy."""
@@ -175,7 +172,10 @@ class _Rank:
             return op
         if not self.sp:
             return grown(op, passing=self.cast)
-        return grown(op, frees_temporary=self.cast - self.cast // self.parts, passing=2 * self.cast)
+        others = self.cast - self.cast // self.parts
+        if any_of(op.saved_bytes):  # by the norm after it
+            return grown(op, saved=-others, passing=2 * self.cast)
+        return grown(op, frees_temporary=others, passing=2 * self.cast)
 
     def gathered_gradient(self, op: Operation) -> Operation:
         """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
@@ -185,7 +185,9 @@ class _Rank:
             # A cast has made the copy already.
             return grown(op, temporary=0 if self.shape.casts else self.full, passing=self.cast)
         if op.kernel == "matmul_weight_gradient" and not self.shape.casts:
-            return grown(op, frees_temporary=self.full // self.parts if self.shape.model.dropout else self.full)
+            model = self.shape.model
+            own = model.dropout or model.norm_place != "pre"  # a gradient beside the stream's
+            return grown(op, frees_temporary=self.full // self.parts if own else self.full)
         return op
 
     def loss(self, op: Operation) -> Operation:

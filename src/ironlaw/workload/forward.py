@@ -271,7 +271,7 @@ def final_norm(shape: Shape) -> list[Operation]:
     if shape.model.logit_scale != 1.0:
         operations.insert(1, scaled(shape, "logit_scale"))
     if not shape.keeps_stream:  # the norm is the first to keep what it is given
-        stream = shape.tokens * shape.model.hidden * FP32
+        stream = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
         operations[0] = grown(operations[0], saved=stream, frees_temporary=stream)
     return operations
 
@@ -321,9 +321,10 @@ def chunked_head(shape: Shape) -> list[Operation]:
     operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]
     trained = 0 if shape.head_is_frozen else table
     gradients = hidden * w + trained * FP32
+    waits = 0 if shape.keeps_stream else hidden * FP32 // shape.stream_parts
     operations[0] = replace(
-        operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32,
-        gradient=tuple(differentiate(final_norm(shape))),
+        operations[0], saved_bytes=statistics + gradients + waits, temporary_bytes=hidden * FP32,
+        frees_temporary_bytes=waits, gradient=tuple(differentiate(final_norm(shape))),
     )  # fmt: skip
     if shape.casts_head:
         operations.append(call("head_cast", "cast", table, table * (FP32 + w), temporary=table * w))

@@ -21,11 +21,12 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.adapted import frozen
 from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.forward import attention_branch, block, embedding, feed_forward, head, network_reader
+from ironlaw.workload.forward import after_norm, attention_branch, block, embedding, feed_forward, head, network_reader
 from ironlaw.workload.layers import input_cast, joined_gradient, joining, norm, residual
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import moe_block
-from ironlaw.workload.operations import Operation, call, changed, differentiate, gradient_first, gradient_last
+from ironlaw.workload.operations import Operation, call, changed, differentiate, gradient_first, gradient_last, grown
+from ironlaw.workload.sizes import several
 
 
 def layer_groups(model: ModelConfig) -> list[str]:
@@ -113,8 +114,14 @@ def norms_after(shape: Shape) -> list[Operation]:
 def _read(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
     """What a branch reads: its norm, or the stream, of which only reduced precision makes a copy."""
     if shape.model.norm_place == "sandwich":
-        return norm(shape, name, reader=reader) + branch
-    return gradient_last([*input_cast(shape, reader), *branch], joined_gradient(shape))
+        return after_norm(shape, name, reader, branch)
+    read = [*input_cast(shape, reader), *branch]
+    if several(shape.stream_parts):  # gathered: products in fp32 keep it, what is cast dies when the branch returns
+        full = shape.tokens * shape.model.hidden * FP32
+        dies = full * shape.casts
+        gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
+        read = [changed(gathered, repeat=0), *read[:-1], grown(read[-1], frees_temporary=dies)]
+    return gradient_last(read, changed(joined_gradient(shape), gathered=True))
 
 
 def _after(shape: Shape, name: str) -> list[Operation]:
@@ -134,7 +141,9 @@ def _after(shape: Shape, name: str) -> list[Operation]:
     )  # fmt: skip
     operations = []
     if shape.casts:
-        operations.append(cast(shape, f"{name}_cast", elements, wide=True, saved=full, frees_temporary=narrow))
+        operations.append(
+            cast(shape, f"{name}_cast", elements, wide=True, saved=full, frees_temporary=narrow, on_stream=True)
+        )
     operations.append(
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM, temporary=full,

@@ -104,6 +104,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
             name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full,
             frees_temporary=full, frees_saved=full * owns_input + statistics,
             parameters=shape.model.norm_parameters * FP32, on_stream=True,
+            gathered=True,
         )
     ]  # fmt: skip
     if residual:
@@ -113,7 +114,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
             saved=statistics + (0 if dies else shape.normed_bytes), temporary=full if shape.casts else 0,
-            on_stream=True, gradient=gradients,
+            on_stream=True, gathered=True, gradient=gradients,
         )
     ]  # fmt: skip
     return operations + input_cast(shape, reader, frees=full)

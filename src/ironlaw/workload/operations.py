@@ -50,6 +50,7 @@ class Operation:
     frees_temporary_bytes: Size = 0
     gradient_bytes: Size = 0
     on_stream: bool = False  # on the residual stream, of which each sequence parallel rank has a part
+    gathered: bool = False  # what it gives layers read: sequence parallel ranks gather it, and add up its gradient
     summed: bool = False  # a product of parts of its inputs on tensor parallel ranks, which add up what they get
     gradient: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
@@ -80,14 +81,14 @@ def grown(
 def call(
     name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, saved: Size = 0,
     temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, parameters: Size = 0,
-    precision: str | None = None, on_stream: bool = False, gradient: Sequence[Operation] = (),
+    precision: str | None = None, on_stream: bool = False, gathered: bool = False, gradient: Sequence[Operation] = (),
 ) -> Operation:  # fmt: skip
     """An operation that is no product, on `elements`, which moves `moved` bytes; `parameters`: bytes of gradients of
     parameters that it makes. Its group is that of the layer that it ends up in (`kinds.py`)."""
     return Operation(
         name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
         saved_bytes=saved, temporary_bytes=temporary, frees_saved_bytes=frees_saved,
-        frees_temporary_bytes=frees_temporary, gradient_bytes=parameters, on_stream=on_stream,
+        frees_temporary_bytes=frees_temporary, gradient_bytes=parameters, on_stream=on_stream, gathered=gathered,
         gradient=tuple(gradient),
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
 def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
     """The end of a block's forward pass: all goes but the result, what the policy keeps, and cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
-    result = shape.tokens * shape.model.hidden * FP32 // (shape.division.tp if shape.division.sp else 1)
+    result = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
     held = result + kept_bytes(shape, policy) + weight_copies(shape, kind)
     held += GENERATOR_BYTES if shape.model.dropout else 0
     return _memory("drop", Phase.FORWARD, saved - held)

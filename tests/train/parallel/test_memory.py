@@ -79,6 +79,12 @@ EXPERTS = [
     case("deepseek", ep=2, zero=1),
     case("mixtral", zero=3, model={"moe": {"experts": 3, "experts_per_token": 2}}),
 ]
+POST, SANDWICH = ({"norm_place": place, "context": 256, "vocab": 256, "layers": 4} for place in ("post", "sandwich"))
+NORMS_AFTER = [
+    case("llama", model=model, tables=tables, batch=4, tp=2, sp=sp)
+    for model in (POST, SANDWICH)
+    for tables, sp in ((BF16, True), ({}, True), (BF16, False), (BF16 | FULL, True))
+] + [case("llama", model=POST, tables={"train": {"loss": "chunked", "precision": "bf16"}}, batch=4, tp=2, sp=True)]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,7 @@ EXPERTS = [
         pytest.param(CHUNKS, 0.05, id="chunks", marks=pytest.mark.long),
         pytest.param(LATENT, 0.03, id="latent", marks=pytest.mark.long),
         pytest.param(EXPERTS, 0.05, id="experts", marks=pytest.mark.long),
+        pytest.param(NORMS_AFTER, 0.01, id="norms after", marks=pytest.mark.long),
     ],
 )
 def test_ranks_hold_what_is_planned(cases: list[Any], limit: float, on_ranks: Callable[..., Any]) -> None:

@@ -25,14 +25,14 @@ from ironlaw.machine.efficiency.hardware import (
 )
 
 FOLDER = Path(__file__).parent / "constants"
-NETWORKS = "networks"
+NETWORKS, ASSUMED = "networks", "assumed"
 INHERITED_LOG_ERROR = 0.4
 """Half width of the interval of inherited constants: a factor 1.5 either way."""
 
 
 def generations() -> tuple[str, ...]:
     """Names of all generations there are constants for, measured or inherited."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != NETWORKS))
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem not in (NETWORKS, ASSUMED)))
 
 
 @lru_cache(maxsize=32)
@@ -64,6 +64,16 @@ def load_efficiency(generation: str) -> Efficiency:
         collectives=one(CollectiveConstants, "collectives"),
         default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
     )
+
+
+def assumed_efficiency(generation: str) -> Efficiency:
+    """Plausible constants, where nothing was measured."""
+    return replace(load_efficiency(ASSUMED), generation=generation)
+
+
+def assumed_network() -> NetworkConstants:
+    constants: NetworkConstants = _group(NetworkConstants, _document(ASSUMED)["network"])
+    return constants
 
 
 @lru_cache(maxsize=8)

@@ -272,38 +272,32 @@ def _peak_at(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandi
 def _totals(
     asked: ClusterStep, candidates: Candidates, outcome: PlannedCandidates, peak_at: str
 ) -> dict[str, Estimate]:
-    model, cluster, where, tokens = asked.model, asked.cluster, asked.system, asked.sequence * asked.global_batch
+    model, where, tokens = asked.model, asked.system, asked.sequence * asked.global_batch
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(candidates.model_flops()[0]))
-    engine, generation = where.engine.name, cluster.accelerator.generation
-    experts = model.moe is not None
-    known = distance("time", engine, generation, cluster.count, model.parameters, experts, where.precision)
     basis = (
         "compute of the busiest stage x micro-batches + bubble + exposed communication + optimizer + host, "
-        f"engine {engine}; interval of runs left out of the fit: {known}"
+        f"engine {where.engine.name}; interval of runs left out of the fit: {distance('time', *asked.compared)}"
     )
-    step = bounded(seconds, "time", engine, cluster, model, basis, where.precision)
-    peak_flops = where.hardware.peak(where.precision) * cluster.count
+    step = bounded(seconds, "time", asked, basis)
+    peak_flops = where.hardware.peak(where.precision) * asked.cluster.count
     exact = Origin.CALCULATED
     return {
         "step_seconds": step,
-        "peak_bytes": bounded(peak_bytes, "memory", engine, cluster, model, f"sum of the memory lines, on {peak_at}"),
+        "peak_bytes": bounded(peak_bytes, "memory", asked, f"sum of the memory lines, on {peak_at}"),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
         "tokens_per_second": step.rate(tokens, f"{tokens:,} tokens per step over step time"),
         "mfu": step.rate(
             flops / peak_flops,
-            f"model FLOPs, causal attention halved, over dense {where.precision} peak x {cluster.count:,}",
+            f"model FLOPs, causal attention halved, over dense {where.precision} peak x {asked.cluster.count:,}",
         ),
     }
 
 
-def bounded(
-    value: float, quantity: str, engine: str, cluster: Cluster, model: ModelConfig, basis: str, precision: str = ""
-) -> Estimate:
+def bounded(value: float, quantity: str, asked: ClusterStep, basis: str) -> Estimate:
     """A planned "time" or "memory" with its interval."""
-    generation, experts = cluster.accelerator.generation, model.moe is not None
-    low, high = interval_factors(quantity, engine, generation, cluster.count, model.parameters, experts, precision)
+    low, high = interval_factors(quantity, *asked.compared)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 

@@ -250,8 +250,7 @@ def _weights(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> A
 def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
-    in_pieces = candidates.zero >= 2
-    in_pieces = in_pieces & ~(engine.pipeline_keeps & (candidates.pp > 1))
+    in_pieces = engine.reduces_in_pieces(candidates.zero, candidates.pp)
     gradients = np.where(in_pieces, here.parameters / candidates.shard_ranks, here.own)
     gradients = gradients * (engine.gradient_bytes + lasting)
     return np.asarray(gradients)

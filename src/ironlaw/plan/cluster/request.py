@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.config import RunConfig
@@ -53,6 +54,13 @@ class ClusterStep:
         return self.recipe or recipe_of_layout(
             self.model, layout, self.sequence, self.global_batch, self.precision, self.optimizer, self.config
         )
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What the interval of its plan hangs on, as `distance` takes it."""
+        cluster, model, engine = self.cluster, self.model, self.system.engine.name
+        of_model = model.parameters, model.moe is not None
+        return engine, cluster.accelerator.generation, cluster.count, *of_model, self.precision
 
     @property
     def flashes(self) -> bool:

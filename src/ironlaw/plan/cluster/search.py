@@ -200,9 +200,7 @@ class _Search:
     @property
     def memory_upper(self) -> float:
         """Upper end of the memory interval over the planned peak."""
-        model, cluster = self.asked.model, self.asked.cluster
-        of = cluster.accelerator.generation, cluster.count, model.parameters, model.moe is not None
-        return math.exp(interval_factors("memory", self.where.engine.name, *of)[1])
+        return math.exp(interval_factors("memory", *self.asked.compared)[1])
 
     def plan(self, part: Table) -> np.ndarray:
         """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
@@ -261,7 +259,7 @@ class _Search:
     def _walked(self, row: np.void, enough: float = math.inf) -> float:
         """Peak bytes of a layout, or some that are more than `enough`."""
         layout = layout_of(row)
-        if layout.zero == 2 and layout.pp > 1:  # whose gradients wait for the end of the step, as those of ZeRO 1
+        if layout.zero == 2 and not self.where.engine.reduces_in_pieces(2, layout.pp):  # as under ZeRO 1
             layout = replace(layout, zero=1)
         if (layout, enough) not in self.peaks:
             batch, recipe = self.asked.run(layout)
@@ -363,7 +361,7 @@ def _able(rows: Table, engine: TrainingEngine, model: ModelConfig, ruled_out: di
         columns = [rows[name].astype(float) for name in COLUMNS if name not in NEVER_REFUSED]
         first, sort = distinct_rows(columns, len(rows))
         reasons = np.array([not_trained_here(layout_of(row), model) or "" for row in rows[first]])
-        refused |= {str(reason): (reasons == reason)[sort] for reason in set(reasons) - {""}}
+        refused |= {str(reason): (reasons == reason)[sort] for reason in sorted(set(reasons) - {""})}
     kept = np.ones(len(rows), dtype=bool)
     for reason, needed in refused.items():
         if count := int((kept & needed).sum()):

@@ -200,7 +200,7 @@ def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -
     shard = np.asarray(sum(s.held / s.sharing for s in states))
     across = collective("all_reduce", shard * gradient, candidates.copies, copies_inside, system)
     sharded, fsdp = candidates.zero > 0, candidates.zero >= 3
-    in_pieces = (candidates.zero >= 2) & ~(engine.pipeline_keeps & (candidates.pp > 1))
+    in_pieces = engine.reduces_in_pieces(candidates.zero, candidates.pp)
     once = np.where(sharded, sent("reduce_scatter", gradient) + across, sent("all_reduce", gradient, by_all=True))
     update = _update(candidates, system, layers, owned_parameters(candidates, layers))
     return {

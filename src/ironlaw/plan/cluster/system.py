@@ -11,18 +11,15 @@ import numpy as np
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, Node
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency.hardware import (
-    AttentionConstants,
-    CollectiveConstants,
-    Efficiency,
-    Evidence,
-    Fabric,
-    Hardware,
-    MatmulConstants,
-    NetworkConstants,
-    StreamingConstants,
+from ironlaw.machine.efficiency.hardware import Efficiency, Fabric, Hardware, NetworkConstants
+from ironlaw.machine.efficiency.store import (
+    assumed_efficiency,
+    assumed_network,
+    load_efficiency,
+    load_network,
+    reference_accelerators,
+    reference_hardware,
 )
-from ironlaw.machine.efficiency.store import load_efficiency, load_network, reference_accelerators, reference_hardware
 from ironlaw.plan.cluster.candidates import Array
 from ironlaw.plan.cluster.update_cost import ADAMW, UpdateCost
 from ironlaw.plan.engines.engine import TrainingEngine
@@ -225,28 +222,3 @@ def under_pressure(seconds: Array, highest_bytes: Array, where: ClusterSystem) -
     """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
     nearly_full = highest_bytes > PRESSURE_SHARE * usable_bytes(where)
     return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)
-
-
-_ASSUMED = Evidence("assumed", 0, -0.4, 0.4, assumed=True, note="no measurements of this generation")
-
-
-def assumed_efficiency(generation: str) -> Efficiency:
-    """Plausible constants: 90% of peak in a tile, 85% of bandwidth."""
-    matmul = MatmulConstants(0.92, 16.0, 150.0, 0.6, 0.85, 1.0, 3e-6, 0.0, throttle_seconds=0.0, evidence=_ASSUMED)
-    attention = AttentionConstants(0.75, 16.0, 128.0, 0.3, 0.0, 4e-6, 0.0, 0.85, 0.86, _ASSUMED)
-    streaming = StreamingConstants(
-        {"copy": 0.88, "elementwise": 0.85, "norm": 0.7, "gated_activation": 0.8}, 2e6, 3e-6, _ASSUMED
-    )
-    collectives = CollectiveConstants(8e-6, 1.5e-6, 5e-6, 1e6, 0.78, 4.0, 0.0, 0.75, evidence=_ASSUMED)
-    return Efficiency(
-        generation,
-        {"bf16": matmul, "fp8": matmul, "fp8_block": matmul},
-        {"flash": attention},
-        "flash",
-        streaming,
-        collectives,
-    )
-
-
-def assumed_network() -> NetworkConstants:
-    return NetworkConstants(10e-6, 5e-6, 20e-6, 1e6, 0.85, _ASSUMED)

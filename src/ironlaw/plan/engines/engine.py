@@ -14,6 +14,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engines.low_precision import casts_by, storage_by
 from ironlaw.workload.conventions import Conventions, StorageFormat
+from ironlaw.workload.sizes import Size
 
 
 def constant(default: Any, unit: str, meaning: str) -> Any:
@@ -123,6 +124,10 @@ class TrainingEngine(Conventions):
     def repeats_attention_alone(self) -> bool:
         """What selective recomputation repeats: as Megatron does, or all that is cheap and a share of the rest."""
         return self.fused and self.selective_matmul_share == 0
+
+    def reduces_in_pieces(self, zero: Size, pp: Size) -> Size:
+        """Whether gradients are reduced with every micro-batch, and not once a step."""
+        return (zero >= 2) & ((pp == 1) | (not self.pipeline_keeps))
 
     def widens_again(self, model: ModelConfig) -> bool:
         """Whether selective recomputation repeats what makes latent attention's inputs wide, and not attention."""

@@ -95,7 +95,7 @@ def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> 
     if sure is None or sure.step_seconds > SURE_AT_MOST * fastest.step_seconds:
         return fastest, "fastest"
     near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
-    upper = bounded(1.0, "memory", request.engine, request.cluster, request.model, "").high or 1.0
+    upper = bounded(1.0, "memory", request, "").high or 1.0
     safe = [c for c in near if c.peak_bytes * upper <= limit_bytes]
     best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
     if fastest.layout == best.layout:
@@ -191,9 +191,8 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
-    of = request.engine, request.cluster, request.model
-    step = bounded(candidate.step_seconds, "time", *of, f"engine {request.engine}", request.precision)
-    peak = bounded(candidate.peak_bytes, "memory", *of, "highest stage")
+    step = bounded(candidate.step_seconds, "time", request, f"engine {request.engine}")
+    peak = bounded(candidate.peak_bytes, "memory", request, "highest stage")
     tokens = Estimate(request.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {
         "layout": _layout(candidate.layout, request),

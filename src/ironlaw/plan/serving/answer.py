@@ -10,7 +10,7 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.stored_formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.request_types import Options, PlanOutcome
+from ironlaw.plan.request_types import SERVED, Options, PlanOutcome
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
@@ -33,6 +33,7 @@ GAUDI = ("gaudi2", "gaudi3")
 
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
     """UserError for what cannot be planned; `fits` is False where limits or memory do not hold."""
+    options.refuse_beside(SERVED)
     request = parse_request(text)
     if request.length > model.context:
         raise UserError(

@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import JobFailed, UserError
+from ironlaw.errors import JobFailed, UserError, refuse_options
 from ironlaw.files import read_text, write_text
 
 KINDS = {"slurm": "job.sbatch", "kubernetes": "job.yaml", "ssh": "job.sh"}
 SUBMIT = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f"), "ssh": ("sh",)}
-OPTIONS = {"slurm": ("time", "partition", "account"), "kubernetes": ("image", "claim"), "ssh": ("hosts",)}
+OPTIONS = dict.fromkeys(("time", "partition", "account"), ("--on slurm",)) | {
+    "image": ("--on kubernetes",), "claim": ("--on kubernetes",), "hosts": ("--on ssh",),
+}  # fmt: skip
 PORT = 29500
 RESTARTS = 10  # of the whole job by torchrun, before a person should look
 VARIABLES = {
@@ -84,9 +86,7 @@ class LaunchRequest:
 
 def script(kind: str, request: LaunchRequest) -> str:
     """The text of the job. UserError for what a launcher needs and nobody gave, or does not have."""
-    for other, name in ((other, name) for other, names in OPTIONS.items() if other != kind for name in names):
-        if getattr(request, name):
-            raise UserError(f"--{name} is for --on {other}: leave it out")
+    refuse_options(vars(request), OPTIONS, f"--on {kind}")
     return {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[kind](request)
 
 
