@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -68,86 +69,91 @@ def _backward(output: Tensor, inputs: tuple[Tensor, ...]) -> Call:
 REDUCED = ("sum_rows", "concatenate", "rotary", "multiply", "add_in_place", "gelu", "silu")
 
 
-def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[int], Call]]:
-    """Kernel name to builder: all of them in fp32, those that run in reduced precision otherwise."""
-    device = pool.device
+def _kernel(
+    function: Callable[..., Any], inputs: Callable[[int], tuple[Tensor, ...]], backward: bool = False
+) -> Callable[[int], Call]:
+    def build(elements: int) -> Call:
+        given = inputs(elements)
+        if not backward:
+            return lambda: function(*given)
+        return _backward(function(*given), tuple(tensor for tensor in given if tensor.requires_grad))
 
-    def flat(elements: int, grad: bool = False) -> Tensor:
+    return build
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What kernels take, of so many elements."""
+
+    pool: Pool
+    dtype: torch.dtype
+
+    def flat(self, elements: int, grad: bool = False) -> Tensor:
         shape = (_rows(elements), WIDTH)
-        return pool.parameter(*shape, dtype=dtype) if grad else pool.take(*shape, dtype=dtype)
+        return self.pool.parameter(*shape, dtype=self.dtype) if grad else self.pool.take(*shape, dtype=self.dtype)
 
-    def kernel(
-        function: Callable[..., Any], inputs: Callable[[int], tuple[Tensor, ...]], backward: bool = False
-    ) -> Callable[[int], Call]:
-        def build(elements: int) -> Call:
-            given = inputs(elements)
-            if not backward:
-                return lambda: function(*given)
-            return _backward(function(*given), tuple(tensor for tensor in given if tensor.requires_grad))
+    def several(self, count: int, grad: bool = False) -> Callable[[int], tuple[Tensor, ...]]:
+        return lambda elements: tuple(self.flat(elements, grad) for _ in range(count))
 
-        return build
+    def normed(self, elements: int) -> tuple[Tensor, ...]:
+        ones = (torch.full((WIDTH,), value, device=self.pool.device, requires_grad=True) for value in (1.0, 0.0))
+        return self.flat(elements, grad=True), *ones
 
-    def inputs(count: int, grad: bool = False) -> Callable[[int], tuple[Tensor, ...]]:
-        return lambda elements: tuple(flat(elements, grad) for _ in range(count))
-
-    def normed(elements: int) -> tuple[Tensor, ...]:
-        weight, bias = (torch.full((WIDTH,), value, device=device, requires_grad=True) for value in (1.0, 0.0))
-        return flat(elements, grad=True), weight, bias
-
-    def rotated(elements: int) -> tuple[Tensor, ...]:
+    def rotated(self, elements: int) -> tuple[Tensor, ...]:
         config = ModelConfig(layers=1, hidden=WIDTH, heads=8, vocab=2, context=256, positions="rope")
         tokens = min(256, _rows(elements))
-        x = pool.take(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, dtype=dtype)
-        return x, *(table[:tokens].to(device) for table in rotary_tables(config))
+        x = self.pool.take(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, dtype=self.dtype)
+        return x, *(table[:tokens].to(self.pool.device) for table in rotary_tables(config))
 
-    def labels(rows: int) -> Tensor:
-        return torch.randint(0, VOCABULARY, (rows,), device=device)
+    def labels(self, rows: int) -> Tensor:
+        return torch.randint(0, VOCABULARY, (rows,), device=self.pool.device)
 
-    def embedded(elements: int) -> tuple[Tensor, ...]:
-        return labels(_rows(elements)), pool.parameter(VOCABULARY, WIDTH)
+    def embedded(self, elements: int) -> tuple[Tensor, ...]:
+        return self.labels(_rows(elements)), self.pool.parameter(VOCABULARY, WIDTH)
 
-    def judged(elements: int) -> tuple[Tensor, ...]:
+    def judged(self, elements: int) -> tuple[Tensor, ...]:
         rows = _rows(elements, VOCABULARY)
-        return pool.parameter(rows, VOCABULARY), labels(rows)
+        return self.pool.parameter(rows, VOCABULARY), self.labels(rows)
 
-    def with_gradient(elements: int) -> Tensor:
-        weight = flat(elements, grad=True)
-        weight.grad = flat(elements)
+    def with_gradient(self, elements: int) -> Tensor:
+        weight = self.flat(elements, grad=True)
+        weight.grad = self.flat(elements)
         return weight
 
-    def clip(elements: int) -> Call:
-        weight = with_gradient(elements)
-        # A limit that is never reached: scaling by 1 costs what any scaling costs and leaves the numbers alone.
-        return lambda: torch.nn.utils.clip_grad_norm_([weight], 1e9)
 
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+}  # fmt: skip
+
+
+def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[int], Call]]:
+    """Kernel name to builder: all of them in fp32, those that run in reduced precision otherwise."""
+    of = _Inputs(pool, dtype)
+    # A limit that is never reached: scaling by 1 costs what any scaling costs and leaves the numbers alone.
+    clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=1e9)
     builders: dict[str, Callable[[int], Call]] = {
-        "add": kernel(torch.add, inputs(2)),
-        "add_in_place": kernel(lambda x, y: x.add_(y, alpha=1e-9), inputs(2)),
-        "multiply": kernel(torch.mul, inputs(2)),
-        "multiply_backward": kernel(torch.mul, inputs(2, grad=True), backward=True),
-        "cast": kernel(lambda x: x.to(torch.bfloat16), inputs(1)),
-        "sum_rows": kernel(lambda x: x.sum(dim=0), inputs(1)),
-        "concatenate": kernel(lambda *parts: torch.cat(parts, dim=-1), lambda elements: inputs(3)(elements // 3)),
-        "rotary": kernel(rotate, rotated),
-        "adamw": lambda elements: torch.optim.AdamW([with_gradient(elements)], fused=True).step,
-        "clip": clip,
+        "add": _kernel(torch.add, of.several(2)),
+        "add_in_place": _kernel(lambda x, y: x.add_(y, alpha=1e-9), of.several(2)),
+        "multiply": _kernel(torch.mul, of.several(2)),
+        "multiply_backward": _kernel(torch.mul, of.several(2, grad=True), backward=True),
+        "cast": _kernel(lambda x: x.to(torch.bfloat16), of.several(1)),
+        "sum_rows": _kernel(lambda x: x.sum(dim=0), of.several(1)),
+        "concatenate": _kernel(lambda *parts: torch.cat(parts, dim=-1), lambda elements: of.several(3)(elements // 3)),
+        "rotary": _kernel(rotate, of.rotated),
+        "adamw": lambda elements: torch.optim.AdamW([of.with_gradient(elements)], fused=True).step,
+        "clip": _kernel(clip, lambda elements: (of.with_gradient(elements),)),
     }
     both: dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, ...]]]] = {
-        "embedding": (F.embedding, embedded),
-        "loss": (F.cross_entropy, judged),
-        "layernorm": (lambda x, weight, bias: F.layer_norm(x, (WIDTH,), weight, bias), normed),
-        "rmsnorm": (lambda x, weight: F.rms_norm(x, (WIDTH,), weight), lambda elements: normed(elements)[:2]),
+        "embedding": (F.embedding, of.embedded),
+        "loss": (F.cross_entropy, of.judged),
+        "layernorm": (lambda x, weight, bias: F.layer_norm(x, (WIDTH,), weight, bias), of.normed),
+        "rmsnorm": (lambda x, weight: F.rms_norm(x, (WIDTH,), weight), lambda elements: of.normed(elements)[:2]),
     }
     for name, (function, given) in both.items():
-        builders |= {f"{name}_{way}": kernel(function, given, way == "backward") for way in ("forward", "backward")}
-    activations: dict[str, Callable[[Tensor], Tensor]] = {
-        "gelu": F.gelu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-        "silu": F.silu,
-    }
-    for name, activation in activations.items():
-        builders[f"{name}_forward"] = kernel(activation, inputs(1))
-        builders[f"{name}_backward"] = kernel(activation, inputs(1, grad=True), backward=True)
+        builders |= {f"{name}_{way}": _kernel(function, given, way == "backward") for way in ("forward", "backward")}
+    for name, activation in ACTIVATIONS.items():
+        builders[f"{name}_forward"] = _kernel(activation, of.several(1))
+        builders[f"{name}_backward"] = _kernel(activation, of.several(1, grad=True), backward=True)
     if dtype == torch.float32:
         return builders
     return {name: builder for name, builder in builders.items() if name.startswith(REDUCED)}
