@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from ironlaw.plan.cluster.candidates import Candidates
-from ironlaw.plan.cluster.jobs import candidates_of_jobs
+from ironlaw.plan.cluster.candidates import Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs

@@ -25,8 +25,7 @@ from ironlaw.plan.measured.inference import ServingRun, read_serving
 from ironlaw.plan.serving import rates as serving_rates
 from ironlaw.plan.serving.demand import Demand
 from ironlaw.plan.serving.rates import NAMES, Rates, effect_names, link
-from ironlaw.plan.serving.steady import at_concurrency, unlimited
-from ironlaw.plan.serving.timing import System, decode_seconds, prompt_seconds, room_tokens
+from ironlaw.plan.serving.timing import System, at_concurrency, decode_seconds, prompt_seconds, room_tokens, unlimited
 
 FOLDER = Path(serving_rates.__file__).parent
 

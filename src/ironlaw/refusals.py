@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.catalog.formats import precision_recipe
 from ironlaw.schema import Refusals
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS
 

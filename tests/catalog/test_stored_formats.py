@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ironlaw.catalog.figures import source
+from ironlaw.catalog.formats import stored_format, stored_formats
 from ironlaw.catalog.models import model_entry
-from ironlaw.catalog.stored_formats import stored_format, stored_formats
 from ironlaw.errors import UserError
 
 MEASURED = tomllib.loads(Path(__file__).with_name("measured_names.toml").read_text(encoding="utf-8"))["formats"].split()

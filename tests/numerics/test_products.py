@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ironlaw.catalog.precision_recipes import precision_recipe, precision_recipes
+from ironlaw.catalog.formats import precision_recipe, precision_recipes
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer

@@ -8,12 +8,11 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.jobs import TrainingJob
+from ironlaw.plan.cluster.candidates import TrainingJob
 from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
-from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate
+from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate, save_profile
 from ironlaw.plan.measured.evaluate import evaluate
-from ironlaw.plan.measured.profiles import save_profile
 from ironlaw.plan.measured.read import Run
 from ironlaw.workload.layout import Layout
 

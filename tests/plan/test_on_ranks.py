@@ -11,7 +11,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.layouts import best_layout
-from ironlaw.plan.schedule import PlayedPipeline
+from ironlaw.plan.stage_costs import PlayedPipeline
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.workload.collectives import collectives, table_of
 from ironlaw.workload.layout import Layout, parse_layout

@@ -9,7 +9,7 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.jobs import candidates_of_jobs
+from ironlaw.plan.cluster.candidates import candidates_of_jobs
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.evaluate import of_runs
 from ironlaw.plan.measured.network import described_node, resized

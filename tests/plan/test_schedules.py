@@ -10,8 +10,7 @@ from ironlaw.plan.cluster.memory import in_flight
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.pipeline import ends_lighter
-from ironlaw.workload.schedule import passes, pytorch_passes
+from ironlaw.workload.schedule import ends_lighter, passes, pytorch_passes
 
 GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
 SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]

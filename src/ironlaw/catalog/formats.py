@@ -4,10 +4,18 @@ mxfp4 = number_format("mxfp4")
 mxfp4.bits_per_element     # 4.25: 4 and an 8-bit scale per 32
 mxfp4.element.largest      # 6.0
 number_format("mxfp8").peak, number_format("mxfp8").rate_of
+
+How weights are stored that models are served from (`stored_formats.toml`), and which formats the three products of a
+linear layer have in a recipe of training (`precision_recipes.toml`):
+
+stored_format("q4_k_m").bits                 # 4.89: the mean over a whole file of Llama 3.1 8B
+precision_recipe("nvfp4").gradient.name      # "nvfp4"
+precision_recipe("bf16")                     # None: products on the tensors as they are
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -189,3 +197,83 @@ def format_entries(name: str | None = None) -> list[dict[str, Any]]:
         }
         for known in formats
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFormat:
+    """Bits per weight with its share of scales."""
+
+    name: str
+    bits: float
+    source: str  # key of `sources.toml`
+    wide: bool = False  # embedding and output layer stay in 16 bits; else `bits` is the mean over the whole file
+    experts: bool = False  # only experts are stored so, everything else in 16 bits
+    note: str = ""
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return self.bits / 8
+
+
+def stored_formats() -> tuple[str, ...]:
+    """All names, sorted."""
+    return tuple(sorted(_table()["formats"]))
+
+
+def stored_format(name: str) -> StoredFormat:
+    """The format of that name, whatever its case; UserError with the nearest for others."""
+    table, typed = _table(), name.strip().lower()
+    if typed not in table["formats"]:
+        raise unknown("weight format", name, table["formats"])
+    line = table["formats"][typed]
+    return StoredFormat(name=typed, **line | {"source": table["sources"][line["source"]]})
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return read_toml("stored_formats.toml")
+
+
+@dataclass(frozen=True)
+class PrecisionRecipe:
+    """How a step rounds; fields without a word here are explained in `precision_recipes.toml`."""
+
+    name: str
+    title: str
+    source: str
+    input: NumberFormat  # format of what is multiplied, as of the two that follow
+    weight: NumberFormat
+    gradient: NumberFormat
+    square_weights: bool = False
+    stochastic: bool = False
+    rotation: int = 0  # numbers per random Hadamard rotation of the weight gradient's operands; 0: none
+    headroom: float = 1.0  # factor of gradients before they are rounded, undone after
+    history: int = 0  # micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself
+    keep_last: float = 0.0  # share of the last blocks that compute in `held_as`
+
+    @property
+    def weight_block(self) -> tuple[int, int] | None:
+        """Rows and columns of a weight that share a scale."""
+        block = self.weight.block_of(weight=True)
+        if self.square_weights and block is not None:
+            return (block[1], block[1])
+        return block
+
+    def blocks(self, layers: int) -> int:
+        """How many of the first blocks compute so."""
+        return layers - math.ceil(layers * self.keep_last)
+
+
+@cache
+def precision_recipes() -> dict[str, PrecisionRecipe]:
+    return {name: _recipe(name, table) for name, table in read_toml("precision_recipes.toml").items()}
+
+
+def precision_recipe(precision: str) -> PrecisionRecipe | None:
+    """The recipe of a precision, None where its products are on the tensors as they are."""
+    return precision_recipes().get(precision)
+
+
+def _recipe(name: str, table: dict[str, Any]) -> PrecisionRecipe:
+    formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
+    return PrecisionRecipe(name=name, **{**table, **formats})

@@ -55,7 +55,7 @@ def calibrate(
     from ironlaw.plan.engines.named import engine as engine_named
     from ironlaw.plan.engines.named import profile_path
     from ironlaw.plan.measured.calibrate import calibrate as fit
-    from ironlaw.plan.measured.profiles import save_profile
+    from ironlaw.plan.measured.calibrate import save_profile
     from ironlaw.plan.measured.read import read_runs
     from ironlaw.report.record_view import calibration_view
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ironlaw.catalog.formats import number_format
-from ironlaw.catalog.precision_recipes import precision_recipes
+from ironlaw.catalog.formats import number_format, precision_recipes
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of

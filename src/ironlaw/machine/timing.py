@@ -1,6 +1,6 @@
 """What times operations and collectives of a program: this machine by its measured curves, alone or shared by ranks.
 
-A catalogued accelerator does by the constants of its generation (`plan/catalogued.py`).
+A catalogued accelerator does by the constants of its generation (`plan/module.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Protocol, cast
 
-from ironlaw.catalog.formats import number_format
-from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.catalog.formats import number_format, precision_recipe
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile

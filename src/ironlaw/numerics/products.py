@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ironlaw.catalog.precision_recipes import PrecisionRecipe
+from ironlaw.catalog.formats import PrecisionRecipe
 from ironlaw.model.linear import Linear, RoundedLinear, become
 from ironlaw.numerics.hadamard import rotate
 from ironlaw.numerics.quantized import rounded

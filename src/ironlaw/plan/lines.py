@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ironlaw.ledger import UNNAMED, Kind, Line, Phase, merged
 from ironlaw.machine.timing import Machine
-from ironlaw.workload.collectives import Collective
-from ironlaw.workload.mesh import group_of
+from ironlaw.workload.collectives import Collective, group_of
 from ironlaw.workload.operations import Operation, line_name
 from ironlaw.workload.program import EMBEDDING, Program
 from ironlaw.workload.sharding import bucket_bytes

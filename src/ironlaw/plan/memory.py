@@ -30,15 +30,7 @@ from ironlaw.workload.optimizers import update_temporary_bytes
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, step
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes_of_rank
-from ironlaw.workload.sharding import (
-    EXPERTS,
-    bucket_bytes,
-    expert_dp,
-    of_experts,
-    of_site,
-    parameter_groups,
-    shard_of,
-)
+from ironlaw.workload.sharding import EXPERTS, bucket_bytes, expert_dp, of_experts, of_site, parameter_groups, shard_of
 
 
 def peak_memory(program: Program, position: int = 0) -> Peak:

@@ -38,10 +38,10 @@ from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offloa
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, held_by_process
+from ironlaw.workload.collectives import aliases_of
 from ironlaw.workload.finetune import ENDS, adapters_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, step
 from ironlaw.workload.recipe import Recipe

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ironlaw.catalog.formats import number_format
-from ironlaw.catalog.precision_recipes import PrecisionRecipe, precision_recipe
+from ironlaw.catalog.formats import PrecisionRecipe, number_format, precision_recipe
 from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear, RoundedLinear, become, capability

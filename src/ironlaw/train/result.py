@@ -21,7 +21,7 @@ from ironlaw.plan.recipe import batch_of
 from ironlaw.train.history import now
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.step import Step
-from ironlaw.workload.tensors import batch_bytes
+from ironlaw.workload.program import batch_bytes
 
 
 @dataclass(frozen=True)

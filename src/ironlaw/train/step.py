@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.catalog.formats import precision_recipe
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.ledger import Decisions, Phase

@@ -9,7 +9,8 @@ those of the whole buffer: what is reduced, what is gathered, what is sent; a ri
 give, and keys, values and rows for them, in the precision of the products. Dimensions are those of the trainer's mesh:
 `replicate` (copies of the state), `shard` (ranks that share one), `tp`, `cp`, `pp`, `ep`, and `expert_replicate` and
 `expert_shard` for the experts' own state; `micro_batch` are the ranks that count experts' load together, `site` sites
-that average their weights, `world` all that agree on loss, gradient norm and stop.
+that average their weights, `world` all that agree on loss, gradient norm and stop. Ranks are placed tp, cp, dp, pp from
+the inside out.
 
 Without a capacity, how many rows a rank's experts receive depends on what the routers choose. Every rank sends as many
 as its tokens choose and gets them back, which is exact; what it returns to others is listed with the mean, exact for
@@ -29,11 +30,9 @@ from typing import NamedTuple
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.mesh import counted_together, replicas_of
 from ironlaw.workload.messages import context_messages
-from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.schedule import passes_of_rank
+from ironlaw.workload.schedule import layers_of, passes_of_rank, stages_of
 from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
@@ -44,6 +43,49 @@ from ironlaw.workload.sharding import (
     shard_of,
     stage_parameters,
 )
+
+
+def replicas_of(layout: Layout) -> tuple[int, int]:
+    """Ranks that share a copy of the state, and copies."""
+    return layout.sharing, layout.dp * layout.cp // layout.sharing
+
+
+def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe) -> dict[str, str]:
+    """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first.
+
+    `world` stays apart: what all ranks agree on there shows how long they wait for the slowest.
+    """
+    inner = of_site(layout, recipe.communication)
+    names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
+    groups = {name: group_of(inner, name) for name in names}
+    groups["site"] = layout.dp // inner.dp, inner.accelerators
+    if model.moe is not None:
+        groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
+    first: dict[tuple[int, int], str] = {}
+    aliases = {}
+    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:]):
+        if groups.get(name, (1, 1))[0] > 1 and first.setdefault(groups[name], name) != name:
+            aliases[name] = first[groups[name]]
+    return aliases
+
+
+def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
+    """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
+    tp, ep, (shard, copies) = layout.tp, layout.ep, replicas_of(layout)
+    same_experts = (expert_dp(layout.dp, layout.cp, ep), tp * ep) if ep > 1 else (1, 1)
+    return {
+        "world": (layout.accelerators, 1), "tp": (tp, 1), "shard": (shard, tp), "replicate": (copies, tp * shard),
+        "pp": (layout.pp, tp * shard * copies), "cp": (layout.cp, tp), "ep": (ep, tp),
+        "micro_batch": (max(2, layout.cp), tp),  # who count experts' load together: of one sequence, or two replicas
+        "expert_shard": same_experts if layout.zero else (1, 1),
+        "expert_replicate": (1, 1) if layout.zero else same_experts,
+    }[dimension]  # fmt: skip
+
+
+def counted_together(layout: Layout, batch: StepBatch) -> int:
+    """Replicas whose sequences are one micro-batch of the config, of which the load of experts is counted."""
+    return max(1, batch.counted // (batch.sequences // layout.dp))
+
 
 FP32, BF16, INT64 = 4, 2, 8
 

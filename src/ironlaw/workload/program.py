@@ -17,28 +17,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter, of_blocks
-from ironlaw.workload.blocks import FP32, BlockAdapters, Policy, Shape
+from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.finetune import Adapters
-from ironlaw.workload.kinds import both_passes, layer_groups
+from ironlaw.workload.kinds import both_passes, has_experts, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, changed
-from ironlaw.workload.optimizers import BF16, adamw_operations, update_operations
-from ironlaw.workload.pipeline import layers_of, stages_of
+from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
+from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
-from ironlaw.workload.tensors import Tensor, lasting_tensors
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
     from ironlaw.workload.trace_store import ModuleTrace
+
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
@@ -317,3 +317,55 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
 def training_operations(shape: Shape) -> list[Operation]:
     """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
     return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
+
+
+DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it
+
+
+class Tensor(NamedTuple):
+    """What a rank holds throughout, by component: weights, the optimizer's state, a cache, ..."""
+
+    component: str
+    bytes: float
+    note: str = ""
+
+
+def lasting_tensors(
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, layers: Sequence[int],
+    shards: Sequence[Parameter], frozen: int = 0,
+) -> Iterator[Tensor]:  # fmt: skip
+    """What a rank holds from one step to the next; the rest comes and goes, and is walked (`plan/memory.py`). Of a rank
+    with these layers, which updates `shards`, beside so many bytes of what is frozen. Weights are fp32."""
+    elements = sum(p.elements for p in shards) * FP32
+    buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)
+    hosted, paged = recipe.offloads_optimizer, PAGED.get(recipe.optimizer.name)
+    state = 0 if hosted else state_bytes(shards, recipe.optimizer)
+    average = elements if recipe.average else 0
+    yield Tensor("weights", frozen + elements + buffers)
+    where = ", on the host" if hosted else f", {paged}" if paged else ""
+    yield Tensor("optimizer", state, f"{recipe.optimizer.name}{where}")
+    yield Tensor("batch", batch_bytes(batch) // layout.dp, "tokens and targets")
+    if recipe.average:
+        yield Tensor("average", average, "exponential average of the weights")
+    if recipe.checkpoints and not recipe.cuda:
+        note = "on a CPU beside the steps that run while a checkpoint is written"
+        yield Tensor("checkpoint copy", elements + state + average, note)
+
+
+def rotary_table_bytes(model: ModelConfig) -> int:
+    tables = 1 + (model.rope_theta_local is not None) + (model.rope_long is not None)
+    return tables * model.context * model.size_of_rotary * FP32 if model.positions == "rope" else 0
+
+
+def routing_buffer_bytes(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Load per expert and dropped choices of every layer with experts, and the biases of the choice."""
+    if model.moe is None:
+        return 0
+    kinds = layer_groups(model)
+    routed = sum(has_experts(kinds[layer]) for layer in layers)
+    return routed * (model.moe.experts * (INDEX + FP32 * (model.moe.balance == "bias")) + INDEX)
+
+
+def batch_bytes(batch: StepBatch) -> int:
+    """Tokens and targets of a step, int64, and where attention asks for it the number of each one's document."""
+    return batch.sequences * batch.tokens * (2 * INDEX + (DOCUMENT_BYTES if batch.documents else 0))

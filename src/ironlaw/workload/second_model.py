@@ -15,8 +15,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Shape
 from ironlaw.workload.objective import FROZEN, ObjectiveConfig
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import HEAD, Layer, Program, layers_of_shape
-from ironlaw.workload.tensors import Tensor
+from ironlaw.workload.program import HEAD, Layer, Program, Tensor, layers_of_shape
 
 
 def with_second_model(program: Program, objective: ObjectiveConfig, second: ModelConfig, held: bool) -> Program:

@@ -29,10 +29,9 @@ from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, grown
-from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage, Tensor
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.sharding import stage_parameters
-from ironlaw.workload.tensors import Tensor
 
 INFERENCE = Conventions(autocast=False)
 

@@ -14,7 +14,7 @@ from ironlaw.model.parameters import ROWS, Parameter, of_blocks, of_embedding, o
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import changed
-from ironlaw.workload.pipeline import layers_of
+from ironlaw.workload.schedule import layers_of
 
 FP32 = 4
 EXPERTS = ".experts"  # ends the name of what FSDP gathers of a block's experts, where ep divides them

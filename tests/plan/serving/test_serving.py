@@ -13,16 +13,15 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import Options
 from ironlaw.plan.serving.answer import answer_serving
-from ironlaw.plan.serving.disaggregated import transfer_seconds
 from ironlaw.plan.serving.emit import emit_serving
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
 from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.search import search_serving
-from ironlaw.plan.serving.simulate import play
-from ironlaw.plan.serving.steady import at_concurrency, unlimited
+from ironlaw.plan.serving.simulate import play, transfer_seconds
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
+    at_concurrency,
     decode_parts,
     decode_seconds,
     pass_parts,
@@ -30,6 +29,7 @@ from ironlaw.plan.serving.timing import (
     room_error,
     room_tokens,
     tokens_of_a_pass,
+    unlimited,
 )
 
 LLAMA = ModelConfig.named("llama3-8b")

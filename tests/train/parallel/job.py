@@ -58,8 +58,7 @@ from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
 from ironlaw.train.step import Step
-from ironlaw.workload.collectives import collectives, table_of
-from ironlaw.workload.mesh import aliases_of
+from ironlaw.workload.collectives import aliases_of, collectives, table_of
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies

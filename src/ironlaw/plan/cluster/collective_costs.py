@@ -24,9 +24,8 @@ import numpy as np
 
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
-from ironlaw.plan.cluster.block_values import distinct_rows
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.cluster.layout_table import code
+from ironlaw.plan.cluster.layout_table import code, distinct_rows
 from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine

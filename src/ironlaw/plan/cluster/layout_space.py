@@ -17,7 +17,7 @@ import numpy as np
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.layout_table import ROW, Table, code
 from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
-from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
+from ironlaw.workload.schedule import V_SHAPED, ends_lighter
 from ironlaw.workload.sizes import divisors
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there

@@ -11,9 +11,8 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.config import RunConfig
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
-from ironlaw.plan.cluster.block_values import Known
 from ironlaw.plan.cluster.candidates import Candidates, candidates_of
-from ironlaw.plan.cluster.layout_table import Table
+from ironlaw.plan.cluster.layout_table import Known, Table
 from ironlaw.plan.cluster.system import ClusterSystem, system_of
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import TrainingEngine

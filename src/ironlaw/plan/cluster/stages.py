@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ironlaw.plan.cluster.block_values import distinct_rows
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.workload.pipeline import V_SHAPED, layers_of, rank_of_last, stages_of
+from ironlaw.plan.cluster.layout_table import distinct_rows
+from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last, stages_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ironlaw.plan.emit import first_reason, given
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.pipeline import ends_lighter
+from ironlaw.workload.schedule import ends_lighter
 
 PRECISION_FLAGS = {
     "fp32": [],

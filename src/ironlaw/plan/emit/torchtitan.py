@@ -11,7 +11,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.pipeline import ends_lighter
+from ironlaw.workload.schedule import ends_lighter
 
 SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
 

@@ -2,6 +2,7 @@
 
     found = calibrate(runs, "my-cluster")
     found.engine, found.constants, found.errors
+    save_profile("my-cluster", found, "my_runs.csv")     # ~/.cache/ironlaw/engines/my-cluster.toml, found by its name
 
 Maximum a posteriori: residuals are ln(planned / measured), with a Huber loss because a few step times are always
 disturbed; the prior is the engine that the runs would have been planned with, each constant with a spread that
@@ -13,19 +14,22 @@ beats the prior.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.cluster.jobs import candidates_of_jobs
+from ironlaw.files import write_text
+from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
+from ironlaw.plan.engines.named import profile_path
 from ironlaw.plan.measured.evaluate import plannable, settled, systems_of
 from ironlaw.plan.measured.read import Run
 
@@ -304,3 +308,44 @@ class _Problem:
         jacobian = self.jacobian(x, self.log_errors(x)) / self.noise
         covariance = np.linalg.inv(jacobian.T @ jacobian + np.diag(self.precision))
         return np.asarray(np.sqrt(np.diag(covariance) * self.precision))
+
+
+def save_profile(name: str, found: Calibration, runs: str) -> Path:
+    """Write the calibrated engine as a readable file; a profile of that name is replaced."""
+    path = profile_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, _text(found, runs))
+    return path
+
+
+def _text(found: Calibration, runs: str) -> str:
+    engine, plain = found.engine, TrainingEngine("")
+    skipped = ("name", "source", "frameworks", "by_generation", *(c.name for c in found.constants))
+    head = f"{found.runs} runs of {Path(runs).name}"
+    lines = [
+        f"# Calibrated by `ironlaw calibrate` on {head}. Mean error of step time:",
+        f"# {100 * found.error_before:.1f}% before, {100 * found.error_in_sample:.1f}% on these runs,",
+        f"# {100 * found.error_left_out:.1f}% with each run left out.",
+        "",
+        f"source = {json.dumps(f'calibrated on {head}')}",
+        "",
+        "# conventions",
+    ]
+    for field in fields(TrainingEngine):
+        value = getattr(engine, field.name)
+        if field.name in skipped or value == getattr(plain, field.name):
+            continue
+        lines.append(f"{field.name} = {json.dumps(value)}  # {_words(field.name)}")
+    lines += ["", "# calibrated"]
+    for constant in found.constants:
+        value = float(f"{constant.after:.5g}")
+        lines.append(f"{constant.name} = {value}  # {_words(constant.name)}; was {constant.before:.4g}")
+    for generation, entries in sorted(engine.by_generation.items()):
+        lines += ["", f"[by_generation.{generation}]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in entries.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _words(key: str) -> str:
+    unit, meaning = MEANING.get(key, ("", "convention of the engine"))
+    return f"{unit}; {meaning}" if unit else meaning

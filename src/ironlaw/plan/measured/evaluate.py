@@ -11,9 +11,8 @@ import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.candidates import Array, Candidates, TrainingJob, candidates_of_jobs, structure
 from ironlaw.plan.cluster.estimate import plan_candidates
-from ironlaw.plan.cluster.jobs import TrainingJob, candidates_of_jobs, structure
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, usable_bytes
 from ironlaw.plan.engines.engine import TrainingEngine

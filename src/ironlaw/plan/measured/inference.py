@@ -32,9 +32,17 @@ from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.measured.validate import errors
 from ironlaw.plan.serving.demand import Demand, demand_of
 from ironlaw.plan.serving.rates import LATEST, Rates, ServingEngine, interval_of, rates_of, serving_engine
-from ironlaw.plan.serving.steady import at_concurrency, most_at_once, unlimited
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
-from ironlaw.plan.serving.timing import System, decode_seconds, prompt_seconds, room_error, room_tokens
+from ironlaw.plan.serving.timing import (
+    System,
+    at_concurrency,
+    decode_seconds,
+    most_at_once,
+    prompt_seconds,
+    room_error,
+    room_tokens,
+    unlimited,
+)
 
 COLUMNS = ("scenario", "weight_format")
 """Columns that only measured serving has."""

@@ -20,8 +20,8 @@ from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
 from ironlaw.plan.cluster.intervals import format_shares
-from ironlaw.plan.cluster.jobs import TrainingJob, plain_model
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
@@ -29,8 +29,8 @@ from ironlaw.plan.measured.accelerator import accelerator_of, in_rack, named_exp
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import Cells, read_table
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.pipeline import ends_lighter
 from ironlaw.workload.recompute_config import Recompute
+from ironlaw.workload.schedule import ends_lighter
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns without which no row can be planned."""

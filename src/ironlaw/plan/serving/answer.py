@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator
-from ironlaw.catalog.stored_formats import stored_format
+from ironlaw.catalog.formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import SERVED, Options, PlanOutcome

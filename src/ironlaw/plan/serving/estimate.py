@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator
-from ironlaw.catalog.stored_formats import stored_format
+from ironlaw.catalog.formats import stored_format
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.serving.disaggregated import most_apart, play_apart, transfer_seconds
 from ironlaw.plan.serving.rates import ServingEngine, interval_of, is_measured
 from ironlaw.plan.serving.request import ServeRequest
-from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, play
-from ironlaw.plan.serving.steady import unlimited
+from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, most_apart, play, play_apart, transfer_seconds
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
     System,
@@ -28,6 +26,7 @@ from ironlaw.plan.serving.timing import (
     room_error,
     room_tokens,
     tokens_of_a_pass,
+    unlimited,
 )
 
 BLOCK_TOKENS = 16

@@ -20,8 +20,8 @@ from ironlaw.plan.budget import COMPUTING_SHARE
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine
 from ironlaw.plan.serving.request import ServeRequest
-from ironlaw.plan.serving.steady import at_concurrency
 from ironlaw.plan.serving.systems import Formats, ServingLayout
+from ironlaw.plan.serving.timing import at_concurrency
 
 DEVICES_OF_A_COPY = (1, 2, 4, 8)
 BUSY = 0.85

@@ -4,20 +4,27 @@ Every step gives a token to each running request and fills what is left of the b
 first come first served; a request is let in while the cache has room for what it needs next, and the latest is sent
 back to the queue, to be computed again, where it has none. The clock is `timing.pass_parts`, or what was timed here
 (`here.MeasuredClock`).
+
+Where some copies compute prompts and others answer (Splitwise, arXiv 2311.18677; DistServe, 2401.09670), the cache of
+every prompt crosses a link in between, no prompt delays an answer, and prompts wait for prompts alone. The first are
+played like a server whose answers have one token; the others decode, at a steady rate, as many at once as arrive in the
+time that one takes (Little's law).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
 import numpy as np
 
+from ironlaw.errors import UserError
 from ironlaw.plan.serving.request import ServeRequest
-from ironlaw.plan.serving.timing import System, decode_seconds, pass_parts, prompt_seconds
+from ironlaw.plan.serving.systems import ServingLayout
+from ironlaw.plan.serving.timing import LINK_FRACTION, System, decode_seconds, pass_parts, prompt_seconds
 
 BUDGET_TOKENS = 8192
 REQUESTS = 240
@@ -273,3 +280,39 @@ def _enough(requests: int, system: System, request: ServeRequest) -> int:
     )
     at_once = request.concurrency or (request.rate or 1.0) * alone
     return int(min(max(requests, 4 * at_once), MOST_REQUESTS))
+
+
+def transfer_seconds(system: System, tokens: int) -> float:
+    """Of the cache of a prompt, each rank's part over its own link."""
+    held = system.demand.cached * float(system.demand.cached_tokens(tokens)) * system.cache_bytes
+    return float(held / system.cache_parts / (LINK_FRACTION * system.link))
+
+
+def play_apart(
+    system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int, *, budget: int, seed: int
+) -> Played:
+    """As `play`, per decoding copy. UserError without a rate."""
+    if request.rate is None:
+        raise UserError("--layout prefill= is planned for requests that arrive at a rate: write rate=10/s in --serve")
+    asked = replace(request, output=1, rate=request.rate / layout.prefill)
+    prompts = play(system, asked, kv_tokens, most, budget=budget, seed=seed)
+    rate, batch = request.rate / layout.replicas, 1.0
+    for _ in range(100):
+        batch = min(float(most), rate * request.output * float(decode_seconds(system, max(batch, 1.0), request.length)))
+    seconds = float(decode_seconds(system, max(batch, 1.0), request.length))
+    reached = min(rate, prompts.requests_per_second * layout.prefill / layout.replicas, most / seconds / request.output)
+    token = seconds + transfer_seconds(system, request.input) / max(1, request.output - 1)
+    return Played(
+        ttft_seconds=prompts.ttft_seconds, tpot_seconds=dict.fromkeys(("p50", "p90", "p99", "mean"), token),
+        output_tokens_per_second=reached * request.output, requests_per_second=reached, decode_batch=batch,
+        step_seconds=seconds, kv_usage=batch * request.length / kv_tokens, waiting=prompts.waiting,
+        keeps_up=prompts.keeps_up and batch < most,
+        seconds={name: float(value) for name, value in pass_parts(system, max(batch, 1.0), request.length).items()},
+    )  # fmt: skip
+
+
+def most_apart(system: System, layout: ServingLayout, request: ServeRequest, most: int) -> float:
+    """Output tokens per second of all copies where requests never run out: of prompts or of answers, the slower."""
+    prompts = layout.prefill / float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
+    answers = layout.replicas * most / float(decode_seconds(system, float(most), request.length))
+    return min(prompts * request.output, answers)

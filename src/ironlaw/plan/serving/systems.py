@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ironlaw.catalog.accelerators import Accelerator
-from ironlaw.catalog.stored_formats import stored_format
+from ironlaw.catalog.formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.demand import Demand, demand_of

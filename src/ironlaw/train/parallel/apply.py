@@ -27,7 +27,7 @@ from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.pipeline import stages_of
+from ironlaw.workload.schedule import stages_of
 from ironlaw.workload.sharding import shards_hidden
 
 

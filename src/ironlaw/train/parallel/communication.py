@@ -164,7 +164,7 @@ class Traffic:
 
 def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
     """Members of a group -> its mesh dimension and size; of dimensions with the same ranks, the first, as in a plan
-    (`workload/mesh.py`)."""
+    (`workload/collectives.py`)."""
     dimensions: dict[tuple[int, ...], tuple[str, int]] = {}
     for name, group in ranks.process_groups().items():
         dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))

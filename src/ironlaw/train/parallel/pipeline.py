@@ -14,8 +14,7 @@ from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.workload.pipeline import layers_of
-from ironlaw.workload.schedule import CLASSES
+from ironlaw.workload.schedule import CLASSES, layers_of
 
 
 def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:

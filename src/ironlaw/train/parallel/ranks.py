@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ironlaw.catalog.precision_recipes import precision_recipe
+from ironlaw.catalog.formats import precision_recipe
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError

@@ -27,11 +27,10 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
-from ironlaw.workload.collectives import Table, table_of
+from ironlaw.workload.collectives import Table, aliases_of, table_of
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.mesh import aliases_of
-from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.program import step as planned_step
+from ironlaw.workload.schedule import V_SHAPED
 from ironlaw.workload.sharding import expert_dp, shards_hidden
 
 STEPS = 2

@@ -39,7 +39,7 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.state import Stateful
 from ironlaw.train.step import Step
-from ironlaw.workload.pipeline import V_SHAPED, layers_of, rank_of_last
+from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last
 
 
 class LayoutStep(Step):
