@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import ironlaw.catalog
-from ironlaw.catalog.accelerators import accelerator, accelerator_names
-from ironlaw.catalog.cpus import cpu_power
+from ironlaw.catalog.accelerators import accelerator, accelerator_names, cpu_power
 from ironlaw.catalog.figures import source, sources
 from ironlaw.catalog.money import grid, grid_names, price, prices, pue, pues
 from ironlaw.errors import UserError

@@ -12,9 +12,9 @@ from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.capabilities import CAPABILITIES, lacking
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs
+from ironlaw.plan.cluster.layout_space import CAPABILITIES, lacking
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import Options, plan_request, resolve

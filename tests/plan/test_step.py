@@ -11,10 +11,10 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
+from ironlaw.plan import layouts as answers
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.requests import ranks as answers
 from ironlaw.plan.step import plan_run, plan_step
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout

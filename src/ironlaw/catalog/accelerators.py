@@ -11,6 +11,7 @@ served on. A shorter form works where only one accelerator answers to it (`h200`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -159,3 +160,35 @@ def from_table(name: str, data: dict[str, Any]) -> Accelerator:
     assert set(peaks) <= set(DTYPES), f"{name}: unknown dtypes {sorted(set(peaks) - set(DTYPES))}"
     known = {dtype: figure(peaks[dtype]) for dtype in DTYPES if dtype in peaks}
     return read_entry(Accelerator, name, data | {"peak_flops_per_second": known})
+
+
+@dataclass(frozen=True, slots=True)
+class PowerRange:
+    """Thermal design power per physical core over the models of a family as the vendor lists them: the best that can be
+    said of a CPU without a power meter. A virtual machine sees some of the cores, so watts per core carry over."""
+
+    low: float  # watts per physical core: the family's lowest and highest TDP/cores
+    high: float
+    family: str  # what matched, as one writes it
+    models: int  # how many listed models the range was taken over
+    source: str  # key of `sources.toml`
+    note: str = ""  # how the range was taken
+
+
+def cpu_power(model_name: str) -> PowerRange | None:
+    """The range for a CPU model name as the operating system prints it; `None` when it is not listed."""
+    text = re.sub(r"\((?:r|tm|c)\)|[®™]", " ", model_name, flags=re.IGNORECASE)
+    text = re.sub(r"\s+", " ", text).strip()
+    return next((power for pattern, power in _families() if pattern.search(text)), None)
+
+
+@cache
+def _families() -> tuple[tuple[re.Pattern[str], PowerRange], ...]:
+    listed = [dict(entry) for entry in read_toml("cpus.toml")["family"]]
+    return tuple(
+        (
+            re.compile(entry.pop("match"), re.IGNORECASE),
+            PowerRange(low=entry.pop("low_watts_per_core"), high=entry.pop("high_watts_per_core"), **entry),
+        )
+        for entry in listed
+    )

@@ -60,8 +60,8 @@ PANELS = {
 }
 VERBS = {verb: about for panel in PANELS.values() for verb, about in panel.items()}
 # Verbs that are not in a module of their own name.
-ELSEWHERE = {"distil": "train", "calibrate": "validate"} | dict.fromkeys(
-    ("catalog", "formats", "runs", "doctor"), "listings"
+ELSEWHERE = {"distil": "train", "calibrate": "validate", "generate": "serve", "explain": "tune"} | dict.fromkeys(
+    ("catalog", "formats", "runs", "doctor", "measure"), "listings"
 )
 
 

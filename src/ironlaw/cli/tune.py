@@ -1,4 +1,4 @@
-"""`ironlaw tune`"""
+"""`ironlaw explain` and `ironlaw tune`"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ironlaw.explain.tune import Tuned
+
 
 LONGEST_SECONDS = 366 * 86400.0
 AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # of a served load, unless given
@@ -107,3 +108,25 @@ def seconds_of(text: str) -> float:
     if not 0 < seconds <= LONGEST_SECONDS:
         raise UserError(f"--budget {shortened(text)!r} is no time to spend: write for example 90s, 15min or 1h")
     return seconds
+
+
+def explain(
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run directory, of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
+    ],
+    other: Annotated[Path | None, typer.Argument(help="A second one: why is it faster or slower?")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    from ironlaw.api import explained
+    from ironlaw.report.page import write
+    from ironlaw.report.run_view import FOOTER, page_name
+
+    document, view = explained(run, other)
+    page = None
+    if "time" in document:  # of one run
+        page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
+        write(page, view, page_name(document), FOOTER)
+    answer(json, document, lambda _: view)
+    if page is not None and not json:
+        messages().print(f"The same with charts: {page}")

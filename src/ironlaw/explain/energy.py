@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ironlaw.catalog.accelerators import accelerator, catalogued
-from ironlaw.catalog.cpus import cpu_power
+from ironlaw.catalog.accelerators import accelerator, catalogued, cpu_power
 from ironlaw.catalog.money import grid
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger

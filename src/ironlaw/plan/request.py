@@ -161,7 +161,7 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
         document["optimizer"]["name"] = options.optimizer
     settled = build_config(document, where="the options")
     if options.ranks:
-        from ironlaw.plan.requests.ranks import result_on_ranks
+        from ironlaw.plan.layouts import result_on_ranks
 
         answer = result_on_ranks(settled, options)
         return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})

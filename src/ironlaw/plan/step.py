@@ -43,9 +43,8 @@ from ironlaw.workload.finetune import ENDS, adapters_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import Program, step
+from ironlaw.workload.program import Program, step, with_second_model
 from ironlaw.workload.recipe import Recipe
-from ironlaw.workload.second_model import with_second_model
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw import units
-from ironlaw.catalog.cpus import cpu_power
+from ironlaw.catalog.accelerators import cpu_power
 from ironlaw.config import RunConfig
 from ironlaw.data.supply import recall
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase

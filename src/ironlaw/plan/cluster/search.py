@@ -24,11 +24,10 @@ import numpy as np
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import capabilities
 from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, possible_layouts, saving, savings
+from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, lacked, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import COLUMNS, Known, Table, code, distinct_rows, layout_of
 from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.request import ClusterStep
@@ -355,7 +354,7 @@ NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
 
 def _able(rows: Table, engine: TrainingEngine, model: ModelConfig, ruled_out: dict[str, int]) -> Table:
     """The layouts that this software can run."""
-    refused = {f"{engine.name} has no {what}": rows for what, rows in capabilities.constraints(engine, rows).items()}
+    refused = {f"{engine.name} has no {what}": rows for what, rows in lacked(engine, rows).items()}
     if not engine.fused:
         columns = [rows[name].astype(float) for name in COLUMNS if name not in NEVER_REFUSED]
         first, sort = distinct_rows(columns, len(rows))

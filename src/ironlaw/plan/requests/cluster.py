@@ -13,9 +13,9 @@ from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.adapters import plan_adapters
-from ironlaw.plan.cluster.capabilities import engines_for, lacking
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
+from ironlaw.plan.cluster.layout_space import engines_for, lacking
 from ironlaw.plan.cluster.request import DEFAULT_ENGINE, ClusterRequest
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
