@@ -17,13 +17,13 @@ that is left can change the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ironlaw.errors import UserError
-from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
@@ -33,7 +33,6 @@ from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import block_costs
 from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
-from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
@@ -92,26 +91,21 @@ def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_a
     With `fastest_alone` only layouts that may be the fastest are planned: the ranking holds it and others of the `keep`
     fastest, and neither the counts nor `safest` mean anything.
     """
-    model, cluster, chosen = asked.model, asked.cluster, asked.system.engine
+    model, cluster, refused = asked.model, asked.cluster, dict[str, int]()
     constraints: dict[str, int] = {}
-    widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    table = possible_layouts(
-        model, cluster.count, asked.sequence, asked.global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds
-    )
-    if len(table):
-        refused: dict[str, int] = {}
-        table = _able(table, chosen, model, refused)
-        if asked.excluded is not None:
-            table = _permitted(table, asked.excluded, refused)
-        constraints |= refused
-        if not len(table):
-            reasons = "; or ".join(refused)
-            raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
+    widest_tp, kinds = max(cluster.node.scale_up_accelerators, cluster.node.accelerators), asked.system.engine.cp_kinds
+    work = cluster.count, asked.sequence, asked.global_batch
+    table = possible_layouts(model, *work, constraints, min(MAX_TP, widest_tp), hybrid, kinds)
     if not len(table):
         reasons = "; ".join(f"{reason}: {n}" for reason, n in constraints.items())
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
+    table = _able(table, asked, refused)
+    constraints |= refused
+    if not len(table):
+        reasons = "; or ".join(refused)
+        raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     table = table[np.argsort(table["pp"], kind="stable")]  # alike ones share shapes
     running = _Search(asked, keep, constraints, fastest_alone)
     running.learn_blocks(table)
@@ -300,9 +294,7 @@ class _Search:
     def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
         # A layout's variants are next to each other.
         spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
-        spread = _able(spread, self.where.engine, self.asked.model, self.constraints)
-        if self.asked.excluded is not None:
-            spread = _permitted(spread, self.asked.excluded, self.constraints)
+        spread = _able(spread, self.asked, self.constraints)
         if len(spread):
             self.plan(spread)
 
@@ -352,30 +344,31 @@ NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
 """Columns on which it does not hang whether our own trainer runs a layout."""
 
 
-def _able(rows: Table, engine: TrainingEngine, model: ModelConfig, ruled_out: dict[str, int]) -> Table:
-    """The layouts that this software can run."""
-    refused = {f"{engine.name} has no {what}": rows for what, rows in lacked(engine, rows).items()}
+def _able(rows: Table, asked: ClusterStep, ruled_out: dict[str, int]) -> Table:
+    """The layouts that this software can run, and that the step does not exclude; the others are counted by reason."""
+    engine = asked.system.engine
+    refused = {f"{engine.name} has no {what}": needed for what, needed in lacked(engine, rows).items()}
     if not engine.fused:
-        columns = [rows[name].astype(float) for name in COLUMNS if name not in NEVER_REFUSED]
-        first, sort = distinct_rows(columns, len(rows))
-        reasons = np.array([not_trained_here(layout_of(row), model) or "" for row in rows[first]])
-        refused |= {str(reason): (reasons == reason)[sort] for reason in sorted(set(reasons) - {""})}
+        refused |= _refused(rows, lambda layout: not_trained_here(layout, asked.model), NEVER_REFUSED)
+    rows = _left(rows, refused, ruled_out)
+    return rows if asked.excluded is None else _left(rows, _refused(rows, asked.excluded), ruled_out)
+
+
+def _refused(
+    rows: Table, why: Callable[[Layout], str | None], ignored: Sequence[str] = ()
+) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which rows are refused for what reason, which does not hang on the ignored columns."""
+    first, sort = distinct_rows([rows[name].astype(float) for name in COLUMNS if name not in ignored], len(rows))
+    reasons = np.array([why(layout_of(row)) or "" for row in rows[first]])
+    return {str(reason): (reasons == reason)[sort] for reason in sorted(set(reasons) - {""})}
+
+
+def _left(rows: Table, refused: Mapping[str, npt.NDArray[np.bool_]], ruled_out: dict[str, int]) -> Table:
     kept = np.ones(len(rows), dtype=bool)
     for reason, needed in refused.items():
         if count := int((kept & needed).sum()):
             ruled_out[reason] = ruled_out.get(reason, 0) + count
         kept &= ~needed
-    return rows[kept]
-
-
-def _permitted(rows: Table, excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]) -> Table:
-    kept = []
-    for index, row in enumerate(rows):
-        reason = excluded(layout_of(row))
-        if reason is None:
-            kept.append(index)
-        else:
-            ruled_out[reason] = ruled_out.get(reason, 0) + 1
     return rows[kept]
 
 
