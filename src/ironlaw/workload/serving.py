@@ -55,18 +55,14 @@ def decode(model: ModelConfig, sequences: int, cached: int, *, precision: Precis
 
 
 def forward_pass(
-    model: ModelConfig, chunks: Sequence[Chunk], layout: Layout | None = None, *, precision: Precision = "bf16",
-    cuda: bool = False, all_logits: bool = False,
-) -> Program:  # fmt: skip
-    """One pass over `chunks`; logits of the last token of each, or of all tokens.
-
-    `layout` divides it over `tp` ranks, no other way.
-    """
+    model: ModelConfig, chunks: Sequence[Chunk], layout: Layout | None = None, *, precision: Precision = "bf16"
+) -> Program:
+    """One pass over `chunks`; logits of the last token of each. `layout` divides it over `tp` ranks, no other way."""
     layout = layout or Layout()
     if layout.accelerators != layout.tp:
         raise UserError(f"serving is planned over tp ranks, not in layout '{layout}': write for example tp=2")
     tokens = sum(chunk.tokens for chunk in chunks)
-    whole = Shape(model, 1, tokens, precision, fused_rmsnorm=cuda, conventions=INFERENCE)
+    whole = Shape(model, 1, tokens, precision, conventions=INFERENCE)
     shape = replace(local_shape(whole, layout), division=whole.division)
     layers = [
         Layer(
@@ -77,18 +73,17 @@ def forward_pass(
     ]
     blocks = {kind: tuple(_block(shape, kind, chunks)) for kind in dict.fromkeys(layer_groups(model))}
     layers += [Layer(f"blocks.{n}", kind, blocks[kind]) for n, kind in enumerate(layer_groups(model))]
-    rows = tokens if all_logits else len(chunks)
-    layers.append(Layer(HEAD, "head", tuple(_kept_none(_head(shape, rows)))))
+    layers.append(Layer(HEAD, "head", tuple(_kept_none(_head(shape, len(chunks))))))
     parameters = stage_parameters(model, layout, 0)
     w = shape.matmul_bytes
     tensors = (
         Tensor("weights", sum(p.elements for p in parameters) * w),
         Tensor("cache", cache_bytes(shape.model, [c.cached + c.tokens for c in chunks], w), "keys and values"),
     )
-    exchanges = _collectives(shape, rows) if layout.tp > 1 else ()
+    exchanges = _collectives(shape, len(chunks)) if layout.tp > 1 else ()
     return Program(
         layout, (Stage(tuple(layers), tuple(parameters)),), sent=tuple(exchanges), tensors=(tensors,),
-        model=model, recipe=Recipe(precision, cuda), shape=shape,
+        model=model, recipe=Recipe(precision), shape=shape,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.plan.adapters import plan_adapters
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.cluster.layout_space import engines_for, lacking
@@ -22,6 +21,7 @@ from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured.network import described_node, resized
+from ironlaw.plan.module import plan_adapters
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.requests.advice import fastest
 from ironlaw.plan.requests.cluster_result import result_on_cluster
