@@ -194,7 +194,3 @@ def at_scale(
 
 def as_json(table: Table) -> dict[str, dict[str, int]]:
     return {" ".join(key): {"count": sent.count, "bytes": sent.bytes} for key, sent in sorted(table.items())}
-
-
-def total_bytes(table: Table) -> int:
-    return sum(sent.bytes for sent in table.values())
