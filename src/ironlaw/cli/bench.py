@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, progress
+
+if TYPE_CHECKING:
+    from ironlaw.serve.load import Report
 
 
 def bench(
@@ -61,16 +64,20 @@ def bench(
     asked = {"url": url, "rate": rate, "concurrency": concurrency, "trace": None if trace is None else str(trace),
              "input": input, "output": output_tokens, "prefix": prefix}  # fmt: skip
     if out is not None:
-        from ironlaw.ledger import line_of
-        from ironlaw.serve.measured import serving_ledger, write_run
-
-        server: dict[str, Any] = report.server or {"steps": [], "facts": {}}
-        ledger = serving_ledger(
-            server["steps"], server["facts"] | {"load": asked}, found, map(line_of, server.get("lines", ()))
-        )
-        write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])
+        _keep(out, report, asked, found)
     answer(json, {"load": asked} | found, load_view)
     if out is not None:
         messages().print(f"ironlaw explain {out} says where the time went")
     if found["errors"] or not found["completed"]:
         raise typer.Exit(1)
+
+
+def _keep(out: Path, report: Report, asked: dict[str, Any], found: dict[str, Any]) -> None:
+    """A run directory for `ironlaw explain`."""
+    from ironlaw.ledger import line_of
+    from ironlaw.serve.measured import serving_ledger, write_run
+
+    server: dict[str, Any] = report.server or {"steps": [], "facts": {}}
+    lines = map(line_of, server.get("lines", ()))
+    ledger = serving_ledger(server["steps"], server["facts"] | {"load": asked}, found, lines)
+    write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])

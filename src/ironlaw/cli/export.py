@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ironlaw.errors import UserError
 from ironlaw.report.console import messages, output, print_json
+
+if TYPE_CHECKING:
+    from ironlaw.model.huggingface.verify import Verified
+    from ironlaw.train.restore import Trained
 
 _TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = {"hf": (*_TORCH, "int4", "int8", "fp8", "mxfp4", "nf4"), "gguf": (*_TORCH, "q8_0", "q4_0")}
@@ -34,57 +38,68 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: give a new directory")
 
-    import torch
-
-    from ironlaw.model.gguf import check_gguf, write_gguf
-    from ironlaw.model.huggingface.configs import family_of
-    from ironlaw.model.huggingface.verify import Verified, verify
-    from ironlaw.model.huggingface.weights import write_model, write_tensors, write_tokenizer
-    from ironlaw.numerics.compression import int4_scales
-    from ironlaw.numerics.stored import COMPUTES, LIBRARY, STORED, check_stored, stored_tensors
     from ironlaw.train.restore import load_run
-    from ironlaw.train.run_directory import complete_or_nothing
 
     trained = load_run(run)
     for message in trained.passed_over:
         messages().print(message)
-    model, tokenizer = trained.model, trained.tokenizer
-    config = model.config
-    kind = family_of(config).kind  # before anything is written
-    end = tokenizer.end_of_text if tokenizer is not None else None
-    if to == "gguf":
-        kind = check_gguf(config).lower()
-        scales = int4_scales(trained.held) if dtype == "q4_0" else {}
-        with complete_or_nothing(folder) as partial:
-            write_gguf(
-                partial / "model.gguf", config, model.state_dict(), dtype, scales=scales,
-                tokenizer=tokenizer.path if tokenizer is not None else None, end_of_text=end,
-            )  # fmt: skip
-        verified = Verified(reason="a GGUF file is not read back here")
-    else:
-        precision = getattr(torch, _TORCH.get(dtype, "float32"))
-        if dtype in STORED:
-            check_stored(config, trained.held, dtype)
-        with complete_or_nothing(folder) as partial:
-            if dtype in STORED:
-                tensors, about = stored_tensors(config, model.state_dict(), trained.held, dtype)
-                write_tensors(partial, config, tensors, precision, end, quantization_config=about)
-            else:
-                write_model(partial, config, model.state_dict(), precision, end)
-            if tokenizer is not None:
-                write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
-            verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))
-            if verified.differs:
-                raise UserError(
-                    f"{verified.problem or f'{verified.version} computes another model from what was written'} "
-                    f"(largest difference of logits {verified.largest_difference}), so {folder} was not made: "
-                    "report this"
-                )
-    said = {"folder": str(folder), "architecture": kind, "parameters": config.parameters}
+    kind, verified = (_gguf if to == "gguf" else _safetensors)(trained, folder, dtype)
+    parameters = trained.model.config.parameters
+    said = {"folder": str(folder), "architecture": kind, "parameters": parameters}
     if json:
         print_json(said | trained.about() | {"verification": verified.to_json()})
     else:
         output().print(
-            f"{folder}: {kind}, {config.parameters:,} parameters in {dtype}, of step {trained.step}; {verified}",
+            f"{folder}: {kind}, {parameters:,} parameters in {dtype}, of step {trained.step}; {verified}",
             soft_wrap=True,
+        )
+
+
+def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
+    from ironlaw.model.gguf import check_gguf, write_gguf
+    from ironlaw.model.huggingface.verify import Verified
+    from ironlaw.numerics.compression import int4_scales
+    from ironlaw.train.run_directory import complete_or_nothing
+
+    model, tokenizer = trained.model, trained.tokenizer
+    kind = check_gguf(model.config).lower()
+    scales = int4_scales(trained.held) if dtype == "q4_0" else {}
+    with complete_or_nothing(folder) as partial:
+        write_gguf(
+            partial / "model.gguf", model.config, model.state_dict(), dtype, scales=scales,
+            tokenizer=tokenizer.path if tokenizer is not None else None,
+            end_of_text=tokenizer.end_of_text if tokenizer is not None else None,
         )  # fmt: skip
+    return kind, Verified(reason="a GGUF file is not read back here")
+
+
+def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
+    import torch
+
+    from ironlaw.model.huggingface.configs import family_of
+    from ironlaw.model.huggingface.verify import verify
+    from ironlaw.model.huggingface.weights import write_model, write_tensors, write_tokenizer
+    from ironlaw.numerics.stored import COMPUTES, LIBRARY, STORED, check_stored, stored_tensors
+    from ironlaw.train.run_directory import complete_or_nothing
+
+    model, tokenizer = trained.model, trained.tokenizer
+    config, kind = model.config, family_of(model.config).kind  # before anything is written
+    end = tokenizer.end_of_text if tokenizer is not None else None
+    precision = getattr(torch, _TORCH.get(dtype, "float32"))
+    if dtype in STORED:
+        check_stored(config, trained.held, dtype)
+    with complete_or_nothing(folder) as partial:
+        if dtype in STORED:
+            tensors, about = stored_tensors(config, model.state_dict(), trained.held, dtype)
+            write_tensors(partial, config, tensors, precision, end, quantization_config=about)
+        else:
+            write_model(partial, config, model.state_dict(), precision, end)
+        if tokenizer is not None:
+            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
+        verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))
+        if verified.differs:
+            raise UserError(
+                f"{verified.problem or f'{verified.version} computes another model from what was written'} "
+                f"(largest difference of logits {verified.largest_difference}), so {folder} was not made: report this"
+            )
+    return kind, verified
