@@ -50,6 +50,22 @@ def refuse_options(given: Mapping[str, object], subjects: Mapping[str, Sequence[
             raise UserError(f"--{option.replace('_', '-')} is for {'; '.join(known)}: leave it out")
 
 
+def words_of(text: str, where: str, known: Iterable[str], example: str) -> dict[str, str]:
+    """Words `key=value` of a text, with blanks or commas between them. UserError for one that is none, whose key is not
+    known, or that comes twice."""
+    found: dict[str, str] = {}
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UserError(f"{where}: {as_given(word)} is not key=value: write for example {example}")
+        if key not in known:
+            raise UserError(f"{where}: unknown key {as_given(key)}: {did_you_mean(key, known)}")
+        if key in found:
+            raise UserError(f"{where}: '{key}' is given twice")
+        found[key] = value
+    return found
+
+
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = "") -> str:
     """The tail of an error message: the nearest known names, or all of them when nothing is near.
 

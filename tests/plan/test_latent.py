@@ -21,7 +21,7 @@ from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.request import plan_request
+from ironlaw.plan.request import Options, plan_request
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.layout import parse_layout
@@ -161,7 +161,8 @@ def test_ironlaws_own_config_holds_the_model():
 def test_a_second_prediction_is_left_out_and_said_to_be(tmp_path):
     fields = to_fields(ModelConfig.named("deepseek-v3")) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    answer = plan_request(str(tmp_path), on="2048xh100-sxm-80gb", layout="dp=256 pp=8 ep=64 zero=1 recompute=full")
+    layout = "dp=256 pp=8 ep=64 zero=1 recompute=full"
+    answer = plan_request(str(tmp_path), on="2048xh100-sxm-80gb", options=Options(layout=layout))
     assert answer.ledger.totals["parameters"].value == V3.parameters
     assert any("num_nextn_predict_layers" in one["value"] for one in answer.more["assumed"])
 

@@ -25,7 +25,7 @@ BIG_BATCH = WorkOptions("1T", 8192, 1024)
 
 
 def plan(what="llama3-8b", on="8xh100-sxm-80gb", layout=None, **options):
-    return plan_request(what, on=on, layout=layout, options=Options(**options))
+    return plan_request(what, on=on, options=Options(layout=layout, **options))
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_a_network_can_be_described():
     """Half the cards, half the rate; a network oversubscribed 2:1 is as slow as one of half the rate."""
     layout = "dp=64 zero=3 micro_batch=1"
     usual, slow, over, small = (
-        plan_request("llama3-8b", on="64xh100-sxm-80gb", layout=layout, options=Options(network=words, per_node=size))
+        plan_request("llama3-8b", on="64xh100-sxm-80gb", options=Options(layout=layout, network=words, per_node=size))
         for words, size in ((None, None), ("4x 400 Gb/s IB", None), ("8x NDR IB per node, 2:1", None), (None, 4))
     )
     seconds = [answer.more["terms"]["communication of sharded state"] for answer in (usual, slow, over, small)]

@@ -29,12 +29,10 @@ def plan_request(
     *,
     on: str,
     overrides: Sequence[str] = (),
-    layout: str | None = None,
     options: Options | None = None,
 ) -> PlanOutcome:
     """The planned answer. UserError for whatever cannot be planned."""
     options = options or Options()
-    options = replace(options, layout=layout or options.layout)
     if isinstance(what, RunConfig):
         return _planned(RequestedModel(what.model, what), on, options)
     if re.fullmatch(r"[\w.]+:\w+", what):

@@ -117,15 +117,10 @@ class StepPlan:
             pace = {"pace": self.now["compute"] / interference.typical(self.profile)["compute"]}
             system = system.at_pace(pace["pace"])
         ledger.decisions = self.decisions
-        ledger.facts = (
-            self._facts()
-            | pace
-            | {
-                "peak_at": fullest.memory.where,
-                "matmul_peak_flops_per_second": system.peak_flops_per_second,
-                "planned_as": measured,
-            }
-        )
+        ledger.facts, peak = self._facts() | pace, system.peak_flops_per_second
+        ledger.facts |= {
+            "peak_at": fullest.memory.where, "matmul_peak_flops_per_second": peak, "planned_as": measured,
+        }  # fmt: skip
         add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)
         add_run_totals(ledger, self.config, self.profile)
         supply = data_supply(self.config, self.profile, ledger.totals["tokens_per_second"].value)

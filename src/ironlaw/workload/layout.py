@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.recompute_config import KEPT, Recompute
 from ironlaw.workload.schedule import V_SHAPED, ends_lighter
@@ -217,17 +217,8 @@ class Layout:
 
 def parse_layout(text: str) -> Layout:
     """A layout from `key=value` pairs separated by spaces or commas. Unknown keys and bad values are UserErrors."""
-    names = [f.name for f in fields(Layout)]
-    values: dict[str, Any] = {}
-    for word in text.replace(",", " ").split():
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"layout: '{word}' has no value: write key=value, for example dp=8 micro_batch=2")
-        if key not in names:
-            raise UserError(f"layout: unknown key '{key}': {did_you_mean(key, names)}")
-        if key in values:
-            raise UserError(f"layout: '{key}' is given twice")
-        values[key] = _value(key, value)
+    words = words_of(text, "layout", [f.name for f in fields(Layout)], "dp=8 micro_batch=2")
+    values = {key: _value(key, value) for key, value in words.items()}
     if values.get("schedule") in V_SHAPED:
         values.setdefault("virtual_stages", 2)
     if not 0 <= values.get("zero", 0) <= 3:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.formats import stored_format
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import SERVED, Options, PlanOutcome
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
@@ -132,10 +132,9 @@ def _better(served: Served, than: Served, request: ServeRequest) -> bool:
 
 def _layout(text: str, count: int) -> ServingLayout:
     found = {"tp": 1, "pp": 1, "ep": 0, "replicas": 0, "prefill": 0}
-    for word in text.replace(",", " ").split():
-        key, equals, value = word.partition("=")
-        if key not in found or not equals or not value.isdigit() or int(value) < 1:
-            raise UserError(f"--layout {word!r}: serving takes tp=, pp=, ep=, replicas= and prefill=, numbers from 1")
+    for key, value in words_of(text, "--layout of serving", found, "tp=4 replicas=2").items():
+        if not value.isdigit() or int(value) < 1:
+            raise UserError(f"--layout of serving: {key}={value} is no number from 1: write for example {key}=2")
         found[key] = int(value)
     tp, pp, prefill = found["tp"], found["pp"], found["prefill"]
     ep = found["ep"] or tp

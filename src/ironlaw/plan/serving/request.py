@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError, words_of
 
-EXAMPLE = 'write for example --serve "input=1024 output=256 rate=10/s"'
+EXAMPLE = '--serve "input=1024 output=256 rate=10/s"'
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
 _RATES = {"": 1.0, "/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
 
@@ -34,30 +34,17 @@ class ServeRequest:
         return self.input + self.output
 
 
-_KEYS = tuple(field.name for field in fields(ServeRequest))
 _WHOLE = ("input", "output", "concurrency", "prefix", "speculate")
 
 
 def parse_request(text: str) -> ServeRequest:
     """UserError for unknown words, missing lengths and what is no amount."""
-    found: dict[str, float] = {}
-    draft = ""
-    for word in text.replace(",", " ").split():
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise UserError(f"--serve: {word!r} is not KEY=VALUE: {EXAMPLE}")
-        if key not in _KEYS:
-            raise UserError(f"--serve: unknown word {key!r}: {did_you_mean(key, _KEYS)}")
-        if key in found:
-            raise UserError(f"--serve: {key} is given twice")
-        if key == "draft":
-            draft = value
-            continue
-        units = _SECONDS if key in ("ttft", "tpot") else _RATES if key == "rate" else {"": 1.0, "k": 1024.0}
-        found[key] = _amount(key, value, units)
+    words = words_of(text, "--serve", [field.name for field in fields(ServeRequest)], EXAMPLE)
+    draft = words.pop("draft", "")
+    found = {key: _amount(key, value) for key, value in words.items()}
     for key in ("input", "output"):
         if key not in found:
-            raise UserError(f"--serve: {key} is not given: {EXAMPLE}")
+            raise UserError(f"--serve: {key} is not given: write for example {EXAMPLE}")
     for key in _WHOLE:
         if key in found and (found[key] != int(found[key]) or found[key] > 1e8):
             raise UserError(
@@ -75,7 +62,8 @@ def parse_request(text: str) -> ServeRequest:
     return ServeRequest(**values, draft=draft)
 
 
-def _amount(key: str, text: str, units: dict[str, float]) -> float:
+def _amount(key: str, text: str) -> float:
+    units = _SECONDS if key in ("ttft", "tpot") else _RATES if key == "rate" else {"": 1.0, "k": 1024.0}
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)([a-zµ/]*)", text.lower())
     try:
         value = float(match.group(1)) * units[match.group(2)] if match else math.nan
