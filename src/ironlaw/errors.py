@@ -57,7 +57,7 @@ def words_of(text: str, where: str, known: Iterable[str], example: str) -> dict[
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if not equals or not value:
-            raise UserError(f"{where}: {as_given(word)} is not key=value: write for example {example}")
+            raise UserError(f"{where}: {as_given(word)} is no word key=value: write for example {example}")
         if key not in known:
             raise UserError(f"{where}: unknown key {as_given(key)}: {did_you_mean(key, known)}")
         if key in found:

@@ -20,7 +20,7 @@ def test_reads_pairs_in_any_order_and_prints_what_differs_from_the_default():
     ("text", "words"),
     [
         ("dp=8 micro_bach=2", "did you mean micro_batch"),
-        ("dp", "write key=value"),
+        ("dp", "no word key=value"),
         ("dp=two", "whole number"),
         ("tp=0", "at least 1"),
         ("zero=4", "zero is 0, 1, 2 or 3"),

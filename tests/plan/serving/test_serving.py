@@ -257,7 +257,7 @@ def test_a_name_never_reaches_the_shell_as_a_command() -> None:
         ("input=10 output=10 input=11", "given twice"),
         ("input=10 output=10 speed=3", "unknown key"),
         ("input=10 output=10 prefix=11", "longer than input"),
-        ("input 10", "not key=value"),
+        ("input 10", "no word key=value"),
         ("input=10 output=10 speculate=4", "accept=0.7"),
         ("input=10 output=10 accept=0.7", "accept=0.7"),
         ("input=10 output=10 speculate=4 accept=1.5", "share below 1"),
