@@ -3,7 +3,7 @@
     ironlaw measure && python benchmarks/plan_error.py --write benchmarks/results/plan_error.md
 
 Each configuration trains some seconds on mock data. The interval that a plan states before a machine has runs of its
-own (`plan/record.py`) is the middle 80% of measured / planned of this table.
+own (`plan/totals.py`) is the middle 80% of measured / planned of this table.
 """
 
 from __future__ import annotations

@@ -21,12 +21,10 @@ from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.refusals import refusals
 from ironlaw.schema import Section, refuse, section
-from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
-from ironlaw.workload.objective import ObjectiveConfig
 from ironlaw.workload.optimizers import OptimizerConfig
-from ironlaw.workload.recompute_config import Recompute
+from ironlaw.workload.sections import CommunicationConfig, ObjectiveConfig, Recompute
 
 
 def _known_precision(name: str) -> str:

@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import MatmulFit, Profile
 from ironlaw.machine.timing import MeasuredMachine
-from ironlaw.plan import record
+from ironlaw.plan import totals as record
 from ironlaw.plan.step import choose_precision, plan_run
 from ironlaw.plan.totals import HELD_BY_TRAINER, HELD_WHEN_PROFILED, LIBRARY_BYTES, fits
 from ironlaw.workload.operations import Operation

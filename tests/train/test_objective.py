@@ -25,7 +25,7 @@ from ironlaw.train.finetune import add_adapters
 from ironlaw.train.objective import CrossEntropy, Distillation, Preference
 from ironlaw.train.result import Outcome
 from ironlaw.workload.finetune import FinetuneConfig
-from ironlaw.workload.objective import FROZEN, ObjectiveConfig
+from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 
 Train = Callable[..., Outcome]
 TABLE: dict[str, Any] = {

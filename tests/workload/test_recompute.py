@@ -28,7 +28,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import step, training_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import keepable, policies
-from ironlaw.workload.recompute_config import Recompute
+from ironlaw.workload.sections import Recompute
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {

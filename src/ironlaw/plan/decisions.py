@@ -33,7 +33,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import micro_batch_shape
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, effective, keepable, kept_bytes
-from ironlaw.workload.recompute_config import KEEPABLE
+from ironlaw.workload.sections import KEEPABLE
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.observe.profile import scope
 from ironlaw.observe.spans import MODULE_SCOPE
 from ironlaw.train.restore import load_first_weights, load_trained
-from ironlaw.workload.objective import FROZEN, ObjectiveConfig
+from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 
 
 class CrossEntropy:

@@ -18,7 +18,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import is_emulated
-from ironlaw.plan import record
+from ironlaw.plan import totals
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.history import write_event
@@ -164,4 +164,4 @@ def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirector
     if others > interference.MOST_OTHERS or is_emulated(plan.decided.precision, profile):
         return  # rounding of emulated products is not planned
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
-        record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)
+        totals.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)

@@ -41,7 +41,7 @@ from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
 from ironlaw.train.transfer import TransferStream
-from ironlaw.workload.objective import FROZEN
+from ironlaw.workload.sections import FROZEN
 
 
 class Step:

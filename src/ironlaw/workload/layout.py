@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.recompute_config import KEPT, Recompute
 from ironlaw.workload.schedule import V_SHAPED, ends_lighter
+from ironlaw.workload.sections import KEPT, Recompute
 
 OFFLOAD = ("none", "optimizer", "activations", "both")
 CP_KINDS = ("ring", "all_gather", "all_to_all")

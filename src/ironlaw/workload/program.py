@@ -28,12 +28,12 @@ from ironlaw.workload.division import local_shape
 from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, has_experts, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.objective import FROZEN, ObjectiveConfig
 from ironlaw.workload.operations import Operation, changed
 from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
+from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
 from ironlaw.workload.updates import Loop
 

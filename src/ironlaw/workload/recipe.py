@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ironlaw.workload.blocks import Policy, Precision
-from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.sections import CommunicationConfig
 
 Offload = Literal["none", "activations", "optimizer", "both"]
 

@@ -16,7 +16,7 @@ from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
 from ironlaw.workload.operations import Operation, grown
-from ironlaw.workload.recompute_config import KEEPABLE, Recompute
+from ironlaw.workload.sections import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
 AGAIN = " again"  # ends the name of an operation that is run a second time

@@ -11,10 +11,10 @@ from functools import lru_cache
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import ROWS, Parameter, of_blocks, of_embedding, of_head
-from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import changed
 from ironlaw.workload.schedule import layers_of
+from ironlaw.workload.sections import CommunicationConfig
 
 FP32 = 4
 EXPERTS = ".experts"  # ends the name of what FSDP gathers of a block's experts, where ep divides them

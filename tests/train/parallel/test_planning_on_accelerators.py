@@ -14,7 +14,7 @@ from ironlaw.train.parallel.rehearse import at_scale
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute_config import Recompute
+from ironlaw.workload.sections import Recompute
 
 MODEL = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "context": 1024}
 

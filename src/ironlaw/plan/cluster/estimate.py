@@ -41,7 +41,7 @@ from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import PAGED
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute_config import Recompute
+from ironlaw.workload.sections import Recompute
 
 
 @dataclass(frozen=True)

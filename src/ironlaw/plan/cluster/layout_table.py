@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.workload.layout import CP_KINDS, OFFLOAD, SCHEDULES, Layout
-from ironlaw.workload.recompute_config import every as one_in
+from ironlaw.workload.sections import every as one_in
 from ironlaw.workload.sizes import Size
 
 WORDS: dict[str, tuple[str | None, ...]] = {

@@ -29,8 +29,8 @@ from ironlaw.plan.measured.accelerator import accelerator_of, in_rack, named_exp
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import Cells, read_table
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recompute_config import Recompute
 from ironlaw.workload.schedule import ends_lighter
+from ironlaw.workload.sections import Recompute
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns without which no row can be planned."""

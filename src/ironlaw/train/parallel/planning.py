@@ -32,7 +32,7 @@ from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.plan.totals import total_time
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recompute_config import Recompute
+from ironlaw.workload.sections import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5

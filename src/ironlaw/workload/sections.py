@@ -1,4 +1,5 @@
-"""What the forward pass does not keep for the backward pass: a section of a config, a word of a layout.
+"""Sections of a config that change what a step is, no torch: what the forward pass does not keep for the backward pass
+(a word of a layout, too), what a run minimises, how replicas tell each other their gradients.
 
 Recompute(mode="every", every=2) == Recompute.parse("every:2")
 str(Recompute(mode="budget", budget="60GiB"))               # "budget:60GiB"
@@ -94,3 +95,39 @@ def _budget(text: str) -> Recompute:
     except ValueError:
         pass
     raise UserError(f"layout: recompute=budget:{text} is not a size: write for example recompute=budget:60GiB")
+
+
+FROZEN = "frozen model"  # the operation that a teacher's or a reference's forward pass is, in both ledgers
+
+
+class ObjectiveConfig(Section):
+    """The loss. One process computes those that need a second model."""
+
+    # cross_entropy of the next token; distillation from a larger model (arXiv 1503.02531); dpo: of pairs of answers,
+    # against the model as it was (arXiv 2305.18290), which with adapters is the base without them.
+    kind: Literal["cross_entropy", "distillation", "dpo"] = "cross_entropy"
+    teacher: str | None = None  # of distillation: a run or a Hugging Face directory with the same tokenizer
+    temperature: float = Field(2.0, gt=0)  # divides both models' logits
+    weight: float = Field(0.5, ge=0, le=1)  # of what the teacher says; the rest is the text's
+    hidden: float = Field(0.0, ge=0)  # weight of 1 - cosine of the last hidden states (arXiv 1910.01108)
+    beta: float = Field(0.1, gt=0)  # of dpo: how much leaving the reference costs
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the logits of a micro-batch exist at once."""
+        return self.kind != "cross_entropy"
+
+
+class CommunicationConfig(Section):
+    """What replicas tell each other, where links are slower than that (train/parallel/savers.py, outer.py)."""
+
+    # How gradients travel. bf16 halves them, in sums too; powersgd (arXiv 1905.13727) sends two thin matrices for each
+    # matrix that shrinks at least twofold by it, and keeps what it left out for the next step.
+    gradients: Literal["fp32", "bf16", "powersgd"] = "fp32"
+    rank: int = Field(4, gt=0)  # columns of powersgd's matrices
+    start_step: int = Field(100, ge=2)  # powersgd from here on: early gradients are not of low rank
+    # Steps between averages of the weights (DiLoCo, arXiv 2311.08105: 500); 0: gradients are averaged every step.
+    local_steps: int = Field(0, ge=0)
+    sites: int | None = Field(None, gt=1)  # groups of neighbouring ranks that do so; every replica alone unless given
+    outer_lr: float = Field(0.7, gt=0)  # of the step from the old average to the new one: Nesterov's SGD
+    outer_momentum: float = Field(0.9, ge=0, lt=1)  # of that step
