@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.report.console import messages, print_json, show
 
 if TYPE_CHECKING:
-    from ironlaw.plan.request_types import Options, PlanOutcome
+    from ironlaw.plan.request_types import PlanOutcome
 
 
 def plan(
@@ -67,7 +67,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.plan.budget import Prices
-    from ironlaw.plan.request import plan_request
+    from ironlaw.plan.request import plan_request, resolve
     from ironlaw.plan.request_types import Options
 
     runnable = None
@@ -80,19 +80,14 @@ def plan(
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
         ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
-    if serve is not None:
-        _show(_plan_serving(what, on, set_ or [], serve, options), why, json)
+    if serve is None:
+        _show(plan_request(what, on=on or "this", overrides=set_ or [], options=options), why, json)
         return
-    _show(plan_request(what, on=on or "this", overrides=set_ or [], options=options), why, json)
-
-
-def _plan_serving(what: str, on: str | None, overrides: list[str], request: str, options: Options) -> PlanOutcome:
-    from ironlaw.plan.request import resolve
-    from ironlaw.plan.serving.answer import answer_serving
-
     if on == "this":
         raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
-    return answer_serving(resolve(what, overrides).model, on, request, options)
+    from ironlaw.plan.serving.answer import answer_serving
+
+    _show(answer_serving(resolve(what, set_ or []).model, on, serve, options), why, json)
 
 
 def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
