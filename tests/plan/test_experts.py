@@ -23,7 +23,7 @@ from ironlaw.plan.emit.trainers import TRAINERS, emit
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.measured.accelerator import named_experts
 from ironlaw.plan.measured.read import read_runs
-from ironlaw.plan.requests.cluster_result import other_conventions
+from ironlaw.plan.requests.cluster import other_conventions
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.messages import places_of_a_token
