@@ -17,8 +17,8 @@ import numpy as np
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.measured.calibrate import calibrate
-from ironlaw.plan.measured.evaluate import evaluate, settled
 from ironlaw.plan.measured.read import Run, read_runs
+from ironlaw.plan.measured.validate import evaluate, settled
 
 ONE_NODE = ("vtrain-1node-h1024",)
 NODES = ("vtrain-GPT-3.6B", "vtrain-GPT-18.4B")

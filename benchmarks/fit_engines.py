@@ -28,8 +28,8 @@ from ironlaw.plan.cluster.system import system_of, under_pressure
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.measured.evaluate import settled, systems_of
 from ironlaw.plan.measured.read import Run, read_runs
+from ironlaw.plan.measured.validate import settled, systems_of
 
 # name: (lowest, highest, scale of the prior in the fitted variable)
 TIME_BOUNDS: dict[str, tuple[float, float]] = {

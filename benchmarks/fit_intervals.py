@@ -24,9 +24,9 @@ from scipy.optimize import minimize
 from ironlaw.plan.cluster.intervals import Distance, comparable, spread_factors
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured.evaluate import of_runs, settled
 from ironlaw.plan.measured.parsing import Cells
 from ironlaw.plan.measured.read import Run, read_runs
+from ironlaw.plan.measured.validate import of_runs, settled
 
 LEARNED = ("within", "between", "unknown_engine", "skew")
 FIXED = {"assumed_hardware": 0.4, "doubling": 0.02, "unknown_format": 0.15}

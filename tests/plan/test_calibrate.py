@@ -12,8 +12,8 @@ from ironlaw.plan.cluster.candidates import TrainingJob
 from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate, save_profile
-from ironlaw.plan.measured.evaluate import evaluate
 from ironlaw.plan.measured.read import Run
+from ironlaw.plan.measured.validate import evaluate
 from ironlaw.workload.layout import Layout
 
 TRUE = {"host_layer_seconds": 2.0e-3, "matmul_slowdown": 1.35, "network_slowdown": 2.0}

@@ -14,7 +14,7 @@ from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter
 from ironlaw.plan.cluster.request import ClusterRequest
-from ironlaw.plan.requests.communication_savings import (
+from ironlaw.plan.requests.advice import (
     CommunicationSaving,
     cluster_savings,
     compressed_share,

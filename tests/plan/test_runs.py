@@ -11,11 +11,10 @@ from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import candidates_of_jobs
 from ironlaw.plan.measured.accelerator import accelerator_of
-from ironlaw.plan.measured.evaluate import of_runs
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import read_table
 from ironlaw.plan.measured.read import read_runs
-from ironlaw.plan.measured.validate import validate
+from ironlaw.plan.measured.validate import of_runs, validate
 
 ROW = {
     "group": "g", "framework": "something new 1.0", "layers": "32.0", "hidden": "4096.0", "heads": "32",

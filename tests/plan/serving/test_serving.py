@@ -12,12 +12,11 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.serving.answer import answer_serving
+from ironlaw.plan.serving.answer import answer_serving, search_serving
 from ironlaw.plan.serving.emit import emit_serving
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
 from ironlaw.plan.serving.request import parse_request
-from ironlaw.plan.serving.search import search_serving
 from ironlaw.plan.serving.simulate import play, transfer_seconds
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (

@@ -30,8 +30,8 @@ from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import profile_path
-from ironlaw.plan.measured.evaluate import plannable, settled, systems_of
 from ironlaw.plan.measured.read import Run
+from ironlaw.plan.measured.validate import plannable, settled, systems_of
 
 MIN_RUNS = 4
 

@@ -30,8 +30,7 @@ from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.module import plan_adapters
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
-from ironlaw.plan.requests.advice import fastest, first_change, scaling, terms, would_fit
-from ironlaw.plan.requests.communication_savings import cluster_savings
+from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
 from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.moe import IMBALANCE

@@ -1,30 +1,198 @@
-"""`ironlaw plan WHAT --serve REQUEST`: on given devices the plan, without any the cheapest that serve it."""
+"""`ironlaw plan WHAT --serve REQUEST`: on given devices the plan, without any the cheapest that serve it.
+
+Every candidate is one copy of the model on 1, 2, 4, 8 devices of a kind, at the most requests at once whose token time
+and waiting stay within the limits; copies follow from the rate. Closed forms choose, `simulate.py` checks the choice.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.catalog.accelerators import accelerator
+from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from ironlaw.catalog.formats import stored_format
+from ironlaw.catalog.money import price
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.budget import COMPUTING_SHARE
 from ironlaw.plan.request_types import SERVED, Options, PlanOutcome
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
 from ironlaw.plan.serving.request import ServeRequest, parse_request
-from ironlaw.plan.serving.search import (
-    DEVICES_OF_A_COPY,
-    copies_on,
-    frontier,
-    joules_per_million,
-    search_serving,
-    usd_per_hour,
-)
 from ironlaw.plan.serving.systems import CACHE_BYTES, Formats, ServingLayout
+from ironlaw.plan.serving.timing import at_concurrency
 from ironlaw.plan.work import Assumption
+
+DEVICES_OF_A_COPY = (1, 2, 4, 8)
+BUSY = 0.85
+"""Of a copy's rate that arrivals at random may ask of it: beyond, queues grow without bound. Assumed."""
+
+TRIED = 12  # candidates that are played before nothing is found to hold
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """requests: at once, per copy. usd_each: of a device and hour; None where no price is known."""
+
+    served: Served
+    requests: int
+    ttft_seconds: float
+    tpot_seconds: float
+    tokens_per_second: float  # of one copy
+    usd_each: float | None
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Of all devices."""
+        return None if self.usd_each is None else self.usd_each * self.served.devices
+
+    @property
+    def usd_per_million(self) -> float | None:
+        """Output tokens, all copies as busy as planned."""
+        if self.usd_per_hour is None:
+            return None
+        return self.usd_per_hour / 3600 / (self.tokens_per_second * self.served.layout.replicas) * 1e6
+
+    def to_json(self) -> dict[str, Any]:
+        served = self.served
+        return {
+            "device": served.device.name, "devices": served.devices, "layout": str(served.layout),
+            "weights": served.formats.weights, "kv": served.formats.cache, "engine": served.engine.name,
+            "requests_at_once": self.requests, "ttft_seconds": self.ttft_seconds, "tpot_seconds": self.tpot_seconds,
+            "tokens_per_second": self.tokens_per_second * served.layout.replicas,
+            "usd_per_hour": self.usd_per_hour, "usd_per_million_tokens": self.usd_per_million,
+        }  # fmt: skip
+
+
+def usd_per_hour(device: Accelerator, given: float | None = None) -> float | None:
+    """The lowest catalogued rent of one, or the given."""
+    if given is not None:
+        return given
+    known = price(device)
+    asked = known.rent_range if known else None
+    return asked[0] if asked else None
+
+
+def joules_per_million(served: Served, tokens_per_second: float) -> float | None:
+    """Of the devices alone, at the share of their limit that kernels draw."""
+    watts = served.device.tdp_watts
+    if watts is None or tokens_per_second <= 0:
+        return None
+    return watts.value * COMPUTING_SHARE[0] * served.devices / tokens_per_second * 1e6
+
+
+def frontier(served: Served, request: ServeRequest, given_price: float | None = None) -> list[Candidate]:
+    """Requests at once from 1 to as many as fit, by powers of two: waiting against throughput."""
+    found, requests, most = [], 1, served.most_requests(request)
+    while requests <= most:
+        found.append(_candidate(served, request, requests, given_price))
+        requests *= 2
+    return found
+
+
+def search_serving(
+    model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], request: ServeRequest, *,
+    devices: Iterable[str] | None = None, given_price: float | None = None,
+) -> tuple[Candidate, list[Candidate], dict[str, int]]:  # fmt: skip
+    """The cheapest that holds, those next to it, and how many were ruled out by what.
+
+    Without `devices`, all catalogued ones with a price. UserError where nothing serves the request.
+    """
+    ruled_out: Counter[str] = Counter()
+    found = []
+    for served in _forms(model, engine, formats, devices, given_price):
+        if not served.fits_request(request):
+            ruled_out["memory"] += 1
+            continue
+        best = _within_limits(served, request, given_price)
+        if best is None:
+            ruled_out["limits on waiting or token time"] += 1
+        elif best.usd_per_hour is None:
+            ruled_out["no price"] += 1
+        else:
+            found.append(best)
+    found.sort(key=lambda c: (c.usd_per_hour or math.inf, c.tpot_seconds))
+    for chosen in found[:TRIED]:
+        ledger = plan_serving(chosen.served, request)
+        if all(limit["holds"] for limit in ledger.facts["limits"].values()):
+            return chosen, _others(found, chosen), ruled_out
+        ruled_out["limits, once played step by step"] += 1
+    what = ", ".join(f"{count} by {wall}" for wall, count in ruled_out.items()) or "no device is known"
+    raise UserError(
+        f"nothing serves this request ({what}): loosen ttft, tpot or rate, or give --weights fp8 or int4-awq"
+    )
+
+
+def _forms(
+    model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], devices: Iterable[str] | None,
+    given_price: float | None,
+) -> Iterator[Served]:  # fmt: skip
+    for name in devices if devices is not None else accelerator_names():
+        device = accelerator(name)
+        if device.memory_bytes_per_second is None or device.memory_bytes is None or not device.peak_flops_per_second:
+            continue
+        if devices is None and usd_per_hour(device, given_price) is None:
+            continue
+        for form in formats:
+            if form.weights.startswith("fp8") and "fp8" not in device.peak_flops_per_second:
+                continue
+            for count in DEVICES_OF_A_COPY:
+                if count > 1 and (
+                    model.heads % count or (model.key_value_heads % count and count % model.key_value_heads)
+                ):
+                    continue
+                yield Served(model, device, engine, copies_on(engine, count), form)
+
+
+def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
+    """Copies of a model on so many devices each: every matrix divided, or layers one after another by llama.cpp."""
+    tp, pp = (1, devices) if engine.family == "gguf" else (devices, 1)
+    return ServingLayout(devices=devices, tp=tp, pp=pp, replicas=replicas)
+
+
+def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
+    """The most requests at once that the limits allow, and as many copies as the rate needs."""
+    best, requests, most = None, 1, served.most_requests(request)
+    while requests <= most:
+        candidate = _candidate(served, request, requests, given_price)
+        if (request.tpot and candidate.tpot_seconds > request.tpot) or (
+            request.ttft and candidate.ttft_seconds > request.ttft
+        ):
+            break
+        best = candidate
+        requests = max(requests + 1, int(requests * 1.3))
+    if best is None:
+        return None
+    copies = 1
+    if request.rate is not None:
+        copies = max(1, math.ceil(request.rate * request.output / (best.tokens_per_second * BUSY)))
+    elif request.concurrency is not None:
+        copies = max(1, math.ceil(request.concurrency / best.requests))
+    return replace(best, served=replace(best.served, layout=replace(best.served.layout, replicas=copies)))
+
+
+def _candidate(served: Served, request: ServeRequest, requests: int, given_price: float | None) -> Candidate:
+    inputs = 0 if served.layout.prefill else request.input - request.prefix  # others compute the prompts
+    steady = at_concurrency(served.system, float(requests), inputs, request.output, False)
+    return Candidate(
+        served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second),
+        usd_per_hour(served.device, given_price),
+    )  # fmt: skip
+
+
+def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> list[Candidate]:
+    """The cheapest of each other device."""
+    best: dict[str, Candidate] = {}
+    for candidate in found:
+        best.setdefault(candidate.served.device.name, candidate)
+    best.pop(chosen.served.device.name, None)
+    return list(best.values())[:shown]
+
 
 DEFAULT_ENGINE = "vllm"
 GGUF_ENGINE = "llama.cpp"
