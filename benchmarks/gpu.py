@@ -149,7 +149,8 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
 
 def by_catalogue(config: Any, device: str, step: float, peak: float) -> Row:
     """The plan of somebody who never measured this machine."""
-    from ironlaw.plan.request import Options, plan_request
+    from ironlaw.plan.request import plan_request
+    from ironlaw.plan.request_types import Options
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"

@@ -10,8 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.request import ClusterStep
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
 from ironlaw.plan.engines.engine import TrainingEngine

@@ -9,8 +9,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import plan_cluster
-from ironlaw.plan.cluster.request import ClusterStep
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
 from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")

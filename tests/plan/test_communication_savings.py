@@ -13,7 +13,7 @@ from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter
-from ironlaw.plan.cluster.request import ClusterRequest
+from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.requests.advice import (
     CommunicationSaving,
     cluster_savings,

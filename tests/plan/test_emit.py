@@ -13,7 +13,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.request import ClusterRequest
+from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit.trainers import TRAINERS, emit, trainer_named
 from ironlaw.workload.layout import parse_layout
 

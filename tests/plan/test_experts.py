@@ -14,9 +14,8 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.model.parameters import of_blocks
 from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
 from ironlaw.plan.cluster.collective_costs import rows_sent_per_token
-from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, ClusterStep, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import EXPERT_CONSTRAINT
-from ironlaw.plan.cluster.request import ClusterRequest, ClusterStep
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import TRAINERS, emit

@@ -14,14 +14,14 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import to_fields
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.collective_costs import spared_collectives
-from ironlaw.plan.cluster.estimate import plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterRequest, ClusterStep, plan_candidates
 from ironlaw.plan.cluster.memory import kept_activation_bytes, layer_activation_bytes
-from ironlaw.plan.cluster.request import ClusterRequest, ClusterStep
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import Options
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.layout import parse_layout

@@ -9,11 +9,9 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
-from ironlaw.plan.cluster.operation_costs import operation_costs
-from ironlaw.plan.cluster.request import ClusterStep
-from ironlaw.plan.cluster.step_costs import step_costs
+from ironlaw.plan.cluster.step_costs import operation_costs, step_costs
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine

@@ -16,8 +16,7 @@ from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.request import ClusterStep
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import parse_layout

@@ -12,12 +12,12 @@ from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster.layout_space import CAPABILITIES, lacking
-from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.engines.named import engine, engines
-from ironlaw.plan.request import Options, plan_request, resolve
+from ironlaw.plan.request import plan_request, resolve
+from ironlaw.plan.request_types import Options
 from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.layout import parse_layout
 

@@ -7,7 +7,8 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.plan import request
-from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import Options
 from ironlaw.plan.work import WorkOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "explain"))

@@ -13,9 +13,8 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates
 from ironlaw.plan.cluster.layout_space import possible_layouts, saving, savings
-from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine, engines

@@ -11,10 +11,9 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import least_seconds, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterStep, least_seconds, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, lacking, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import layout_of
-from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine

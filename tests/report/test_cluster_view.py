@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import Options
 from ironlaw.plan.work import WorkOptions
 from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view
 from ironlaw.report.terminal import show

@@ -19,7 +19,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_available, use_onednn
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.decisions import choices, first_within, mixtures
+from ironlaw.plan.recipe import choices, first_within, mixtures
 from ironlaw.train.blocks import recompute_blocks
 from ironlaw.workload.blocks import Policy, Precision, Shape, attention_score_pairs
 from ironlaw.workload.kinds import layer_groups

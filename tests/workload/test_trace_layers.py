@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import ironlaw.workload.trace as trace_of
 from ironlaw.errors import UserError
 from ironlaw.plan.memory import peak_memory
-from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import Options
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import trace

@@ -14,7 +14,8 @@ from ironlaw.machine.profile import Curve, MatmulFit, Profile
 from ironlaw.machine.timing import AS_MATMUL, COPY_RATE
 from ironlaw.plan import module as traced_plan
 from ironlaw.plan.module import plan_module, plan_traced
-from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import Options
 from ironlaw.plan.totals import fits
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
 from ironlaw.workload.operations import line_name

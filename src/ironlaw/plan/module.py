@@ -27,14 +27,14 @@ from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.machine.timing import Machine, MeasuredForModules, Timing, element_type, is_narrow
-from ironlaw.plan.cluster.operation_costs import FLASH2_SLOWDOWN
+from ironlaw.plan.cluster.step_costs import FLASH2_SLOWDOWN
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework
-from ironlaw.plan.lines import collective_costs, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
+from ironlaw.plan.stage_costs import collective_costs, fold
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.plan.work import Assumption

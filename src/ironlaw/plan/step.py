@@ -31,12 +31,10 @@ from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import MeasuredMachine, is_emulated, measured_precision
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
-from ironlaw.plan.decisions import Decision, choose_attention, within_budget
-from ironlaw.plan.lines import CollectiveCost, fold
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
-from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
-from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
+from ironlaw.plan.recipe import Decision, batch_of, check_supported, choose_attention, recipe_of, within_budget
+from ironlaw.plan.stage_costs import CollectiveCost, alike, fold, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, held_by_process
 from ironlaw.workload.collectives import aliases_of
 from ironlaw.workload.finetune import ENDS, adapters_of

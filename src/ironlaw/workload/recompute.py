@@ -24,7 +24,7 @@ GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where d
 
 
 def policies(config: Recompute, model: ModelConfig) -> tuple[Policy, ...]:
-    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/decisions.py`)."""
+    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/recipe.py`)."""
     match config.mode:
         case "full":
             return (frozenset(),) * model.layers

@@ -19,8 +19,7 @@ from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds
 from ironlaw.plan.cluster.layout_table import code
-from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, operation_costs
-from ironlaw.plan.cluster.step_costs import StepCosts
+from ironlaw.plan.cluster.step_costs import OperationCost, StepCosts, end_costs, operation_costs
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.cluster.timeline import Times, accumulated_share, part_factors
 from ironlaw.plan.engines.engine import TrainingEngine

@@ -25,12 +25,11 @@ import numpy.typing as npt
 
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import Candidates
-from ironlaw.plan.cluster.estimate import PlannedCandidates, least_seconds, plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterStep, PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, lacked, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import COLUMNS, Known, Table, code, distinct_rows, layout_of
 from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
-from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import block_costs
 from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
 from ironlaw.plan.memory import highest_peak

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.request import ClusterRequest
+from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout
 

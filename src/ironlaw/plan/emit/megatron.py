@@ -5,7 +5,7 @@ from __future__ import annotations
 from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
-from ironlaw.plan.cluster.request import ClusterRequest
+from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason, given
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine

@@ -8,7 +8,7 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.request import ClusterRequest
+from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.schedule import ends_lighter

@@ -14,8 +14,7 @@ from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.parameters import Parameter, model_parameters
-from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.request import ClusterRequest
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout

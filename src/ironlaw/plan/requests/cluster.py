@@ -17,10 +17,9 @@ from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import budget
 from ironlaw.plan.cluster.candidates import Candidates
-from ironlaw.plan.cluster.estimate import ClusterPlan, bounded, plan_cluster
+from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, ClusterPlan, ClusterRequest, bounded, plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.cluster.layout_space import counted_in, engines_for, lacking
-from ironlaw.plan.cluster.request import DEFAULT_ENGINE, ClusterRequest
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
 from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.cluster.update_cost import update_cost

@@ -20,8 +20,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.estimate import ClusterPlan, plan_cluster
-from ironlaw.plan.cluster.request import ClusterStep
+from ironlaw.plan.cluster.estimate import ClusterPlan, ClusterStep, plan_cluster
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout, chosen
