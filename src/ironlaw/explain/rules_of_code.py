@@ -20,7 +20,6 @@ ROOM = 0.85  # of the memory
 MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
 FREE = 0.5  # the threshold of what is a notice always
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
-MODE_COSTS = 0.03
 PASSES = (Phase.FORWARD, Phase.BACKWARD)
 
 
@@ -174,7 +173,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "steps in which a graph was compiled, above a typical one; a settled loop compiles nothing",
     ),
     Rule(
-        "mode_left_on", Axis.ALGORITHM, MODE_COSTS, _at_least_noticed("left_on", "mode"),
+        "mode_left_on", Axis.ALGORITHM, 0.03, _at_least_noticed("left_on", "mode"),
         "{name} is left on: it costs {share} of the step.",
         "switch it back", "the model's passes timed both ways at the end of the run; 3% is above their noise",
         placed="left_on", noticed=NOTICED,
