@@ -169,6 +169,9 @@ def recipe_of_layout(
     return batch_of(settled), recipe_of(settled, precision, cuda=True, gloo=False)
 
 
+# -- what a plan decides --------------------------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 
 

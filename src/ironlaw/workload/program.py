@@ -320,6 +320,9 @@ def training_operations(shape: Shape) -> list[Operation]:
     return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
 
 
+# -- what a rank holds from one step to the next --------------------------------------------------------------------
+
+
 DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it
 
 
@@ -370,6 +373,9 @@ def routing_buffer_bytes(model: ModelConfig, layers: Sequence[int]) -> int:
 def batch_bytes(batch: StepBatch) -> int:
     """Tokens and targets of a step, int64, and where attention asks for it the number of each one's document."""
     return batch.sequences * batch.tokens * (2 * INDEX + (DOCUMENT_BYTES if batch.documents else 0))
+
+
+# -- objectives with a second model ---------------------------------------------------------------------------------
 
 
 def with_second_model(program: Program, objective: ObjectiveConfig, second: ModelConfig, held: bool) -> Program:

@@ -386,6 +386,9 @@ def _calls(shape: Shape, kind: str) -> int:
     return sum(map(len, both_passes(shape, kind)))
 
 
+# -- measured or assumed runs, each with a model and a layout of its own --------------------------------------------
+
+
 MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "context")
 MOE_SIZES = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "groups", "groups_per_token")
 LATENT_SIZES = ("key_value_rank", "query_rank", "rotary_size", "plain_size", "value_size")

@@ -220,6 +220,9 @@ def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
     return virtual == 1 or accumulation % pp == 0
 
 
+# -- what software lacks --------------------------------------------------------------------------------------------
+
+
 Needs = Callable[[Table], npt.NDArray[np.bool_]]
 
 

@@ -197,6 +197,9 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
     return None
 
 
+# -- sending less ---------------------------------------------------------------------------------------------------
+
+
 MATERIAL = 0.02
 """Of the step, below which exposed data parallel communication is not worth a setting."""
 

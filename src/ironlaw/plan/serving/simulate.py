@@ -24,9 +24,8 @@ import numpy as np
 from ironlaw.errors import UserError
 from ironlaw.plan.serving.request import ServeRequest
 from ironlaw.plan.serving.systems import ServingLayout
-from ironlaw.plan.serving.timing import LINK_FRACTION, System, decode_seconds, pass_parts, prompt_seconds
+from ironlaw.plan.serving.timing import BUDGET_TOKENS, LINK_FRACTION, System, decode_seconds, pass_parts, prompt_seconds
 
-BUDGET_TOKENS = 8192
 REQUESTS = 240
 """Played, of which the first and last tenth are not counted: the queue fills and empties."""
 

@@ -25,7 +25,7 @@ from ironlaw.plan.serving.rates import Rates, ServingEngine
 LINK_FRACTION = 0.7
 """Of the nominal rate of a link, that large sums over ranks reach."""
 
-BUDGET_TOKENS = 8192.0
+BUDGET_TOKENS = 8192
 """New tokens of a pass: what vLLM and TensorRT-LLM take at most by default (max_num_batched_tokens)."""
 
 LIBRARY_BYTES, EXCHANGE_BYTES = 0.7e9, 2.0e9
