@@ -78,7 +78,6 @@ class Problem:
         self.inputs, self.outputs = _stack([r.inputs for r in runs]), _stack([r.outputs for r in runs])
         self.requests = _stack([r.concurrency for r in runs])
         self.together = np.array([r.together for r in runs])
-        self.replicas = _stack([r.layout.replicas for r in runs])
         self.fraction = _stack([r.engine.memory_fraction for r in runs])
         self.of_free = np.array([r.engine.of_free for r in runs])
         self.groups = np.array([r.group for r in runs])
@@ -127,8 +126,8 @@ class Problem:
             "decode": decode_seconds(s, requests, self.inputs + outputs / 2),
             "prompt": prompt,
             "first": steady[1].ttft_seconds,
-            "requests": requests / rate / self.replicas,
-            "unlimited": 1 / (unlimited(s, most, self.inputs, outputs) * self.replicas),
+            "requests": requests / rate,
+            "unlimited": 1 / unlimited(s, most, self.inputs, outputs),
         }
 
     def _targets(self) -> dict[str, np.ndarray]:
@@ -137,6 +136,7 @@ class Problem:
         for i, run in enumerate(self.runs):
             m = run.measured
             rate = m.get("output_tokens_per_second") or (m.get("requests_per_second", 0.0) * run.outputs) or None
+            rate = rate and rate / run.layout.replicas
             if run.scenario == "decode" and not run.whole:
                 found["decode"][i] = run.concurrency / rate if rate else m.get("tpot_seconds", np.nan)
             elif run.scenario == "decode" and rate:

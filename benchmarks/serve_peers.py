@@ -76,17 +76,34 @@ def ironlaw(folder: Path, form: str, threads: int) -> Generate:
     return lambda prompts: sum(len(request.answer) for request in engine.generate(prompts, sampling))
 
 
-def transformers(folder: Path, form: str, threads: int) -> Generate:
+def _of_transformers(folder: Path, form: str, threads: int) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPES[form]), attn_implementation="sdpa")
-    settings = GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return model, GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def transformers(folder: Path, form: str, threads: int) -> Generate:
+    model, settings = _of_transformers(folder, form, threads)
 
     def run(prompts: list[list[int]]) -> int:
         out = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
         return sum(len(answer.generated_tokens) for answer in out.values())
+
+    return run
+
+
+def static(folder: Path, form: str, threads: int) -> Generate:
+    """`generate` on one batch of equal lengths, which continuous batching cannot count on."""
+    import torch
+
+    model, settings = _of_transformers(folder, form, threads)
+
+    def run(prompts: list[list[int]]) -> int:
+        out = model.generate(torch.tensor(prompts), generation_config=settings)
+        return int(out.shape[0] * (out.shape[1] - PROMPT))
 
     return run
 
@@ -134,7 +151,7 @@ def llama_cpp(folder: Path, form: str, threads: int) -> Generate:
 
 
 ENGINES: dict[str, Callable[[Path, str, int], Generate]] = {
-    "ironlaw": ironlaw, "transformers": transformers, "vllm": vllm, "llama.cpp": llama_cpp,
+    "ironlaw": ironlaw, "transformers": transformers, "generate": static, "vllm": vllm, "llama.cpp": llama_cpp,
 }  # fmt: skip
 
 
@@ -247,7 +264,9 @@ def main() -> None:
         worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="transformers", help="transformers, vllm, llama.cpp")
+    parser.add_argument(
+        "--peers", default="transformers", help="transformers, generate (its static batch), vllm, llama.cpp"
+    )
     parser.add_argument("--models", default="7M,110M")
     parser.add_argument("--formats", default="fp32,bf16,int8")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])

@@ -95,6 +95,13 @@ def test_the_token_that_ends_a_turn_is_the_templates(tokenizer: Path) -> None:
         assert text(tokenizer, none).turn_ends() == set()
 
 
+def test_a_template_that_fails_is_told_in_a_line(tokenizer: Path) -> None:
+    faulty = text(tokenizer, "{{ count + messages[0].content }}")
+    assert faulty.turn_ends() == set()
+    with pytest.raises(UserError, match="refuses: unsupported operand"):
+        faulty.chat(talk("a", "b"), {"count": 3})
+
+
 def test_a_user_who_spells_a_special_token_ends_no_turn(tokenizer: Path) -> None:
     ours = text(tokenizer, CHATML)
     ids, learned = ours.conversation(talk("a<|im_end|>b", "c<|im_start|>d"))

@@ -192,6 +192,11 @@ def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[
         answers.append(("steps", client.get("/steps?since=never")))
         packed, gzip = b"\x1f\x8b\x08", {"content-encoding": "gzip"}
         answers.append(("gzip", client.post("/v1/completions", content=packed, headers=gzip)))
+        text = {"content-type": "text/plain"}  # as a page of another site can have a browser send it
+        answers.append(("kind", client.post("/v1/completions", content=b'{"prompt": "f"}', headers=text)))
+        hello = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        named = hello | {"chat_template_kwargs": {"messages": 3}}
+        answers.append(("template", client.post("/v1/chat/completions", json=named)))
         assert len(answers) >= 100
         for asked, answer in answers:
             message = answer.json()["error"]["message"]

@@ -171,8 +171,9 @@ class Text:
         names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
         try:
             return str(self.template.render(**names))
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template refuses: {' '.join(str(error).split())[:200]}") from None
+        except Exception as error:  # a program from anywhere, with names from anybody
+            told = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"the model's chat template refuses: {told}") from None
 
 
 class _Generation(Extension):

@@ -39,6 +39,7 @@ from ironlaw.serve.protocol import Body, Chat, Completion
 from ironlaw.serve.request import Chosen, Piece, Request
 
 _OPEN = ("/", "/health")  # without a key
+_JSON = "application/json"
 BODY_SECONDS = 60  # for a request to be sent whole
 Result = TypeVar("Result")
 
@@ -345,6 +346,10 @@ def _add_figures(app: FastAPI, server: Server) -> None:
 
 
 async def _json(http: HttpRequest) -> dict[str, Any]:
+    kind = http.headers.get("content-type", _JSON)
+    # A page of another site may have a browser send text: JSON alone is asked about first.
+    if kind.partition(";")[0].strip().lower() != _JSON:
+        raise HTTPException(415, f"content-type {kind[:100]!r} is not read: send {_JSON}")
     coding = http.headers.get("content-encoding", "identity")
     if coding != "identity":
         raise HTTPException(415, f"content-encoding {coding!r} is not read: send the JSON as it is")

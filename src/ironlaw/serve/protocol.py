@@ -182,4 +182,6 @@ class Chat(Body):
     def _tops(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs = true")
+        if "messages" in (self.chat_template_kwargs or {}):
+            raise ValueError("chat_template_kwargs has no messages: the body has them")
         return self

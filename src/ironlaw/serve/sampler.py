@@ -82,8 +82,9 @@ def _change(logits: Tensor, row: Row) -> None:
     if answer and (sampling.presence_penalty or sampling.frequency_penalty):
         seen, counts = torch.tensor(answer, device=device).unique(return_counts=True)
         logits[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(logits.dtype)
-    for token, bias in sampling.logit_bias:
-        logits[token] += bias
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        logits[list(tokens)] += torch.tensor(biases, device=device)
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -35,9 +35,37 @@ def test_scenarios_answer_what_they_ask() -> None:
     assert (most["output_tokens_per_second"] or 0) > (many["output_tokens_per_second"] or 0)
 
 
-def test_two_copies_serve_twice_as_much() -> None:
-    one, two = (planned(scenario="offline", accelerators=n) for n in ("1", "2"))
+@pytest.mark.parametrize("scenario", ["offline", "fixed-concurrency", "decode"])
+def test_two_copies_serve_twice_as_much(scenario: str) -> None:
+    """Of requests at once each has half."""
+    one, two = (planned(scenario=scenario, accelerators=n, concurrency=str(32 * int(n))) for n in ("1", "2"))
     assert two["output_tokens_per_second"] == pytest.approx(2 * (one["output_tokens_per_second"] or 0))
+    assert two["tpot_seconds"] == one["tpot_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("said", "tp", "copies", "replicas"),
+    [
+        ({"accelerators": "4", "tp": "4"}, 4, 1, 1),
+        ({"accelerators": "4", "tp": "4", "dp": "2"}, 2, 2, 1),
+        ({"accelerators": "4", "tp": "4", "notes": "attention-DP enabled"}, 1, 4, 1),
+        ({"accelerators": "16", "tp": "8", "ep": "8", "dp": "8"}, 1, 8, 2),
+        ({"accelerators": "16", "tp": "1", "ep": "8", "dp": "8"}, 1, 8, 2),
+        ({"accelerators": "8", "tp": "2", "ep": "8"}, 2, 4, 1),
+    ],
+)
+def test_copies_of_attention_share_experts(said: dict[str, str], tp: int, copies: int, replicas: int) -> None:
+    (run,), _ = read_serving([ROW | {"model": "gpt-oss-120b", "scenario": "fixed-concurrency"} | said])
+    found = run.layout
+    assert (found.tp, found.attention_dp, found.replicas, found.devices) == (tp, copies, replicas, tp * copies)
+
+
+def test_a_pass_that_proposes_tokens_gives_more() -> None:
+    shape = {"model": "deepseek-r1", "accelerators": "8", "tp": "8", "weight_format": "fp8"}
+    (plain, mtp, other), _ = read_serving([ROW | shape | {"speculative": s} for s in ("", "mtp", "eagle")])
+    gain = (predict(plain)["tpot_seconds"] or 0) / (predict(mtp)["tpot_seconds"] or 1)
+    assert 1.4 < gain < 1.85 and "85%" in mtp.assumed[0]
+    assert predict(other) == predict(plain) and "eagle" in other.assumed[0]
 
 
 def test_a_model_that_is_not_catalogued_is_planned_from_its_columns() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ COLUMNS = ("scenario", "weight_format")
 VARIED = 0.9
 """Mean over nominal length where a source draws lengths between 80 and 100% of nominal."""
 
+MTP = {"drafted": 1.0, "acceptance": 0.85}
+"""Multi-token prediction: one token beside the model's own, of which 85 to 90% stand (DeepSeek-V3, arXiv 2412.19437,
+5.4.3). The one layer that proposes it is not counted."""
+
 
 @dataclass(frozen=True)
 class ServingRun:
@@ -67,7 +71,7 @@ class ServingRun:
     backend: str
     inputs: float
     outputs: float
-    concurrency: float
+    concurrency: float  # of one copy of the model
     together: bool  # all prompts start at once, as one pass
     whole: bool  # the rate's time has the prompt in it
     measured: dict[str, float]
@@ -115,13 +119,15 @@ def predict(run: ServingRun, rates: Rates | None = None) -> dict[str, float | No
         steady = at_concurrency(s, run.concurrency, run.inputs, run.outputs, run.together)
         found |= {"ttft_seconds": steady.ttft_seconds, "output_tokens_per_second": steady.tokens_per_second}
         found["tpot_seconds"] = steady.tpot_seconds
-        found["output_tokens_per_second"] *= run.layout.replicas
     else:
-        rate = unlimited(s, most_at_once(s, run.engine, run.inputs, run.outputs), run.inputs, run.outputs)
-        found["output_tokens_per_second"] = rate * run.layout.replicas
+        most = most_at_once(s, run.engine, run.inputs, run.outputs)
+        found["output_tokens_per_second"] = unlimited(s, most, run.inputs, run.outputs)
     if found["ttft_seconds"] is not None and run.inputs:
         passed = run.concurrency if run.together else 1.0
         found["prefill_tokens_per_second"] = passed * run.inputs / found["ttft_seconds"]
+    for name in ("prefill_tokens_per_second", "output_tokens_per_second"):
+        if found[name] is not None:
+            found[name] *= run.layout.replicas
     if found["output_tokens_per_second"] is not None and run.outputs:
         found["requests_per_second"] = found["output_tokens_per_second"] / run.outputs
     return {key: None if value is None or not np.isfinite(value) else float(value) for key, value in found.items()}
@@ -143,7 +149,8 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
     formats = Formats(
         cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
     )
-    layout, demand = _layout(cells, scenario), _demand(cells, demands)
+    demand = _demand(cells, demands)
+    layout = _layout(cells, demand.experts > 0)
     version = cells.lower("engine_version") if engine.family == "gguf" else ""
     backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
     rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
@@ -155,14 +162,14 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         scenario=scenario,
         engine=engine,
         device=device,
-        system=system_of(demand, device, engine, layout, formats, rates=rates),
+        system=_guessing(cells, system_of(demand, device, engine, layout, formats, rates=rates)),
         layout=layout,
         formats=formats,
         year=year,
         backend=backend,
         inputs=varied * (cells.measured("input_tokens") or 0.0),
         outputs=varied * (cells.measured("output_tokens") or 0.0),
-        concurrency=cells.measured("concurrency") or 1.0,
+        concurrency=max(1.0, (cells.measured("concurrency") or 1.0) / layout.replicas),
         together=together,
         whole="prefill is in" in notes.lower() or "includes prefill" in notes.lower(),
         measured={key: value for key in MEASURES if (value := cells.number(key, 0)) is not None},
@@ -182,11 +189,10 @@ def _engine(cells: Cells, year: int) -> ServingEngine:
         return ServingEngine(name, key=name.strip().lower())
 
 
-def _layout(cells: Cells, scenario: str) -> ServingLayout:
+def _layout(cells: Cells, experts: bool) -> ServingLayout:
     """Degrees of one copy of the model; devices beside them are copies, or share experts."""
     count = cells.whole("accelerators") or 1
     tp, pp, ep, dp = (cells.whole(name) for name in ("tp", "pp", "ep", "dp"))
-    experts = (cells.measured("experts") or 0.0) > 0
     if tp is None:
         tp = 1 if (pp or 1) > 1 else count
         if count > 1:
@@ -194,12 +200,25 @@ def _layout(cells: Cells, scenario: str) -> ServingLayout:
     pp = pp or 1
     if tp * pp > count:
         raise UserError(f"tp = {tp} and pp = {pp} need more than accelerators = {count}")
-    rest = count // (tp * pp)
-    if rest > 1 and (experts and ((ep or 1) > tp or (dp or 1) > 1)):  # ranks that share experts, attention apart
-        return ServingLayout(devices=count, tp=tp, pp=pp, attention_dp=rest)
-    if experts and "attention-dp enabled" in cells.lower("notes"):  # its ranks are printed as tp
-        return ServingLayout(devices=tp * pp, tp=1, pp=pp, attention_dp=tp, replicas=max(rest, 1))
-    return ServingLayout(devices=tp * pp, tp=tp, pp=pp, replicas=max(rest, 1))
+    rest, wide = count // (tp * pp), max(dp or 1, (ep or 1) // tp)
+    # Copies of attention that share experts: beside tp, as vLLM says it, or within, as TensorRT-LLM and SGLang do.
+    if experts and rest > 1 and wide > 1 and ep != tp:
+        wide = wide if rest % wide == 0 else rest
+        return ServingLayout(devices=tp * pp * wide, tp=tp, pp=pp, attention_dp=wide, replicas=rest // wide)
+    within = tp if "attention-dp enabled" in cells.lower("notes") else dp or 1
+    within = within if experts and tp % within == 0 else 1
+    return ServingLayout(devices=tp * pp, tp=tp // within, pp=pp, attention_dp=within, replicas=rest)
+
+
+def _guessing(cells: Cells, system: System) -> System:
+    """With the speculation that a row names; one whose acceptance nobody says is left out, by name."""
+    said = cells.lower("speculative")
+    if "mtp" in said:
+        cells.assumed.append(f"speculative = {said}: one token more a pass, of which 85% stand")
+        return replace(system, **MTP)
+    if said not in ("", "none", "no", "false", "0"):
+        cells.assumed.append(f"speculative = {said}: planned without, its acceptance is not given")
+    return system
 
 
 def _demand(cells: Cells, known: dict[str, Demand]) -> Demand:
@@ -291,10 +310,10 @@ def _baseline(run: ServingRun) -> dict[str, float]:
     if run.inputs:
         found["ttft_seconds"] = run.inputs * run.concurrency / prompt_rate
     if run.scenario == "decode":
-        found["output_tokens_per_second"] = run.concurrency / read_seconds
+        found["output_tokens_per_second"] = run.layout.replicas * run.concurrency / read_seconds
     elif run.scenario == "fixed-concurrency" and run.outputs:
         seconds = run.concurrency * run.inputs / prompt_rate + run.outputs * read_seconds
-        found["output_tokens_per_second"] = run.concurrency * run.outputs / seconds
+        found["output_tokens_per_second"] = run.layout.replicas * run.concurrency * run.outputs / seconds
     return found
 
 
