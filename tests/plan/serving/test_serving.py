@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import Options
 from ironlaw.plan.serving.answer import answer_serving, search_serving
-from ironlaw.plan.serving.emit import emit_serving
+from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
 from ironlaw.plan.serving.request import parse_request
@@ -235,6 +235,14 @@ def test_command_lines_say_what_was_planned(target: str) -> None:
     words = shlex.split(emit_serving(target, one, parse_request("input=1024 output=256 rate=1")))
     assert words[0] in ("vllm", "python", "trtllm-serve", "llama-server")
     assert "2560" in words or str(4 * 2560) in words  # the longest, or that of all slots
+
+
+@pytest.mark.parametrize("target", ["llama.cpp", "tensorrt-llm"])
+def test_a_command_that_starts_one_copy_says_so(target: str) -> None:
+    """Its requests at once are those of one copy."""
+    two = replace(served(), engine=serving_engine(target), layout=ServingLayout(replicas=2))
+    line = emit_serving(target, two, parse_request("input=10 output=10 concurrency=6"))
+    assert "one of 2 copies" in emit_notes(target, two)[1] and (target != "llama.cpp" or "--parallel 3" in line)
 
 
 def test_a_name_never_reaches_the_shell_as_a_command() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 
@@ -46,6 +47,8 @@ def emit_notes(target: str, served: Served) -> list[str]:
     stored, notes, name = served.formats.weights, [str(served.layout)], repository(served.model.name)
     if target == "tensorrt-llm" and served.formats.cache == "fp8":
         notes.append("an fp8 cache is set in the file of --config: kv_cache_config: {dtype: fp8}")
+    if served.layout.replicas > 1 and target in ("llama.cpp", "tensorrt-llm"):
+        notes.append(f"this starts one of {served.layout.replicas} copies: give each devices of its own")
     if target == "llama.cpp":
         notes.append(f"the file is {name} in {stored}")
     elif stored not in _PLAIN and not (stored == "mxfp4" and served.model.name.startswith("gpt-oss")):
@@ -99,8 +102,8 @@ def _sglang(served: Served, request: ServeRequest) -> list[str]:
 
 def _tensorrt(served: Served, request: ServeRequest) -> list[str]:
     layout = served.layout
-    if layout.attention_dp > 1 or layout.replicas > 1:
-        raise UserError("--emit tensorrt-llm: its command line starts one copy of tp x pp: leave ep= and replicas= out")
+    if layout.attention_dp > 1:
+        raise UserError("--emit tensorrt-llm: its command line says no copies of attention: leave ep= out")
     return given(
         (True, f"trtllm-serve {_repository(served)} --tp_size {layout.tp}"),
         (layout.pp > 1, f"--pp_size {layout.pp}"),
@@ -115,7 +118,8 @@ def _llama(served: Served, request: ServeRequest) -> list[str]:
     """Its slots share one context: so many requests of the longest each."""
     if served.layout.tp > 1:
         raise UserError("--emit llama.cpp: it holds layers one after another: plan with --engine llama.cpp")
-    at_once = max(1, min(served.most_requests(request), request.concurrency or 4))
+    wanted = math.ceil((request.concurrency or 4) / served.layout.replicas)
+    at_once = max(1, min(served.most_requests(request), wanted))
     file = shlex.quote(f"{served.model.name}-{served.formats.weights}.gguf")
     cache = _CACHES["llama.cpp"].get(served.formats.cache)
     return given(
