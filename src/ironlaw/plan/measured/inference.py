@@ -28,6 +28,8 @@ from ironlaw.catalog.devices import taken
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.cluster.jobs import plain_model
 from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.measured.validate import errors
 from ironlaw.plan.serving.demand import Demand, demand_of
@@ -50,9 +52,9 @@ COLUMNS = ("scenario", "weight_format")
 VARIED = 0.9
 """Mean over nominal length where a source draws lengths between 80 and 100% of nominal."""
 
-MTP = {"drafted": 1.0, "acceptance": 0.85}
-"""Multi-token prediction: one token beside the model's own, of which 85 to 90% stand (DeepSeek-V3, arXiv 2412.19437,
-5.4.3). The one layer that proposes it is not counted."""
+MTP_ACCEPTANCE = 0.85
+"""Multi-token prediction proposes one token beside the model's own, of which 85 to 90% stand (DeepSeek-V3, arXiv
+2412.19437, 5.4.3). The one layer that proposes it is not counted."""
 
 
 @dataclass(frozen=True)
@@ -215,40 +217,36 @@ def _guessing(cells: Cells, system: System) -> System:
     said = cells.lower("speculative")
     if "mtp" in said:
         cells.assumed.append(f"speculative = {said}: one token more a pass, of which 85% stand")
-        return replace(system, **MTP)
+        return replace(system, drafted=1.0, acceptance=MTP_ACCEPTANCE)
     if said not in ("", "none", "no", "false", "0"):
         cells.assumed.append(f"speculative = {said}: planned without, its acceptance is not given")
     return system
 
 
 def _demand(cells: Cells, known: dict[str, Demand]) -> Demand:
-    """The catalogue's model of that name, else the row's own columns."""
+    """The catalogue's model of that name, else one of the row's own columns: tied where `params` say so, and what else
+    they count is read by every pass (shared experts)."""
     name = cells.lower("model")
-    if name and name in known:
+    if name in known:
         return known[name]
     if name and is_model(name):
         known[name] = demand_of(ModelConfig.named(name))
         return known[name]
     cells.assumed.append(f"model = the row's columns ({name or 'no name'} is not catalogued)")
-    need = {key: cells.number(key, 0) for key in ("layers", "hidden", "heads", "ffn", "vocab")}
-    missing = [key for key, value in need.items() if not value]
-    if missing:
-        raise UserError(f"model '{name}' is not catalogued, and {', '.join(missing)} is not given")
-    layers, hidden, heads, ffn, vocab = (float(value or 0) for value in need.values())
-    head = cells.measured("head_dim") or hidden / heads
-    cached = cells.measured("kv_heads") or heads
-    matrices = 3 if cells.measured("gated_ffn") else 2
-    experts, active = cells.measured("experts") or 0.0, cells.measured("experts_active") or 0.0
-    attention = layers * (2 * hidden * heads * head + 2 * hidden * cached * head)
-    network = layers * matrices * hidden * ffn
-    total = cells.measured("params") or attention + network * max(experts, 1.0) + vocab * hidden
-    routed = network * experts
-    rest = total - attention - (routed or network)
-    table = vocab * hidden if rest > 1.6 * vocab * hidden else 0.0
-    return Demand(
-        layers, hidden, vocab, max(total - routed - table, attention), table, vocab * hidden, routed,
-        active / experts if experts else 0.0, 2 * cached * head * layers, 0.0, 0.0, cached, 4 * heads * head * layers,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {key: cells.needed(key) for key in ("layers", "hidden", "heads", "ffn", "vocab")}
+    sizes |= {"kv_heads": cells.whole("kv_heads"), "head_size": cells.whole("head_dim")}
+    experts = cells.whole("experts") or 0
+    if experts:
+        active = cells.needed("experts_active")
+        sizes["moe"] = MoEConfig.model_construct(experts=experts, experts_per_token=active, expert_ffn=sizes["ffn"])
+    gated = bool(cells.measured("gated_ffn"))
+    forms = [
+        demand_of(plain_model((gated, tied, experts > 0, False, False, False)).model_copy(update=sizes))
+        for tied in (False, True)
+    ]
+    total = cells.measured("params") or forms[0].parameters
+    form = min(forms, key=lambda form: abs(form.parameters - total))
+    return replace(form, dense=max(form.head, form.dense + total - form.parameters))
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
