@@ -48,7 +48,7 @@ class Outbox:
     """From the engine's thread to the event loop: the pieces of a step in one call."""
 
     def __init__(self, engine: Engine) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # set where it runs
         self._pieces: list[tuple[asyncio.Queue[Piece], Piece]] = []
         engine.after_step = self.send
 
@@ -56,13 +56,10 @@ class Outbox:
         self._pieces.append((queue, piece))
 
     def send(self) -> None:
-        if self._pieces and self._loop is not None:
+        if self._pieces and self.loop is not None:
             pieces, self._pieces = self._pieces, []
             with suppress(RuntimeError):  # the loop is gone, and so is whoever listened
-                self._loop.call_soon_threadsafe(_deliver, pieces)
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+                self.loop.call_soon_threadsafe(_deliver, pieces)
 
 
 def _deliver(pieces: list[tuple[asyncio.Queue[Piece], Piece]]) -> None:
@@ -257,7 +254,7 @@ def create_app(engine: Engine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.outbox.attach(asyncio.get_running_loop())
+        server.outbox.loop = asyncio.get_running_loop()
         engine.start()
         yield
         await asyncio.to_thread(engine.drain, config.drain_seconds)

@@ -88,7 +88,8 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
         if step["phase"] == "mixed":  # what the same decode takes alone; what prompts add delays it
-            decode = min(model, alone.get(bucket(step["decode_tokens"]), model * _share(step)))
+            share = step["decode_tokens"] / (step["decode_tokens"] + step["prefill_tokens"])
+            decode = min(model, alone.get(bucket(step["decode_tokens"]), model * share))
         sums[Phase.DECODE] += decode
         sums[Phase.PREFILL] += model - decode
         sums[Phase.SAMPLING] += step["sample_seconds"]
@@ -141,10 +142,6 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
         if step["phase"] == "decode":
             found.setdefault(bucket(step["decode_tokens"]), []).append(step["model_seconds"])
     return {bucket: float(np.median(values)) for bucket, values in found.items()}
-
-
-def _share(step: dict[str, Any]) -> float:
-    return step["decode_tokens"] / (step["decode_tokens"] + step["prefill_tokens"])
 
 
 def write_run(

@@ -50,16 +50,16 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
     alone |= {"waiting": config.batch, "body_bytes": 2**20}  # a limit that somebody set is not for these clients
     beside = Engine(engine.served, config.model_copy(update=alone))
 
-    async def batch_of(clients: _Clients, batch: int, prompt: int) -> list[dict[str, Any]]:
+    async def batch_of(clients: Process, batch: int, prompt: int) -> list[dict[str, Any]]:
         """Steps of so many answers, whose prompts are computed together, as many as fit into a step."""
         first, began = beside.trace.count, time.monotonic()
-        clients.ask(batch, prompt)
+        _tell(clients, batch, prompt, ANSWER)
         async with asyncio.timeout(CLIENT_SECONDS):
             while beside.waiting < batch:
                 await asyncio.sleep(1e-4)
         engine.request_seconds = (time.monotonic() - began) / batch
         await asyncio.to_thread(_drive, beside)
-        await clients.answered()
+        await _answered(clients)
         steps = [step.to_json() for step in beside.trace.since(first)]
         return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
 
@@ -81,29 +81,23 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
                     engine.passes += _passes("decode", await batch_of(clients, batch, long))
 
 
-class _Clients:
-    """`ironlaw.serve.load` in a process of its own."""
+def _tell(clients: Process, *words: object) -> None:
+    assert clients.stdin is not None
+    clients.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
-    def __init__(self, process: Process) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._asks, self._answers = process.stdin, process.stdout
 
-    def tell(self, *words: object) -> None:
-        self._asks.write((" ".join(map(str, words)) + "\n").encode())
-
-    def ask(self, batch: int, prompt: int) -> None:
-        self.tell(batch, prompt, ANSWER)
-
-    async def answered(self) -> None:
-        """Until all have their answers; OSError where they do not get them."""
-        if not await asyncio.wait_for(self._answers.readline(), CLIENT_SECONDS):
-            raise ConnectionError("the clients have ended")
+async def _answered(clients: Process) -> None:
+    """Until all have their answers; OSError where they do not get them."""
+    assert clients.stdout is not None
+    if not await asyncio.wait_for(clients.stdout.readline(), CLIENT_SECONDS):
+        raise ConnectionError("the clients have ended")
 
 
 @asynccontextmanager
-async def _clients(engine: Engine, key: str) -> AsyncIterator[_Clients]:
+async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
+    """`ironlaw.serve.load` in a process of its own."""
     app = create_app(engine)
-    app.state.server.outbox.attach(asyncio.get_running_loop())
+    app.state.server.outbox.loop = asyncio.get_running_loop()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
@@ -113,10 +107,9 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[_Clients]:
     words = (sys.executable, "-P", "-m", "ironlaw.serve.load")
     process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
     try:
-        clients = _Clients(process)
-        clients.tell(url, key, engine.model_config.vocab)
-        await clients.answered()
-        yield clients
+        _tell(process, url, key, engine.model_config.vocab)
+        await _answered(process)
+        yield process
     finally:
         with suppress(ProcessLookupError):
             process.kill()

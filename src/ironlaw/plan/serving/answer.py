@@ -59,12 +59,9 @@ class Candidate:
         return self.usd_per_hour / 3600 / (self.tokens_per_second * self.served.layout.replicas) * 1e6
 
     def to_json(self) -> dict[str, Any]:
-        served = self.served
-        return {
-            "device": served.device.name, "devices": served.devices, "layout": str(served.layout),
-            "weights": served.formats.weights, "kv": served.formats.cache, "engine": served.engine.name,
+        return self.served.to_json() | {
             "requests_at_once": self.requests, "ttft_seconds": self.ttft_seconds, "tpot_seconds": self.tpot_seconds,
-            "tokens_per_second": self.tokens_per_second * served.layout.replicas,
+            "tokens_per_second": self.tokens_per_second * self.served.layout.replicas,
             "usd_per_hour": self.usd_per_hour, "usd_per_million_tokens": self.usd_per_million,
         }  # fmt: skip
 
@@ -226,7 +223,10 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Optio
     served = replace(served, drafted=request.speculate, acceptance=request.accept, draft=draft)
     ledger = plan_serving(served, request)
     fits = bool(ledger.facts["fits"]) and all(limit["holds"] for limit in ledger.facts.get("limits", {}).values())
-    more |= {"assumed": [one.to_json() for one in assumed], "served": _served(served)}
+    more |= {
+        "assumed": [one.to_json() for one in assumed],
+        "served": served.to_json() | {"product": served.device.product},
+    }
     if ledger.facts["fits"]:
         more["frontier"] = [c.to_json() for c in frontier(served, request, price)]
         more["cost"] = _cost(served, ledger.totals["output_tokens_per_second"].value, price)
@@ -313,14 +313,6 @@ def _layout(text: str, count: int) -> ServingLayout:
     if needed != count:
         raise UserError(f"--layout '{text}' needs {needed} devices, and --on gives {count}")
     return ServingLayout(ep * pp, tp, pp, ep // tp, copies, prefill)
-
-
-def _served(served: Served) -> dict[str, Any]:
-    return {
-        "device": served.device.name, "product": served.device.product, "devices": served.devices,
-        "layout": str(served.layout), "engine": served.engine.name, "weights": served.formats.weights,
-        "kv": served.formats.cache,
-    }  # fmt: skip
 
 
 def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict[str, Any]:

@@ -86,6 +86,12 @@ class Served:
     def fits_request(self, request: ServeRequest) -> bool:
         return self.fits and self.most_requests(request) >= 1
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name, "devices": self.devices, "layout": str(self.layout),
+            "engine": self.engine.name, "weights": self.formats.weights, "kv": self.formats.cache,
+        }  # fmt: skip
+
 
 def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger:
     """Totals per copy unless their name says otherwise; `facts["fits"]` is False where nothing can be served."""
@@ -252,12 +258,7 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
         "kind": "serving",
         "model": served.model.model_dump(exclude_none=True, mode="json"),
         "name": served.model.name,
-        "device": served.device.name,
-        "devices": served.devices,
-        "layout": str(served.layout),
-        "engine": served.engine.name,
-        "weights": served.formats.weights,
-        "kv": served.formats.cache,
+        **served.to_json(),
         "token_budget": served.budget,
         "request": {key: value for key, value in vars(request).items() if value is not None},
         "measured": is_measured(served.engine, served.device),
