@@ -164,7 +164,7 @@ FIELDS: list[dict[str, Any]] = [
             {"type": "poem"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}},
             {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
         ],
-        "structured_outputs": [{}, {"regex": "("}, {"regex": "a", "choice": ["b"]}, {"what": 1}],
+        "structured_outputs": [{}, {"choice": []}, {"regex": "("}, {"regex": "a", "choice": ["b"]}, {"what": 1}],
         "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1, 2], "echo": ["a"], "suffix": ["a"],
         "unknown_field": [1], "tools": [[{"type": "function"}]], "ignore_eos": ["perhaps"],
     }.items()
@@ -173,6 +173,7 @@ FIELDS: list[dict[str, Any]] = [
 MESSAGES: list[Any] = [
     None, [], "hi", {}, [3], [{}], [{"role": "user", "content": 3}], [{"role": 3, "content": "a"}], [{"content": "a"}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], [{"role": "", "content": "a"}],
+    [{"role": "wizard", "content": "a"}], [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
 ]  # fmt: skip
 BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"prompt": NaN}',
           b'{"prompt": "\\uD800"}', b'{"prompt": "\xed\xa0\x80"}']  # fmt: skip

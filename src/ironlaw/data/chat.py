@@ -29,6 +29,7 @@ _MARKS = re.compile("(\ue000\\d+\ue001|[\ue002\ue003])")
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 Messages = Sequence[dict[str, Any]]
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}  # OpenAI's; others are a template's own
 
 
 LONG = 20_000  # characters, which take a tokenizer milliseconds
@@ -68,6 +69,9 @@ class Text:
         """Tokens of a conversation, up to where the assistant speaks next."""
         if self.template is None:
             raise UserError("this model has no chat template: use /v1/completions")
+        for role in {m["role"] for m in messages} - ROLES:
+            if not any(mark + role + mark in str(self.source) for mark in "'\""):
+                raise UserError(f"the model's chat template names no role {role!r}: use system, user or assistant")
         marked, quoted = self._marked(messages)
         return self._tokens(self._render(marked, True, more), messages, quoted)[0].tolist()
 

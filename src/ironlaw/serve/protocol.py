@@ -37,7 +37,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None
 
 
@@ -164,6 +164,13 @@ class Message(BaseModel):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[ContentPart] | None = ""
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _words(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (data.get("tool_calls") or data.get("function_call")):
+            raise ValueError("tool calls are not supported by this server: leave them out")
+        return data
 
     def plain(self) -> dict[str, Any]:
         content = self.content or ""
