@@ -29,7 +29,7 @@ from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.jobs import plain_model
+from ironlaw.plan.cluster.candidates import plain_model
 from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.measured.validate import errors
 from ironlaw.plan.serving.demand import Demand, demand_of
