@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from ironlaw.catalog.formats import read_target
 from ironlaw.cli.compress import engine_decoder
-from ironlaw.numerics.compression import read_target
 from ironlaw.train.compression import compressed, open_source
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compressions.jsonl"

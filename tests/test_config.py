@@ -47,6 +47,9 @@ def test_examples_load(path: Path) -> None:
         ({"model": MODEL, "train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
         ({"model": MODEL, "train": {"steps": 1.5}}, "train.steps = 1.5"),
         ({"model": MODEL, "train": {"precision": "fp4"}}, "did you mean nvfp4"),
+        ({"model": MODEL, "train": {"qat": "int5"}}, "train.qat = 'int5' is no format that holds weights: did you"),
+        ({"model": MODEL, "train": {"qat": "2:4,2:4"}}, "train.qat = '2:4,2:4' names two of a kind"),
+        ({"model": MODEL, "train": {"qat": "pruned=0"}}, "such as pruned=50%"),
         (
             {"model": MODEL, "finetune": {"targets": "q_proj"}},
             "finetune.targets = 'q_proj': write a list, [\"q_proj\"]",

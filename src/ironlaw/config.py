@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
-from ironlaw.catalog.formats import computing_formats
+from ironlaw.catalog.formats import computing_formats, read_target
 from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
@@ -35,6 +35,14 @@ def _known_precision(name: str) -> str:
     return name
 
 
+def _read_qat(text: str) -> str:
+    try:
+        read_target(text, "train.qat =")
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
 Precision = Annotated[str, AfterValidator(_known_precision)]
 
 
@@ -49,7 +57,7 @@ class TrainConfig(Section):
     # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
     precision: Precision = "auto"
     # Weights multiply as `ironlaw compress --to` would hold them: int4, 2:4, pruned=50%, int4,2:4.
-    qat: str | None = None
+    qat: Annotated[str, AfterValidator(_read_qat)] | None = None
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
     # fused: PyTorch's. native: Ironlaw's own (on a CPU, plain causal, one process). auto: what takes less time here,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from ironlaw.catalog.formats import precision_recipe, precision_recipes
+from ironlaw.catalog.formats import PrecisionRecipe, precision_recipe, precision_recipes
+from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.numerics.products import LowPrecisionLinear, Moment, emulate
-from ironlaw.train.precision import PRODUCTS, Product, hand_over, mxfp8_product
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.train.precision import PRODUCTS, LibraryLinear, Product, _by_torchao, hand_over, mxfp8_product
+from ironlaw.workload.layout import parse_layout
 
 TOKENS, INPUTS, OUTPUTS = 96, 64, 160
 PLAIN = [n for n, r in precision_recipes().items() if not r.stochastic and not r.rotation and not r.history]
@@ -124,12 +130,44 @@ def test_the_last_blocks_of_nvfp4_and_the_head_stay_wide() -> None:
     assert set(model.state_dict()) == names
 
 
-def by_library(product: Product, multiple: int, width: int = INPUTS) -> list[torch.Tensor]:
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_plan_counts_in_few_bits_what_the_trainer_computes_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLOPs of a step by the precision of their products, in the last blocks and in layers of no whole tiles too."""
+    tables = {"layers": 7, "hidden": 128, "heads": 2, "ffn": 192, "gated_ffn": True, "vocab": 64, "context": 16}
+    config = ModelConfig.model_validate(tables)
+    asked = ClusterStep(config, parse_cluster("1xb200-sxm"), config.context, 4, name, "ironlaw")
+    planned: Counter[str] = Counter()
+    for product in plan_cluster(asked, parse_layout("dp=1 micro_batch=2")).ledger.facts["products"]:
+        planned[product["precision"]] += round(product["flops"] * product["share_of_layers"] * config.layers)
+
+    monkeypatch.setitem(PRODUCTS, name, lambda: lambda x, weight: x @ weight.t())
+    model, computed = Transformer(config), Counter[str]()
+    rules = precision_recipe(name)
+    assert rules is not None
+    _by_torchao(model.blocks, rules)
+
+    def count(layer: nn.Module, x: tuple[torch.Tensor], y: torch.Tensor) -> None:
+        computed[name if isinstance(layer, LibraryLinear) else "bf16"] += 2 * y.numel() * x[0].shape[-1]
+
+    for layer in model.blocks.modules():
+        if isinstance(layer, Linear):
+            layer.register_forward_hook(count)
+    model(torch.zeros(2, config.context, dtype=torch.long))
+    assert planned == computed and computed[name] and (name == "mxfp8" or computed["bf16"])
+
+
+def rules_with(tile: int) -> PrecisionRecipe:
+    rules = precision_recipe("mxfp8")
+    assert rules is not None
+    return replace(rules, tile=tile)
+
+
+def by_library(product: Product, tile: int, width: int = INPUTS) -> list[torch.Tensor]:
     """Output and gradients of a layer and of one of no whole tiles, over 3 x 11 tokens."""
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Sequential(Linear(width, 96), Linear(96, 7))])
     names = list(layers.state_dict())
-    hand_over(layers, product, multiple)
+    hand_over(layers, product, rules_with(tile))
     x = torch.randn(3, 11, width, requires_grad=True)
     y = layers[0](x)
     y.square().sum().backward()
@@ -152,12 +190,10 @@ def test_a_librarys_product_takes_whole_tiles_of_tokens() -> None:
 
 def test_torchaos_mxfp8_is_the_emulated_one() -> None:
     pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
-    rules = precision_recipe("mxfp8")
-    assert rules is not None
     emulated, x = one_layer("mxfp8", Moment()), torch.randn(3, 11, INPUTS)
     torch.manual_seed(0)
     blocks = nn.ModuleList([nn.Sequential(Linear(INPUTS, OUTPUTS))])
-    hand_over(blocks, *mxfp8_product("emulated"))
+    hand_over(blocks, mxfp8_product("emulated"), rules_with(32))
     found = []
     for layer in (emulated, blocks[0].get_submodule("0")):
         given = x.clone().requires_grad_()
@@ -172,5 +208,4 @@ def test_torchao_has_the_products_that_are_taken(name: str) -> None:
     """What runs on a GPU alone is at least there under these names."""
     pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
     pytest.importorskip("triton")
-    product, multiple = PRODUCTS[name]()
-    assert callable(product) and multiple in (32, 128)
+    assert callable(PRODUCTS[name]())

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from ironlaw.catalog.formats import read_target
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.verify import verify
 from ironlaw.model.huggingface.weights import write_tensors
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import compress, read_target
+from ironlaw.numerics.compression import compress
 from ironlaw.numerics.stored import COMPUTES, LIBRARY, STORED, check_stored, stored_tensors
 
 from ..conftest import TINY_GPT, TINY_LLAMA

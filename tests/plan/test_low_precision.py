@@ -6,10 +6,11 @@ import pytest
 
 from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.step_costs import operation_costs, step_costs
 from ironlaw.plan.cluster.system import system_of
@@ -120,9 +121,7 @@ def test_the_plan_says_what_it_holds():
 def test_a_tensor_is_cast_once_by_one_library_and_in_every_pass_by_the_other():
     """Bytes per element, read 2, written in 8 bits: Transformer Engine's two arrangements on Hopper are 2 + 1 + 1."""
     engine_of = {name: engine(name).computing_in("fp8", "hopper") for name in ("nemo", "torchtitan")}
-    assert vars(engine_of["nemo"].casts) == {
-        "inputs": 4.0, "weights": 0.0, "gradients": 4.0, "inputs_again": 0.0, "weights_again": 0.0,
-    }  # fmt: skip
+    assert engine_of["nemo"].casts == Casts(inputs=4.0, gradients=4.0)
     assert set(vars(engine_of["torchtitan"].casts).values()) == {5.0}
     # One arrangement, and the maximum of this step's tensor read first: 2 + 2 + 1.
     assert engine("nemo").computing_in("fp8", "blackwell").casts.inputs == 5.0
@@ -151,3 +150,24 @@ def test_four_bits_without_measured_kernels_are_planned_by_those_of_eight():
         for name in ("mxfp8", "mxfp4")
     }
     assert 0.5 < times["mxfp4"] / times["mxfp8"] < 0.75
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
+def test_of_our_trainer_no_walk_falls_below_its_closed_form(precision):
+    """By which a search rules layouts out; and nvfp4 leaves the last blocks in 16 bits."""
+    asked = ClusterStep(ModelConfig.named("llama3-1b"), parse_cluster("1xb200-sxm"), 4096, 4, precision, "ironlaw")
+    layout = parse_layout("dp=1")
+    plan = plan_cluster(asked, layout)
+    assert plan_candidates(asked.candidates([layout]), asked.system).peak.total[0] <= plan.peak_bytes
+    of_layers = sum(p["share_of_layers"] for p in plan.ledger.facts["products"] if p["name"] == "qkv")
+    wide = sum(
+        p["share_of_layers"] for p in plan.ledger.facts["products"] if (p["name"], p["precision"]) == ("qkv", "bf16")
+    )
+    assert of_layers == pytest.approx(1) and wide == pytest.approx({"bf16": 1, "fp8": 0, "nvfp4": 3 / 16}[precision])
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "8xb200-sxm"), ("mixtral-8x7b", "1xb200-sxm")])
+def test_what_our_trainer_does_not_train_in_few_bits_is_refused(model, cluster):
+    asked = ClusterStep(ModelConfig.named(model), parse_cluster(cluster), 4096, 64, "fp8", "ironlaw")
+    with pytest.raises(UserError, match="use precision bf16"):
+        plan_cluster(asked, parse_layout(f"dp={asked.cluster.count} zero=3"))

@@ -165,6 +165,10 @@ def test_what_our_trainer_cannot_run_is_not_planned_for_it():
     found = search(asked, keep=10_000)
     assert found.best and not [one for one in found.best if not_trained_here(one.layout, asked.model)]
     assert any("ZeRO 3 nor recomputation" in reason for reason in found.ruled_out)
+    whole = search(replace(asked, optimizer="muon"), keep=10_000)
+    assert whole.best and not [one for one in whole.best if one.layout.zero or one.layout.tp * one.layout.pp > 1]
+    with pytest.raises(UserError, match=r"dp alone with layout\.zero = 0"):
+        plan_cluster(replace(asked, optimizer="adafactor"), parse_layout("dp=4 zero=1"))
     with pytest.raises(UserError, match="use schedule=1f1b"):
         plan_cluster(asked, parse_layout("dp=2 pp=2 zero=3 schedule=zb"))
 

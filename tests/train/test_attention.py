@@ -50,6 +50,16 @@ def test_what_is_reported_runs(
     assert {OPERATION[said]} == ran
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp8", torch.bfloat16)])
+def test_the_kernel_is_asked_for_in_the_type_that_attention_has(
+    precision: str, dtype: torch.dtype, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, asked = tiny_config(), list[torch.dtype]()
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda query, *rest, **named: asked.append(query.dtype) or 0)
+    attention_kernel(Transformer(config.model), config, CPU, precision)
+    assert asked == [dtype]
+
+
 def test_no_fused_kernel_draws_dropout_by_sample(tiny_config: Callable[..., RunConfig]) -> None:
     config = tiny_config({"dropout": 0.1}, layout={})
     assert attention_kernel(Transformer(config.model), config, CPU, "fp32").startswith("scores in memory")

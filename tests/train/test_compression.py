@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.formats import number_format, read_target, weight_formats
 from ironlaw.cli.compress import engine_decoder
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
@@ -19,9 +19,8 @@ from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import _Seen, compress, mixed_formats, read_target, weight_formats
+from ironlaw.numerics.compression import _Seen, compress, mixed_formats
 from ironlaw.numerics.hqq import hqq
-from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.numerics.scaling import Inputs, balance
@@ -29,6 +28,8 @@ from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
 from ironlaw.train.restore import load_for_inference
+from ironlaw.train.run_directory import beside
+from ironlaw.train.sweep import candidates
 
 from ..conftest import TINY_GPT, TINY_LLAMA
 
@@ -62,7 +63,7 @@ def test_a_compressed_checkpoint_reads_as_it_was_rounded(to: str, tmp_path: Path
             assert torch.equal(tensor, held[name].dequantize())
     back = dict(read_held(tmp_path))
     for name, weight in held.items():
-        if isinstance(weight, Sparse):
+        if weight.bitmap is not None:
             assert (weight.dequantize() == 0).double().mean() > 0.2
         assert back[name].bytes == weight.bytes
 
@@ -181,9 +182,12 @@ def test_wanda_prunes_by_what_a_weight_is_multiplied_with() -> None:
 
 
 def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_path: Path) -> None:
-    code, out, err = ironlaw_here("compress", run, "--to", "int8", "--out", "small", "--json")
+    run = run.rename(tmp_path / "tiny")
+    code, out, err = ironlaw_here("compress", "tiny", "--to", "int8", "--json")
     assert code == 0, err
     found = json.loads(out)
+    assert found["out"] == "tiny-int8"
+    (tmp_path / "tiny-int8").rename(tmp_path / "small")
     config = build_config({"model": TINY_LLAMA}).model
     assert found["bytes_before"] == 4 * config.parameters
     assert found["bytes_after"] < 0.75 * found["bytes_before"]  # half of this model is its embedding and output layer
@@ -197,17 +201,26 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert found["tokens_per_second_before"] > 0 and found["tokens_per_second_after"] > 0
 
     assert ironlaw_here("generate", "small", "--prompt", "def", "--tokens", "3")[0] == 0
-    code, _, err = ironlaw_here("export", "small", "exported")
+    code, _, err = ironlaw_here("export", "small")  # into small-hf
     assert code == 0, err
     code, _, err = ironlaw_here("export", "small", "codes", "--dtype", "int4")
     assert code == 2 and "the run holds int8" in err and not (tmp_path / "codes").exists()
     from transformers import AutoModelForCausalLM
 
     ours = load_for_inference(newest_of(tmp_path / "small"), config)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "small-hf").eval()
     tokens = torch.randint(0, 300, (2, 16))
     with torch.no_grad():
         assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
+
+
+def test_a_sweep_tries_no_two_formats_that_hold_the_same_weights() -> None:
+    weight, plain = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), set()
+    tried = [to for to, method, whole in candidates() if method == "rtn" and not whole]
+    for to in tried:
+        format = read_target(to).format
+        plain.add(quantize(weight, to, block=format.weight_block).dequantize().numpy().tobytes())
+    assert len(plain) == len(tried) > 10 and "fp8" in tried
 
 
 def test_a_sweep_finds_what_nothing_beats(
@@ -234,11 +247,12 @@ def test_a_sweep_finds_what_nothing_beats(
     assert [page.count(f">{letter}</text>") for letter in "abcde"] == [4, 4, 4, 4, 0]  # the table's letters
     code, out, _ = ironlaw_here("compress", run, "--sweep", "--budget", "0.001s", "--out", "sweep.html")
     assert code == 0 and "Not tried" in out
-    assert (
-        ironlaw_here("compress", run, "--to", "int8")[0]
-        == ironlaw_here("compress", run, "--sweep", "--to", "int8")[0]
-        == 2
-    )
+    assert ironlaw_here("compress", run)[0] == ironlaw_here("compress", run, "--sweep", "--to", "int8")[0] == 2
+
+
+def test_what_is_made_of_a_run_goes_beside_it() -> None:
+    assert beside(Path("runs/demo/"), "int4,2:4") == Path("runs/demo-int4-2-4")
+    assert beside(Path("."), "hf") == Path.cwd().with_name(f"{Path.cwd().name}-hf")
 
 
 def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
@@ -254,7 +268,7 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
             train(tiny_config(TINY_LLAMA, train={"steps": steps}), small, resume=True)
     assert not (small / "plan.json").exists() and not (small / "metrics.jsonl").exists()
     train(tiny_config(TINY_LLAMA, train={"steps": 2, "start_from": str(small)}), tmp_path / "next")
-    with pytest.raises(UserError, match="compressed weights"):
+    with pytest.raises(UserError, match="is compressed already"):
         compress_run(small, read_target("int4"), tmp_path / "smaller", engine_decoder)
     assert newest_of(small).index["store"] == "quantized"
 
@@ -273,7 +287,8 @@ def test_what_trained_with_weights_as_held_loses_nothing_when_compressed(
     assert again.loss_after == pytest.approx(logged, rel=1e-4)
     if to == "2:4":  # rounded ones may be 0 too, of which any may go
         held = [dict(read_held(newest_of(tmp_path / name).path)) for name in ("small", "again")]
-        masks = [(one.bitmap, held[1][name].bitmap) for name, one in held[0].items() if isinstance(one, Sparse)]
+        kept = [{n: one.bitmap for n, one in of.items() if getattr(one, "bitmap", None) is not None} for of in held]
+        masks = [(one, kept[1][name]) for name, one in kept[0].items()]
         assert len(masks) == 10 and all(torch.equal(*pair) for pair in masks)
 
 
@@ -334,7 +349,7 @@ REFUSED = [
 
 
 QAT_REFUSED = [
-    ({"train": {"qat": "int5"}}, r"train\.qat: 'int5' is no format"), ({"layout": {"dp": 1}}, "layout"),
+    ({"train": {"qat": "int5"}}, r"train\.qat = 'int5' is no format"), ({"layout": {"dp": 1}}, "layout"),
     ({"finetune": {"method": "lora"}}, "adapters"), ({"train": {"precision": "mxfp4"}}, "bf16"),
     ({"optimizer": {"name": "muon"}}, "adamw"),
 ]  # fmt: skip

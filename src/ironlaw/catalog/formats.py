@@ -4,6 +4,7 @@ mxfp4 = number_format("mxfp4")
 mxfp4.bits_per_element     # 4.25: 4 and an 8-bit scale per 32
 mxfp4.element.largest      # 6.0
 number_format("mxfp8").peak, number_format("mxfp8").rate_of
+read_target("int4,2:4").format.name    # "int4", of what `ironlaw compress --to` and `train.qat` name
 
 How weights are stored that models are served from (`stored_formats.toml`), and which formats the three products of a
 linear layer have in a recipe of training (`precision_recipes.toml`):
@@ -18,10 +19,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from ironlaw.catalog.figures import read_toml, source, unknown
+from ironlaw.errors import UserError, did_you_mean, shortened
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class NumberFormat:
         return (self.library or "emulated") if self.held_as else ""
 
     @property
+    def of_weights(self) -> tuple[object, ...]:
+        """What codes and scales of a weight hang on."""
+        return self.element.name, self.block_of(weight=True), self.scale, self.rule, self.tensor_scale
+
+    @property
     def needs_maximum(self) -> bool:
         """Whether a scale is of a whole row or tensor, so that all of it is read before the first number is rounded."""
         return self.tensor_scale or (self.block is not None and 0 in self.block)
@@ -250,6 +257,7 @@ class PrecisionRecipe:
     headroom: float = 1.0  # factor of gradients before they are rounded, undone after
     history: int = 0  # micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself
     keep_last: float = 0.0  # share of the last blocks that compute in `held_as`
+    tile: int = 1  # what inputs and outputs of a layer are multiples of where matrix units compute it
 
     @property
     def weight_block(self) -> tuple[int, int] | None:
@@ -277,3 +285,74 @@ def precision_recipe(precision: str) -> PrecisionRecipe | None:
 def _recipe(name: str, table: dict[str, Any]) -> PrecisionRecipe:
     formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
     return PrecisionRecipe(name=name, **{**table, **formats})
+
+
+# -- what `ironlaw compress` is asked, and `train.qat` -----------------------------------------------------------------
+
+
+Method = Literal["rtn", "gptq", "awq", "smoothquant", "hqq"]
+Score = Literal["magnitude", "wanda"]  # by which weights are pruned
+METHODS: tuple[Method, ...] = get_args(Method)
+SCORES: tuple[Score, ...] = get_args(Score)
+TWO_OF_FOUR, SHARE = "2:4", "pruned="
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """`share` of a matrix's weights goes, or with `of_four` so many of every four neighbours."""
+
+    share: float
+    of_four: int = 0
+
+    def __str__(self) -> str:
+        return f"{4 - self.of_four}:4" if self.of_four else f"pruned={100 * self.share:g}%"
+
+
+@dataclass(frozen=True)
+class CompressionTarget:
+    """A format of numbers (fp32 where only weights go), and which weights go."""
+
+    format: NumberFormat
+    pruning: Pruning | None = None
+
+    def __str__(self) -> str:
+        parts = [] if self.pruning and self.format.name == "fp32" else [self.format.name]
+        return ",".join(parts + ([str(self.pruning)] if self.pruning else []))
+
+
+def weight_formats() -> list[str]:
+    """Formats that hold weights: of 16 bits, or narrower with a scale, without which most weights would be 0."""
+    return [n for n, known in number_formats().items() if known.bits == 16 or (known.bits < 16 and known.block)]
+
+
+def read_target(text: str, option: str = "--to") -> CompressionTarget:
+    """`int4`, `2:4`, `pruned=50%` or a format and one of the two, with a comma between. UserError for anything else."""
+    format, pruning = None, None
+    for part in (part.strip() for part in text.split(",")):
+        found = _pruning(part, option)
+        if (format if found is None else pruning) is not None:
+            raise UserError(f"{option} {shortened(text)!r} names two of a kind: give one format, one pruning, or both")
+        if found is not None:
+            pruning = found
+        elif part in weight_formats():
+            format = number_format(part)
+        else:
+            known = [*weight_formats(), TWO_OF_FOUR, f"{SHARE}50%"]
+            raise UserError(
+                f"{option} {shortened(part)!r} is no format that holds weights: {did_you_mean(part, known)}"
+            )
+    return CompressionTarget(format or number_format("fp32"), pruning)
+
+
+def _pruning(part: str, option: str) -> Pruning | None:
+    if part == TWO_OF_FOUR:
+        return Pruning(0.5, of_four=2)
+    if not part.startswith(SHARE):
+        return None
+    try:
+        share = float(part.removeprefix(SHARE).removesuffix("%")) / (100 if part.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise UserError(f"{option} {shortened(part)!r}: write the share of weights that go, such as pruned=50%")
+    return Pruning(share)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages
 
@@ -14,16 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ironlaw.model.transformer import Transformer
-    from ironlaw.numerics.compression import CompressedWeight
+    from ironlaw.numerics.quantized import Quantized
     from ironlaw.train.compression import Decoder
-
-METHODS, SCORES = ("rtn", "gptq", "awq", "smoothquant", "hqq"), ("magnitude", "wanda")
 
 
 def compress(
     source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or a Hugging Face model's directory.")],
     to: Annotated[str | None, typer.Option(help="A format of `ironlaw formats`, 2:4, pruned=50%, or int4,2:4.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run directory to write; of --sweep a page, .html.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory to write, RUN-FORMAT unless given; of --sweep a page, .html.")
+    ] = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}: docs/formats.md.")] = "rtn",
     prune_by: Annotated[str, typer.Option(help="magnitude, or wanda: times the norm of the input.")] = "magnitude",
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Embedding and output layer too.")] = False,
@@ -40,17 +41,18 @@ def compress(
     if sweep:
         _sweep(source, to, out, budget, data, json)
         return
-    if to is None or out is None:
-        raise UserError("give --to FORMAT and --out DIRECTORY, or --sweep")
+    if to is None:
+        raise UserError("give --to FORMAT, such as int4, or --sweep")
 
     from dataclasses import asdict
 
-    from ironlaw.numerics.compression import read_target
     from ironlaw.report.catalog_view import compression_view
     from ironlaw.train.compression import compress_run
+    from ironlaw.train.run_directory import beside
     from ironlaw.units import parse_bytes
 
     target = read_target(to)
+    out = out or beside(source, to)
     try:
         room = None if within is None else parse_bytes(within)
     except ValueError as error:
@@ -58,7 +60,7 @@ def compress(
     if prune_by == "wanda" and target.pruning is None:
         raise UserError("--prune-by wanda prunes nothing: add 2:4 or pruned=50% to --to")
     result = compress_run(
-        source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers,  # type: ignore[arg-type]
+        source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers,
         within=room, data=data, say=messages().print,
     )  # fmt: skip
     answer(
@@ -86,7 +88,7 @@ def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: st
         messages().print(f"drawn in {out}")
 
 
-def engine_decoder(model: Transformer, held: Mapping[str, CompressedWeight]) -> Decoder:
+def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder:
     """Single-stream decoding as `generate` does it: so many tokens after one, the likeliest each."""
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine

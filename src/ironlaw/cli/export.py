@@ -9,6 +9,7 @@ import typer
 
 from ironlaw.errors import UserError
 from ironlaw.report.console import messages, output, print_json
+from ironlaw.train.run_directory import beside
 
 if TYPE_CHECKING:
     from ironlaw.model.huggingface.verify import Verified
@@ -20,7 +21,9 @@ DTYPES = {"hf": (*_TORCH, "int4", "int8", "fp8", "mxfp4", "nf4"), "gguf": (*_TOR
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint.")],
-    folder: Annotated[Path, typer.Argument(help="The directory to write.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="The directory to write; RUN-hf or RUN-gguf unless given.")
+    ] = None,
     to: Annotated[
         str, typer.Option(help="hf: config.json and safetensors, as `transformers` reads them; gguf: for llama.cpp.")
     ] = "hf",
@@ -35,6 +38,7 @@ def export(
     dtype = dtype or ("fp16" if to == "gguf" else "fp32")
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
+    folder = folder or beside(run, to)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: give a new directory")
 

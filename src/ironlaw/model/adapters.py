@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.autocast import followed
-from ironlaw.model.linear import Linear, become, linear
+from ironlaw.model.linear import Linear, become, linear, local_part
 
 
 class Adapter(nn.Module):
@@ -32,7 +32,7 @@ class Adapter(nn.Module):
 
     def added(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., stop - start)."""
-        return F.linear(F.linear(self.dropout(x), local(self.a)) * self.scale, local(self.b))
+        return F.linear(F.linear(self.dropout(x), local_part(self.a)) * self.scale, local_part(self.b))
 
     @torch.no_grad()
     def merged(self, rows: Tensor) -> Tensor:
@@ -43,13 +43,7 @@ class Adapter(nn.Module):
     def stretch(self, merged: Tensor) -> Tensor:
         """What brings each row to its length. The gradient takes the present lengths as constants (section 4.3)."""
         assert self.magnitude is not None
-        return local(self.magnitude) / self.whole_lengths(torch.linalg.vector_norm(merged.detach(), dim=1))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Of a distributed tensor this rank's part."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+        return local_part(self.magnitude) / self.whole_lengths(torch.linalg.vector_norm(merged.detach(), dim=1))
 
 
 class LayerAdapters(nn.ModuleDict):
@@ -82,7 +76,7 @@ class LayerAdapters(nn.ModuleDict):
     @staticmethod
     def _stretch(adapter: Adapter, layer: AdaptedLinear) -> Tensor:
         with torch.autocast(adapter.a.device.type, enabled=False), torch.no_grad():
-            merged = (local(adapter.b) @ local(adapter.a)).mul_(adapter.scale)
+            merged = (local_part(adapter.b) @ local_part(adapter.a)).mul_(adapter.scale)
             merged += layer.frozen()[adapter.start : adapter.stop]
         return adapter.stretch(merged)
 

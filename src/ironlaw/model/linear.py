@@ -22,6 +22,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Of a distributed tensor, what this rank has of it."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def onednn_available() -> bool:
     """Whether this PyTorch has the operator that `onednn_product` calls: its own compiler calls it too."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -27,6 +27,7 @@ from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward, activate
 from ironlaw.model.grouped import ClampedSwiGLU, Combine, Dispatch, GroupedProduct, RowBias, group_ends
+from ironlaw.model.linear import local_part
 
 
 @dataclass(frozen=True)
@@ -148,18 +149,13 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, ends: Any) -> Tensor:
         """(R, in) with the rows' ends by expert, or (E, C, in) where all experts have C rows."""
-        weight = self.local().to(rows.dtype)
+        weight = local_part(self.weight).to(rows.dtype)  # the matrices of the experts that are here
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         if rows.dim() == 3:
             of_expert = torch.bmm(rows, weight.transpose(1, 2))
             return of_expert if bias is None else of_expert + bias[:, None, :]
         product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
         return product if bias is None else RowBias.apply(product, bias, ends)
-
-    def local(self) -> Tensor:
-        """The matrices of the experts, or the parts of them, that this process holds."""
-        part: Any = self.weight
-        return part.to_local() if hasattr(part, "to_local") else part
 
 
 class Experts(nn.Module):
@@ -177,7 +173,7 @@ class Experts(nn.Module):
     @torch.compiler.disable  # the rows of an expert change from step to step, and each size would compile anew
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """(R, H) rows sorted by expert, `counts` (E,) of each; or (E, C, H), where `counts` is not looked at."""
-        ends = None if rows.dim() == 3 else group_ends(counts, rows, self.up.local())
+        ends = None if rows.dim() == 3 else group_ends(counts, rows, local_part(self.up.weight))
         if self.gate is None:
             return self.down(activate(self.up(rows, ends), self.activation), ends)
         if self.activation == "clamped_swiglu":

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ironlaw.errors import UserError
+from ironlaw.catalog.formats import CompressionTarget, read_target
 from ironlaw.model.linear import Linear, RoundedLinear, become
-from ironlaw.numerics.compression import CompressionTarget, read_target
 from ironlaw.numerics.pruning import kept_weights
 from ironlaw.numerics.quantized import rounded
 
@@ -62,11 +61,8 @@ class AwareLinear(RoundedLinear):
 
 
 def hold_as(blocks: nn.Module, text: str) -> None:
-    """The linear layers of `blocks` multiply with weights as `--to text` would hold them. UserError for no such."""
-    try:
-        target = read_target(text)
-    except UserError as error:
-        raise UserError(f"train.qat: {str(error).removeprefix('--to ')}") from None
+    """The linear layers of `blocks` multiply with weights as `--to text` would hold them."""
+    target = read_target(text)
     for module in blocks.modules():
         if isinstance(module, Linear):
             become(module, AwareLinear).target = target

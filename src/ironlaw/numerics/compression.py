@@ -11,78 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ironlaw.catalog.formats import NumberFormat, number_format, number_formats
-from ironlaw.errors import UserError, did_you_mean, shortened
+from ironlaw.catalog.formats import CompressionTarget, Method, NumberFormat, Score
+from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.gptq import check_gptq, gptq
 from ironlaw.numerics.hqq import check_hqq, hqq
-from ironlaw.numerics.pruning import Pruning, Score, Sparse, kept_weights, sparse
+from ironlaw.numerics.pruning import kept_weights
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.scaling import Inputs, balance, can_balance
 from ironlaw.numerics.sensitivity import layer_formats, squared_gradients
 
-Method = Literal["rtn", "gptq", "awq", "smoothquant", "hqq"]
-METHODS: tuple[Method, ...] = get_args(Method)
 SCALING = ("awq", "smoothquant")  # methods that scale input channels
 MEASURING = ("gptq", *SCALING)  # that look at the layers' inputs
-CompressedWeight = Quantized | Sparse
-TWO_OF_FOUR, SHARE = "2:4", "pruned="
-
-
-@dataclass(frozen=True)
-class CompressionTarget:
-    """What `--to` names: a format of numbers (fp32 where only weights go), and which weights go."""
-
-    format: NumberFormat
-    pruning: Pruning | None = None
-
-    def __str__(self) -> str:
-        parts = [] if self.pruning and self.format.name == "fp32" else [self.format.name]
-        return ",".join(parts + ([str(self.pruning)] if self.pruning else []))
-
-
-def weight_formats() -> list[str]:
-    """Formats that hold weights: of 16 bits, or narrower with a scale, without which most weights would be 0."""
-    return [n for n, known in number_formats().items() if known.bits == 16 or (known.bits < 16 and known.block)]
-
-
-def read_target(text: str) -> CompressionTarget:
-    """`int4`, `2:4`, `pruned=50%` or a format and one of the two, with a comma between. UserError for anything else."""
-    format, pruning = None, None
-    for part in (part.strip() for part in text.split(",")):
-        found = _pruning(part)
-        if (format if found is None else pruning) is not None:
-            raise UserError(f"--to {shortened(text)!r} names two of a kind: give one format, one pruning, or both")
-        if found is not None:
-            pruning = found
-        elif part in weight_formats():
-            format = number_format(part)
-        else:
-            known = [*weight_formats(), TWO_OF_FOUR, f"{SHARE}50%"]
-            raise UserError(f"--to {shortened(part)!r} is no format that holds weights: {did_you_mean(part, known)}")
-    return CompressionTarget(format or number_format("fp32"), pruning)
-
-
-def _pruning(part: str) -> Pruning | None:
-    if part == TWO_OF_FOUR:
-        return Pruning(0.5, of_four=2)
-    if not part.startswith(SHARE):
-        return None
-    try:
-        share = float(part.removeprefix(SHARE).removesuffix("%")) / (100 if part.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise UserError(f"--to {shortened(part)!r}: write the share of weights that go, such as pruned=50%")
-    return Pruning(share)
 
 
 def check_method(model: nn.Module, target: CompressionTarget, method: Method, mixes: bool = False) -> None:
@@ -110,7 +58,7 @@ def check_method(model: nn.Module, target: CompressionTarget, method: Method, mi
 def compress(
     model: Transformer, target: CompressionTarget, *, method: Method = "rtn", score: Score = "magnitude",
     whole: bool = False, batches: Iterable[Tensor] = (), formats: Mapping[str, NumberFormat] | None = None,
-) -> dict[str, CompressedWeight]:  # fmt: skip
+) -> dict[str, Quantized]:  # fmt: skip
     """Compress `model` in place; returns what its weights are held as, by their names.
 
     method:   "rtn" rounds each to nearest, "hqq" with scales of its own; "gptq" puts errors right in later columns,
@@ -124,7 +72,7 @@ def compress(
     check_method(model, target, method)
     measured = method in MEASURING or (target.pruning is not None and score == "wanda")
     seen = _Seen(model, batches) if measured else None
-    held: dict[str, CompressedWeight] = {}
+    held: dict[str, Quantized] = {}
     for number, block in enumerate(model.blocks):
         layers = {name: module for name, module in block.named_modules() if isinstance(module, Linear | ExpertLinear)}
         inputs = seen.inputs_of(number, block, layers.values()) if seen is not None else {}
@@ -161,7 +109,7 @@ def mixed_formats(
 
 def _compressed(
     weight: Tensor, target: CompressionTarget, method: Method, score: Score, moment: Tensor | None
-) -> CompressedWeight:
+) -> Quantized:
     format, kept = target.format, None
     if target.pruning is not None:
         norms = moment.diagonal().sqrt() if score == "wanda" and moment is not None else None
@@ -173,13 +121,12 @@ def _compressed(
         made = hqq(weight, format)
     else:
         made = quantize(weight if kept is None else weight * kept, format.name, block=format.weight_block)
-    return made if kept is None else sparse(made, kept)
+    return made if kept is None else made.pruned(kept)
 
 
-def int4_scales(held: Mapping[str, CompressedWeight]) -> dict[str, Tensor]:
+def int4_scales(held: Mapping[str, Quantized]) -> dict[str, Tensor]:
     """Of weights in int4, by their names, what each number is a whole multiple of; fp32 of the weight's shape."""
-    dense = {name: weight.dense() if isinstance(weight, Sparse) else weight for name, weight in held.items()}
-    return {name: weight.scale_of_each() for name, weight in dense.items() if weight.format.name == "int4"}
+    return {name: weight.scale_of_each() for name, weight in held.items() if weight.format.name == "int4"}
 
 
 class _Seen:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ironlaw.catalog.formats import NumberFormat, number_format
 from ironlaw.errors import UserError
-from ironlaw.numerics.quantized import Quantized, quantize, with_scales
+from ironlaw.numerics.quantized import Quantized, in_blocks, quantize, with_scales
 from ironlaw.numerics.rounding import round_to
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20  # the authors'
@@ -31,7 +31,8 @@ def hqq(weight: Tensor, format: NumberFormat) -> Quantized:
     """`weight` (N, K) in a format that `check_hqq` takes."""
     check_hqq(format)
     nearest = quantize(weight, format.name, block=format.weight_block)
-    blocks, scale = nearest.in_blocks(weight), nearest.scale()
+    assert nearest.block is not None
+    blocks, scale = in_blocks(weight.detach().float(), nearest.block), nearest.scale()
     size = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-30)
     blocks, scale, beta = blocks / size, scale[:, None, :, None] / size, BETA
     best, least = scale, torch.full_like(scale, torch.inf)

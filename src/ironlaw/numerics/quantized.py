@@ -12,7 +12,7 @@ scales fill E4M3. A block of zeros has a scale of which nothing depends. Sources
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, ro
 
 @dataclass(frozen=True)
 class Quantized:
-    """`codes` packed to bytes, (rows, bytes of a row); `scales` by block as encoded numbers; `tensor_scale` fp32."""
+    """`codes` packed to bytes, (rows, bytes of a row); `scales` by block as encoded numbers; `tensor_scale` fp32.
+
+    Of a pruned matrix `codes` are one row of the weights that stay, and `bitmap` says which those are, 8 to a byte.
+    """
 
     format: NumberFormat
     shape: torch.Size
@@ -33,12 +36,17 @@ class Quantized:
     scales: Tensor | None = None
     tensor_scale: Tensor | None = None
     block: tuple[int, int] | None = None  # rows and columns, resolved to this shape
+    bitmap: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, as they lie in a file."""
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
     @property
     def bytes(self) -> int:
         """What it takes in memory or in a file."""
-        parts = (self.codes, self.scales, self.tensor_scale)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -63,17 +71,33 @@ class Quantized:
         return self._cut(self._decoded())
 
     def _decoded(self) -> Tensor:
-        element = self.format.element
-        return decode(unpack(self.codes, element.bits, self.row_codes), element)
+        return decode(self.each_code(), self.format.element)
+
+    def each_code(self) -> Tensor:
+        """Unpacked (rows, codes of a row), of pruned weights the code of 0."""
+        element, (rows, columns) = self.format.element, self.matrix_shape
+        if self.bitmap is None:
+            return unpack(self.codes, element.bits, self.row_codes)
+        kept = unpack(self.bitmap, 1, rows * columns).view(rows, columns).bool()
+        kept = torch.nn.functional.pad(kept, (0, self.row_codes - columns))
+        codes = encode(torch.zeros(1), element).expand(kept.shape).clone()
+        codes[kept] = unpack(self.codes, element.bits, int(kept.sum()))[0]
+        return codes
+
+    def dense(self) -> Quantized:
+        """With the codes of all weights."""
+        if self.bitmap is None:
+            return self
+        return replace(self, codes=pack(self.each_code(), self.format.element.bits), bitmap=None)
+
+    def pruned(self, kept: Tensor) -> Quantized:
+        """Without the codes of weights that are 0 by pruning. `kept`: bool (N, K), which stay."""
+        codes, bits = self.each_code()[:, : kept.shape[1]][kept], self.format.element.bits
+        return replace(self, codes=pack(codes[None], bits), bitmap=pack(kept.flatten().to(torch.uint8), 1))
 
     def _cut(self, matrix: Tensor) -> Tensor:
         rows, columns = self.matrix_shape
         return matrix[:rows, :columns].reshape(self.shape)
-
-    def in_blocks(self, tensor: Tensor) -> Tensor:
-        """A tensor of this shape as (row blocks, rows, column blocks, columns) in fp32, filled up with zeros."""
-        assert self.block is not None
-        return _in_blocks(tensor.detach().float().reshape(self.matrix_shape), self.block)
 
     def scale_of_each(self) -> Tensor:
         """What each number's code is multiplied by; fp32, of the tensor's shape."""
@@ -112,9 +136,9 @@ def quantize(
     if size is None:
         codes = encode(round_to(matrix, element, generator), element)
         return Quantized(format, tensor.shape, pack(codes, element.bits))
-    rounded = _round_blocks(matrix, format, size, generator)
-    codes = encode(_joined(rounded.values), element)
-    return Quantized(format, tensor.shape, pack(codes, element.bits), rounded.scale_codes, rounded.tensor_scale, size)
+    values, _, scales, tensor_scale = _round_blocks(matrix, format, size, generator)
+    codes = encode(_joined(values), element)
+    return Quantized(format, tensor.shape, pack(codes, element.bits), scales, tensor_scale, size)
 
 
 def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantized:
@@ -122,7 +146,7 @@ def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantize
     matrix, kept = weight.detach().float(), number_format(format.scale)
     block = resolved_block(format, matrix, format.weight_block)
     assert block is not None
-    values = round_to(_joined(_in_blocks(matrix, block) / scale[:, None, :, None]), format.element)
+    values = round_to(_joined(in_blocks(matrix, block) / scale[:, None, :, None]), format.element)
     codes = pack(encode(values, format.element), format.element.bits)
     return Quantized(format, weight.shape, codes, encode(scale, kept), None, block)
 
@@ -144,9 +168,9 @@ def rounded(
     size = resolved_block(format, matrix, block)
     if size is None:
         return round_to(matrix, format.element, generator)
-    made = _round_blocks(matrix, format, size, generator, headroom, largest)
-    scale = scaled_up(made.scale, made.tensor_scale)
-    return _joined(made.values * (scale / headroom)[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
+    values, scale, _, tensor_scale = _round_blocks(matrix, format, size, generator, headroom, largest)
+    scale = scaled_up(scale, tensor_scale) / headroom
+    return _joined(values * scale[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
 
 
 def resolved_block(
@@ -157,14 +181,6 @@ def resolved_block(
     return wanted and (wanted[0] or matrix.shape[0], wanted[1] or matrix.shape[1])
 
 
-@dataclass(frozen=True)
-class _Rounded:
-    values: Tensor  # (row blocks, rows, column blocks, columns), in units of their scales
-    scale: Tensor  # (row blocks, column blocks) fp32, without the tensor's
-    scale_codes: Tensor
-    tensor_scale: Tensor | None
-
-
 def _round_blocks(
     matrix: Tensor,
     format: NumberFormat,
@@ -172,13 +188,14 @@ def _round_blocks(
     generator: torch.Generator | None,
     headroom: float = 1.0,
     largest: Tensor | None = None,
-) -> _Rounded:
-    blocks = _in_blocks(matrix, block)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Numbers (row blocks, rows, column blocks, columns) in units of their scales, and those as `block_scales` does."""
+    blocks = in_blocks(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format, largest=largest)
     scaled = _scaled(blocks, scale, tensor_scale) * headroom
     if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
         scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
-    return _Rounded(round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale)
+    return round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale
 
 
 def block_scales(
@@ -241,7 +258,8 @@ def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return shape.numel() // max(columns, 1), columns
 
 
-def _in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """(row blocks, rows, column blocks, columns) of a matrix, filled up with zeros."""
     rows, columns = matrix.shape
     if rows % block[0] or columns % block[1]:
         matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))

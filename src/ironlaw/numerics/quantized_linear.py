@@ -23,9 +23,7 @@ from ironlaw.kernels.library import INT4
 from ironlaw.kernels.product import GROUP, Weight, multiplies
 from ironlaw.model.packed import NativeLinear, ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.packing import unpack
-from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized, quantize
 
 OUTPUT_FORMAT = {"int4": "int8"}  # of the output layer, the most sensitive matrix, where it differs from the others'
@@ -175,9 +173,7 @@ def kernel_of(held: Quantized, device: torch.device) -> QuantizedKernel | None:
 
 
 @torch.no_grad()
-def quantize_layers(
-    model: Transformer, held: Mapping[str, CompressedWeight], format: str | None = None
-) -> dict[str, int]:
+def quantize_layers(model: Transformer, held: Mapping[str, Quantized], format: str | None = None) -> dict[str, int]:
     """Replace linear layers of a model in place, by the codes that `held` has under their names.
 
     format: of the layers that `held` has not, the output layer too; None: they stay as they are.
@@ -194,7 +190,7 @@ def quantize_layers(
                 weight = quantize(child.weight, chosen)
             if weight is None:
                 continue
-            dense = weight.dense() if isinstance(weight, Sparse) else weight
+            dense = weight.dense()
             kernel = kernel_of(dense, child.weight.device)
             found["" if kernel is None else kernel.name] += 1
             if kernel is not None:

@@ -22,9 +22,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
 from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import entries
-from ironlaw.numerics.compression import CompressedWeight
 from ironlaw.numerics.packing import pack
-from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.numerics.rounding import encode
 
@@ -39,7 +37,7 @@ LIBRARY = dict.fromkeys(_COMPRESSED, "compressed_tensors") | {"nf4": "bitsandbyt
 COMPUTES = {"mxfp4": torch.bfloat16, "nf4": torch.bfloat16}
 
 
-def check_stored(config: ModelConfig, held: Mapping[str, CompressedWeight], name: str) -> None:
+def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) -> None:
     """UserError where a model's layers are not held in `name`, or its family has no linear layers to hold so."""
     formats = {weight.format.name for weight in held.values()}
     if formats != {name}:
@@ -58,7 +56,7 @@ def check_stored(config: ModelConfig, held: Mapping[str, CompressedWeight], name
 
 
 def stored_tensors(
-    config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, CompressedWeight], name: str
+    config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, Quantized], name: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of the file by their names there, and `quantization_config`. `check_stored` has been asked."""
     codes, scales, tensors = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
@@ -68,16 +66,16 @@ def stored_tensors(
         if one is None or entry.ours in ends:
             entry.put(weights[entry.ours].detach().float(), tensors)
             continue
-        dense = one.dense() if isinstance(one, Sparse) else one
-        entry.put(dense.values(), codes)
-        entry.put(dense.scale_of_each(), scales)
-        block = dense.block
+        entry.put(one.values(), codes)
+        entry.put(one.scale_of_each(), scales)
+        of_all = one
+    block = of_all.block
     assert block is not None
     for there, values in codes.items():
         group = block[1] if block[1] < values.shape[1] and block[0] == 1 else values.shape[1]
         made = _nf4 if name == "nf4" else _compressed
         tensors |= made(there, values, scales[there][:, ::group].contiguous(), name)
-    return tensors, _config(dense, name)
+    return tensors, _config(of_all, name)
 
 
 def _config(held: Quantized, name: str) -> dict[str, Any]:

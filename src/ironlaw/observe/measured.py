@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase, named_as
+from ironlaw.model.linear import local_part
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
 from ironlaw.workload.trace_kernels import tensors
@@ -67,7 +68,7 @@ def tree_bytes(tree: Any) -> int:
 
 def storage_bytes(tree: Any) -> dict[int, int]:
     """As `tree_bytes`, by address."""
-    here = (t.to_local() if hasattr(t, "to_local") else t for t in tensors(tree))
+    here = map(local_part, tensors(tree))
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}
 
 

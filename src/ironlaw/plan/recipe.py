@@ -19,7 +19,7 @@ from math import inf
 from typing import Any, TypeVar, cast
 
 from ironlaw import units
-from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.formats import number_format, precision_recipe
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
@@ -31,7 +31,7 @@ from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, PAGED, QUANTIZED
+from ironlaw.workload.optimizers import ELEMENTWISE, MATRIX_OPTIMIZERS, PAGED, QUANTIZED
 from ironlaw.workload.program import micro_batch_shape
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, effective, keepable, kept_bytes, policies
@@ -127,8 +127,19 @@ def check_supported(config: RunConfig, device: str) -> None:
         )
 
 
-def not_trained_here(layout: Layout, model: ModelConfig) -> str | None:
+def not_trained_here(
+    layout: Layout, model: ModelConfig, precision: str = "", optimizer: str = "adamw"
+) -> str | None:  # fmt: skip
     """Why Ironlaw's own trainer cannot run this, or None."""
+    if optimizer not in ELEMENTWISE and (layout.zero or layout.tp * layout.pp * layout.ep > 1):
+        return (
+            f"optimizer.name = {optimizer!r} works on whole tensors and this layout divides them: use one of "
+            f"{', '.join(ELEMENTWISE)}, or dp alone with layout.zero = 0"
+        )
+    if precision_recipe(precision) and layout.accelerators > 1:
+        return f"Ironlaw's own trainer multiplies in {precision} on one device only so far: use precision bf16"
+    if precision_recipe(precision) and model.moe is not None:
+        return f"Ironlaw's own trainer has no experts in {precision} yet: use precision bf16"
     if layout.offload != "none" and layout.accelerators > 1:
         return "Ironlaw's own trainer offloads on one device only so far: use offload=none"
     if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):

@@ -309,7 +309,7 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
         for line in facts["assumptions"]:
             made.text(line, indent=2)
     made.heading("Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
-    columns = ["layer", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate"]
+    columns = ["layer", "<in", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate"]
     made.table(columns, map(_product, facts["products"]))
     made.heading("Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
     made.table(
@@ -324,7 +324,7 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
 def _product(product: More) -> list[str]:
     forward, backward = product["forward_seconds"], product["backward_seconds"]
     return [
-        product["name"], *(f"{product[key]:,.6g}" for key in ("m", "n", "k", "times")),
+        product["name"], product["precision"], *(f"{product[key]:,.6g}" for key in ("m", "n", "k", "times")),
         units.si(product["flops"], "FLOP"), units.seconds(forward), units.seconds(backward),
         units.rate(3 * product["flops"] / (forward + backward), "FLOP"),
     ]  # fmt: skip

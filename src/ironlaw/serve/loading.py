@@ -17,7 +17,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine import host
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import CompressedWeight
+from ironlaw.numerics.quantized import Quantized
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
 from ironlaw.train.restore import load_trained
@@ -85,7 +85,7 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Lo
 
 
 def prepare(
-    model: Transformer, config: ServeConfig, name: str, held: Mapping[str, CompressedWeight] | None = None
+    model: Transformer, config: ServeConfig, name: str, held: Mapping[str, Quantized] | None = None
 ) -> LoadedModel:
     """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name.
 

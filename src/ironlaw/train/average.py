@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ironlaw.model.linear import local_part
 from ironlaw.train.parallel.plugin import StepPlugin
 
 
@@ -83,4 +84,4 @@ class WeightAverage(StepPlugin):
 
 
 def _parts(tensors: list[Tensor]) -> list[Tensor]:
-    return [(tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach() for tensor in tensors]
+    return [local_part(tensor).detach() for tensor in tensors]

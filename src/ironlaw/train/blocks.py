@@ -25,7 +25,7 @@ from ironlaw.model.masks import BlockMask
 from ironlaw.model.moe import MixtureOfExperts, expert_layers
 from ironlaw.model.transformer import Attention, Transformer
 from ironlaw.observe.profile import RECOMPUTE_SCOPE
-from ironlaw.train.precision import AUTOCAST, autocast
+from ironlaw.train.precision import autocast, product_type
 from ironlaw.workload.blocks import Policy
 
 _LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm", "_linear_pointwise"}  # the last is oneDNN's
@@ -178,7 +178,7 @@ def attention_kernel(model: Transformer, config: RunConfig, device: torch.device
         return "scores in memory: with a [layout] dropout is drawn by sample, which no fused kernel does"
     if model.config.composes_scores and device.type != "cuda":
         return "scores in memory: caps and sinks change them, which no fused kernel does on this device"
-    dtype = AUTOCAST.get(precision, torch.float32)
+    dtype = product_type(precision) or torch.float32
     documents = torch.zeros(1, sequence, dtype=torch.int32, device=device) if config.data.masks_documents else None
     with torch.no_grad(), autocast(device, precision):
         mask = model.attention_mask(sequence, device, documents, None)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ironlaw.catalog.formats import NumberFormat
+from ironlaw.catalog.formats import CompressionTarget, Method, NumberFormat, Score
 from ironlaw.config import RunConfig, build_config, load_config
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
@@ -29,19 +29,12 @@ from ironlaw.files import write_json
 from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import (
-    CompressedWeight,
-    CompressionTarget,
-    Method,
-    check_method,
-    compress,
-    mixed_formats,
-)
-from ironlaw.numerics.pruning import Score
+from ironlaw.numerics.compression import check_method, compress, mixed_formats
+from ironlaw.numerics.quantized import Quantized
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.objective import CrossEntropy
 from ironlaw.train.quantized_store import QuantizedFiles
-from ironlaw.train.restore import check_first_weights, check_resumable, load, load_first_weights
+from ironlaw.train.restore import check_first_weights, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 
 CALIBRATION_SEQUENCES = 128  # of the training text: the number of the GPTQ paper
@@ -88,7 +81,7 @@ class Decoder:
     kernels: dict[str, int] = field(default_factory=dict)
 
 
-MakeDecoder = Callable[[Transformer, Mapping[str, CompressedWeight]], Decoder]  # may repack the model in place
+MakeDecoder = Callable[[Transformer, Mapping[str, Quantized]], Decoder]  # may repack the model in place
 
 
 @dataclass(frozen=True)
@@ -119,18 +112,14 @@ def open_source(
     """UserError, before anything is computed, where the source and `data` do not go together or `check` has one."""
     config = _config(path, data)
     found = disk.newest_of(path) if RunDirectory(path).is_run else None
-    if found is not None:
-        check_resumable(found)
-    else:
-        check_first_weights(str(path), config.model)
+    if found is not None and found.index.get("store") == QuantizedFiles.name:
+        raise UserError(f"{path} is compressed already: compress the run that it was made of")
+    check_first_weights(str(path), config.model)
     with torch.device("meta"):
         check(Transformer(config.model))
     dataset = prepare(config.data, config.model.vocab, say=say)
     model = Transformer(config.model)
-    if found is not None:
-        load(found, model, config.model)
-    else:
-        load_first_weights(str(path), model, config.model)
+    load_first_weights(str(path), model, config.model)
     say(f"loss of {path} on held-out text")
     wide = stored_type(path) if found is None else torch.float32
     return CompressionSource(path, config, found, model, wide, dataset, _loss(model, config, dataset))

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
 from ironlaw.files import open_file
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
@@ -26,7 +25,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.frozen_linear import hold_quantized
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.peft import read_adapter, write_adapter
-from ironlaw.train.precision import AUTOCAST
+from ironlaw.train.precision import product_type
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
@@ -57,7 +56,7 @@ def add_adapters(
         adapt(linear, adapters, magnitudes=finetune.method == "dora")
     if finetune.start_from:
         read_adapter(Path(finetune.start_from), model, config, names, finetune)
-    held = AUTOCAST.get(number_format(precision).held_as)
+    held = product_type(precision)
     if held is None or finetune.method == "dora":
         return
     assert isinstance(model, Transformer) and model.embedding is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_json
-from ironlaw.model.adapters import AdaptedLinear, Adapter
+from ironlaw.model.adapters import Adapter
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.spec import Names
 from ironlaw.workload.finetune import AdapterTarget, FinetuneConfig, adapters_of, linear_layers
@@ -28,14 +28,6 @@ _ONLY = {
     "layers_to_transform": None, "exclude_modules": None, "layer_replication": None, "lora_bias": False,
     "target_parameters": None, "use_qalora": False, "trainable_token_indices": None,
 }  # fmt: skip
-
-
-def adapter_at(model: nn.Module, target: AdapterTarget) -> Adapter:
-    layer = model.get_submodule(target.layer)
-    assert isinstance(layer, AdaptedLinear)
-    adapter = layer.adapters[target.name]
-    assert isinstance(adapter, Adapter)
-    return adapter
 
 
 def write_adapter(
@@ -166,7 +158,8 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
             raise UserError(f"{theirs[0]} in {folder} has shape {list(parts[0].shape)}, of another model")
         table.copy_(parts[0])
     for target in chosen.targets:
-        adapter = adapter_at(model, target)
+        adapter = model.get_submodule(f"{target.layer}.adapters.{target.name}")
+        assert isinstance(adapter, Adapter)
         for part, ours in (("lora_A.weight", adapter.a), ("lora_B.weight", adapter.b),
                            ("lora_magnitude_vector", adapter.magnitude)):  # fmt: skip
             name = f"{PREFIX}{target.theirs}.{part}"

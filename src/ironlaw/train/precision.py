@@ -21,13 +21,17 @@ from ironlaw.model.linear import Linear, RoundedLinear, become, capability
 from ironlaw.numerics.aware import hold_as
 from ironlaw.numerics.hadamard import rotation
 from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate
+from ironlaw.workload.conventions import whole_tiles
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+def product_type(precision: str) -> torch.dtype | None:
+    """What autocast makes of a product's operands; None: it is off."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(number_format(precision).held_as)
 
 
 def autocast(device: torch.device, precision: str) -> Any:
     """A context in which products run in `precision`."""
-    dtype = AUTOCAST.get(number_format(precision).held_as)
+    dtype = product_type(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -58,12 +62,12 @@ def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
     layers = nn.ModuleList(list(blocks)[: rules.blocks(len(blocks))])
     try:
         if rules.name in PRODUCTS:
-            hand_over(layers, *PRODUCTS[rules.name]())
+            hand_over(layers, PRODUCTS[rules.name](), rules)
         else:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config = Float8LinearConfig.from_recipe_name("rowwise" if rules.name == "fp8_rowwise" else "tensorwise")
-            convert_to_float8_training(layers, module_filter_fn=lambda layer, _: _divisible(layer, 16), config=config)
+            convert_to_float8_training(layers, module_filter_fn=lambda layer, _: reached(layer, rules), config=config)
     except ImportError:
         raise UserError(f"train.precision = \"{rules.name}\" needs torchao: pip install 'ironlaw[quant]'") from None
 
@@ -72,35 +76,35 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """x (M, K) and weight (N, K), of one type -> x weight^T (M, N), with its derivatives."""
 
 
-def mxfp8_product(kernels: str = "auto") -> tuple[Product, int]:
-    """torchao's, with the specification's scales; and what M, N and K are multiples of."""
+def mxfp8_product(kernels: str = "auto") -> Product:
+    """torchao's, with the specification's scales."""
     from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     chosen, scale = KernelPreference(kernels), ScaleCalculationMode.FLOOR
-    return partial(_to_mxfp8_then_scaled_mm, kernel_preference=chosen, scale_calculation_mode=scale), 32
+    return partial(_to_mxfp8_then_scaled_mm, kernel_preference=chosen, scale_calculation_mode=scale)
 
 
-def nvfp4_product() -> tuple[Product, int]:
+def nvfp4_product() -> Product:
     """The same of NVFP4: square blocks of weights, stochastic gradients, a rotation along the tokens."""
     from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
 
     signs = rotation(16, ROTATION_SEED, torch.device("cpu"))[:, 0].sign()  # of the emulation's rotation
-    return partial(nvfp4_linear, sign_vector=tuple(signs.int().tolist())), 128
+    return partial(nvfp4_linear, sign_vector=tuple(signs.int().tolist()))
 
 
-def fp8_block_product() -> tuple[Product, int]:
+def fp8_block_product() -> Product:
     """The same of blocks of 128; by Triton where cuBLAS, which has them on Hopper alone, does not multiply them."""
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return cast(Tensor, fp8_blockwise_mm.apply(x, weight, 128, x.dtype, capability(x.device) != (9, 0)))
 
-    return product, 128
+    return product
 
 
-PRODUCTS: dict[str, Callable[[], tuple[Product, int]]] = {
+PRODUCTS: dict[str, Callable[[], Product]] = {
     "mxfp8": mxfp8_product, "nvfp4": nvfp4_product, "fp8_block": fp8_block_product,
 }  # fmt: skip
 
@@ -109,26 +113,25 @@ class LibraryLinear(RoundedLinear):
     """`Linear` whose product is a library's. The library's layers would put wrappers or buffers among the weights."""
 
     multiply: Product
-    multiple: int
+    tile: int
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        missing = -len(rows) % self.multiple  # rows of zeros add nothing to a gradient
+        missing = -len(rows) % self.tile  # rows of zeros add nothing to a gradient
         found = self.multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight.to(rows.dtype))
         return found[: len(rows)].unflatten(0, x.shape[:-1])
 
 
-def hand_over(blocks: nn.Module, product: Product, multiple: int) -> None:
+def hand_over(blocks: nn.Module, product: Product, rules: PrecisionRecipe) -> None:
     """Layers of whole tiles multiply by `product`; the others keep PyTorch's."""
     for module in blocks.modules():
-        if isinstance(module, Linear) and _divisible(module, multiple):
+        if isinstance(module, Linear) and reached(module, rules):
             layer = become(module, LibraryLinear)
-            layer.multiply, layer.multiple = product, multiple
+            layer.multiply, layer.tile = product, rules.tile
 
 
-def _divisible(module: nn.Module, tile: int) -> bool:
-    """The hardware multiplies in tiles."""
-    return isinstance(module, nn.Linear) and module.in_features % tile == 0 and module.out_features % tile == 0
+def reached(module: nn.Module, rules: PrecisionRecipe) -> bool:
+    return isinstance(module, nn.Linear) and whole_tiles(rules.tile, module.in_features, module.out_features)
 
 
 class LossScale(torch.amp.GradScaler):

@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
-from ironlaw.numerics.compression import CompressedWeight
-from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train.state import Stateful, unique_weights
 
 FILE = "quantized.safetensors"
-_PARTS = ("codes", "scales", "tensor_scale")
+_PARTS = ("codes", "scales", "tensor_scale", "bitmap")
 
 
 @dataclass
@@ -38,7 +36,7 @@ class QuantizedFiles:
     wide:  what the other weights are kept in.
     """
 
-    held: Mapping[str, CompressedWeight]
+    held: Mapping[str, Quantized]
     wide: torch.dtype = torch.float32
     name: str = "quantized"
 
@@ -50,12 +48,8 @@ class QuantizedFiles:
     def write(self, folder: Path, taken: dict[str, Tensor]) -> dict[str, str]:
         tensors, about = dict(taken), {}
         for name, weight in self.held.items():
-            quantized = weight.held if isinstance(weight, Sparse) else weight
-            parts: dict[str, Tensor | None] = {part: getattr(quantized, part) for part in _PARTS}
-            if isinstance(weight, Sparse):
-                parts["bitmap"] = weight.bitmap
-            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items() if tensor is not None}
-            about[name] = {"format": quantized.format.name, "shape": list(quantized.shape), "block": quantized.block}
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in weight.tensors.items()}
+            about[name] = {"format": weight.format.name, "shape": list(weight.shape), "block": weight.block}
         save_file(tensors, folder / FILE, metadata={"format": "pt", "quantized": json.dumps(about)})
         return {FILE: sha256(folder / FILE)}
 
@@ -77,22 +71,15 @@ def no_training(folder: Path) -> str:
     )
 
 
-def read_held(folder: Path) -> Iterator[tuple[str, Tensor | CompressedWeight]]:
+def read_held(folder: Path) -> Iterator[tuple[str, Tensor | Quantized]]:
     """The weights of a compressed checkpoint, one after the other: as tensors, or as they are held."""
     with safe_open(folder / FILE, framework="pt") as file:
         about: dict[str, dict[str, Any]] = json.loads(file.metadata()["quantized"])
         names = set(file.keys())
-        parts = {f"{name}.{part}" for name in about for part in (*_PARTS, "bitmap")}
+        parts = {f"{name}.{part}" for name in about for part in _PARTS}
         for name in sorted(names - parts):
             yield name, file.get_tensor(name)
         for name, fields in about.items():
-            scales, tensor_scale = (
-                file.get_tensor(f"{name}.{part}") if f"{name}.{part}" in names else None for part in _PARTS[1:]
-            )
+            tensors = {part: file.get_tensor(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in names}
             block = tuple(fields["block"]) if fields["block"] else None
-            format = number_format(fields["format"])
-            held = Quantized(
-                format, torch.Size(fields["shape"]), file.get_tensor(f"{name}.codes"), scales, tensor_scale, block
-            )
-            bitmap = f"{name}.bitmap"
-            yield name, Sparse(held, file.get_tensor(bitmap)) if bitmap in names else held
+            yield name, Quantized(number_format(fields["format"]), torch.Size(fields["shape"]), block=block, **tensors)

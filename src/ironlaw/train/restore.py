@@ -20,7 +20,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import CompressedWeight
+from ironlaw.numerics.quantized import Quantized
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
 from ironlaw.train.finetune import add_adapters, base_digest, merge
 from ironlaw.train.peft import check_adapter
@@ -113,7 +113,7 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transform
     return model.eval()
 
 
-def held_weights(checkpoint: Checkpoint) -> dict[str, CompressedWeight]:
+def held_weights(checkpoint: Checkpoint) -> dict[str, Quantized]:
     """Of a compressed checkpoint, what its weights in few bits are held as; of others nothing."""
     if checkpoint.index.get("store") != QuantizedFiles.name:
         return {}
@@ -128,7 +128,7 @@ class Trained:
     tokenizer: Tokenizer | None  # None for a run on mock data
     step: int | None = None
     passed_over: tuple[str, ...] = ()
-    held: Mapping[str, CompressedWeight] = field(default_factory=dict)  # in few bits, by name: of a compressed run
+    held: Mapping[str, Quantized] = field(default_factory=dict)  # in few bits, by name: of a compressed run
 
     def about(self) -> dict[str, Any]:
         """For JSON: which checkpoint of a run this is."""

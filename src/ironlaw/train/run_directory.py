@@ -81,6 +81,12 @@ def _has_numbers(entry: dict[str, Any]) -> bool:
     return all(isinstance(value, float | int) or value in ("nan", "inf", "-inf") for value in read)
 
 
+def beside(path: Path, word: str) -> Path:
+    """Where what is made of a run or a directory of weights goes unless told: next to it, under its name and a word."""
+    whole = path.resolve()
+    return (path if path.name == whole.name else whole).with_name(f"{whole.name}-{as_name(word)}")
+
+
 def default_name(model: str) -> Path:
     """A directory for a new run, made so that another run begun in the same second gets another; gone at exit where
     nothing came into it."""

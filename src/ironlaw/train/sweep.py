@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.formats import METHODS, Method, number_format, read_target, weight_formats
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
-from ironlaw.numerics.compression import METHODS, Method, check_method, read_target, weight_formats
+from ironlaw.numerics.compression import check_method
 from ironlaw.numerics.quantized_linear import KERNELS
 from ironlaw.train.compression import MakeDecoder, compressed, open_source
 
@@ -24,9 +24,11 @@ Candidate = tuple[str, Method, bool]  # what `--to` takes, the method, embedding
 
 
 def candidates() -> list[Candidate]:
-    """Formats with a kernel first; of one format rounding to nearest first, then what takes longer."""
+    """Formats with a kernel first; of one format rounding to nearest first, then what takes longer. Of formats that
+    hold the same weights, which differ in how a step finds its scales, the first one of the table."""
     fast = list(dict.fromkeys(kernel.format for kernel in KERNELS))
-    formats = [*fast, *(name for name in reversed(weight_formats()) if name not in fast)]
+    apart = {number_format(name).of_weights: name for name in reversed(weight_formats())}.values()
+    formats = [*fast, *(name for name in apart if name not in fast)]
     plain: list[Candidate] = [(name, "rtn", False) for name in formats]
     whole: list[Candidate] = [(name, "rtn", True) for name in fast]
     narrow = [name for name in formats if number_format(name).bits < 8]  # of 8 bits nothing is left to win back

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ironlaw.workload.sizes import Size, any_of
+
 WIDE = 2.0  # bytes of a 16-bit number
 
 
@@ -35,6 +37,11 @@ class Casts:
     weights_again: float = 0.0
 
 
+def whole_tiles(tile: int, inputs: Size, outputs: Size) -> bool:
+    """Whether matrix units that work on so many rows and columns at a time take a linear layer of these sizes."""
+    return tile == 1 or not (any_of(inputs % tile) or any_of(outputs % tile))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Conventions of a trainer that change the operations of a block, or what they keep."""
@@ -54,6 +61,7 @@ class Conventions:
     keeps_expert_outputs: bool = True  # for the gradient of the weights that they are added up with
     storage: StorageFormat = field(default_factory=StorageFormat)  # what linear layers keep in the precision of the run
     casts: Casts = field(default_factory=Casts)  # what quantising them moves
+    tile: int = 1  # what inputs and outputs of a layer are multiples of; others are not quantised
 
 
 OURS = Conventions()

@@ -1,7 +1,8 @@
 """Kinds of layers: the groups into which a decoder's blocks fold, and the two passes of one layer of each.
 
 A group is named `block`, or `moe_block` where a layer has experts. Among layers with a sliding window, those that look
-at all tokens add ` full` to that; among rotated ones, those without positions add ` unrotated`.
+at all tokens add ` full` to that; among rotated ones, those without positions add ` unrotated`; where the others
+multiply in few bits, those that stay in 16 add ` 16-bit`.
 
 Blocks in other orders than norm, branch, norm, branch are here, too: norms after a branch, and branches side by side.
 
@@ -20,6 +21,7 @@ from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.adapted import frozen
 from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes
+from ironlaw.workload.conventions import Casts
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import after_norm, attention_branch, block, embedding, feed_forward, head, network_reader
 from ironlaw.workload.layers import input_cast, joined_gradient, joining, norm, residual
@@ -29,23 +31,26 @@ from ironlaw.workload.operations import Operation, call, changed, differentiate,
 from ironlaw.workload.sizes import several
 
 
-def layer_groups(model: ModelConfig) -> list[str]:
-    """Of each layer, the group of its operations."""
+def layer_groups(model: ModelConfig, narrow: int | None = None) -> list[str]:
+    """Of each layer, the group of its operations; `narrow`: so many of the first multiply in few bits."""
     groups = []
     for layer in range(model.layers):
         group = MOE_GROUP if model.moe and model.moe.in_layer(layer) else "block"
         if model.sliding_window is not None and not model.is_windowed(layer):
             group += FULL
-        groups.append(group if model.is_rotated(layer) else group + UNROTATED)
+        group = group if model.is_rotated(layer) else group + UNROTATED
+        groups.append(group if narrow is None or layer < narrow else group + IN_16_BITS)
     return groups
 
 
-FULL, UNROTATED = " full", " unrotated"
+FULL, UNROTATED, IN_16_BITS = " full", " unrotated", " 16-bit"
 
 
 def shape_of(shape: Shape, kind: str) -> Shape:
     """The shape of a model whose layers are all of that kind."""
     model = shape.model
+    if IN_16_BITS in kind:
+        shape = replace(shape, conventions=replace(shape.conventions, casts=Casts()))
     if not is_block(kind) or not (model.full_every or model.full_first or model.unrotated_every):
         return shape
     return replace(shape, model=model.of_kind(FULL not in kind, UNROTATED not in kind))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import FP32, Shape, cast, dropout, elementwise, norm_saved_bytes
-from ironlaw.workload.conventions import Casts
+from ironlaw.workload.conventions import Casts, whole_tiles
 from ironlaw.workload.operations import Operation, call, changed, product
 from ironlaw.workload.sizes import Size
 
@@ -80,7 +80,8 @@ def quantising(
 ) -> list[Operation]:
     """What a product of 8 or 4 bits costs beside itself: casts of its operands, in a block's linear layers only."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
-    if casts == Casts() or name in ("head", "router", "shared_gate"):
+    wide = name in ("head", "router", "shared_gate") or not whole_tiles(shape.conventions.tile, inputs, outputs)
+    if wide or casts == Casts():
         return []
     if phase is Phase.FORWARD:
         moved = casts.inputs * rows * inputs * batch + casts.weights * weights

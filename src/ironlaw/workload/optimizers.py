@@ -28,6 +28,7 @@ OptimizerName = Literal[
     "paged_adam8bit",
 ]  # fmt: skip
 MATRIX_OPTIMIZERS = ("galore", "muon")  # for the matrices of the blocks; AdamW has the rest
+ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")  # do the same on a part of a tensor
 
 # State that CUDA moves to the host page by page where the device is full (QLoRA, arXiv 2305.14314, section 3).
 PAGED = dict.fromkeys(("paged_adamw", "paged_adam8bit"), "leaves for the host where the device is full")

@@ -75,6 +75,7 @@ class Candidates:
     every: Array  # full recomputation of one block in so many
     offload: Array
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
+    narrow: int | None = None  # first layers that multiply in few bits; None: all
     decided: tuple[Policy, ...] = ()  # by layer, in place of what selective recomputation of our trainer keeps
     known: Known | None = None  # of a search under one system: what is known of blocks, in all of its parts
 
@@ -202,7 +203,9 @@ class Candidates:
         if not self.decided:
             return {keepable(self.model, kind): 1.0}
         found = Counter(
-            policy for policy, group in zip(self.decided, layer_groups(self.model), strict=True) if group == kind
+            policy
+            for policy, group in zip(self.decided, layer_groups(self.model, self.narrow), strict=True)
+            if group == kind
         )
         return {policy: count / found.total() for policy, count in found.items()}
 
@@ -329,14 +332,14 @@ OF_THE_LAYOUT = frozenset(
 
 def candidates_of(
     model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True,
-    known: Known | None = None,
+    known: Known | None = None, narrow: int | None = None,
 ) -> Candidates:  # fmt: skip
-    """One model under several layouts."""
+    """One model under several layouts; `narrow`: how many of its first layers multiply in few bits."""
     table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
-    kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model)).items()}
+    kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model, narrow)).items()}
     columns, batch = columns_of(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
     columns |= {name: np.full(len(table), float(value)) for name, value in batch.items()}
-    return Candidates(model, kinds, flash, *extra_launches(model), known=known, **columns)
+    return Candidates(model, kinds, flash, *extra_launches(model), known=known, narrow=narrow, **columns)
 
 
 def columns_of(table: Table) -> dict[str, Any]:

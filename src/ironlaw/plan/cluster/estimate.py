@@ -32,7 +32,14 @@ from ironlaw.plan.cluster.layout_table import Known, Table
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.stages import stage_layers
-from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, operation_costs, seconds_by_part, step_costs
+from ironlaw.plan.cluster.step_costs import (
+    StepCosts,
+    block_costs,
+    operation_costs,
+    precision_of,
+    seconds_by_part,
+    step_costs,
+)
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
 from ironlaw.plan.cluster.update_cost import update_cost
@@ -92,9 +99,11 @@ class ClusterStep:
         return self.flash and self.cluster.accelerator.has_flash
 
     def candidates(self, layouts: Iterable[Layout] | Table, known: Known | None = None) -> Candidates:
+        recipe = self.system.engine.recipe(self.precision)
         return candidates_of(
-            self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flashes, known=known
-        )
+            self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flashes,
+            known=known, narrow=None if recipe is None else recipe.blocks(self.model.layers),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,7 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
         layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, asked.sequence))
     run = None
     if not where.engine.fused:
-        if reason := not_trained_here(layout, model):
+        if reason := not_trained_here(layout, model, asked.precision, asked.optimizer):
             raise UserError(f"layout '{layout}': {reason}")
         run = batch, recipe = asked.run(layout)
         if layout.recompute.mode == "budget":
@@ -310,14 +319,16 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
 
 def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, Any]]:
     """The first candidate's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for cost in operation_costs(candidates, where):
         op = cost.operation
         if cost.part != "matmul" or cost.seconds is None:
             continue
         name, seconds = op.name.removesuffix("_cast") if op.matmul is None else op.name, float(cost.seconds[0])
-        start = {"name": name, "forward_seconds": 0.0, "backward_seconds": 0.0, "share_of_layers": 0.0, "of": op.group}
-        entry = found.setdefault(name, start)
+        precision = where.precision if op.matmul is None else precision_of(op, where)
+        start = {"name": name, "precision": precision, "forward_seconds": 0.0, "backward_seconds": 0.0,
+                 "share_of_layers": 0.0, "of": op.group}  # fmt: skip
+        entry = found.setdefault((name, precision), start)
         if op.matmul is not None and op.phase is Phase.FORWARD:
             m, n, k, times, share = (float(np.reshape(size, -1)[0]) for size in (*op.matmul, op.batch, cost.share))
             entry |= {"m": m, "n": n, "k": k, "times": times, "flops": 2 * m * n * k * times}

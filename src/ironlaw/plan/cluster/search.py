@@ -348,7 +348,8 @@ def _able(rows: Table, asked: ClusterStep, ruled_out: dict[str, int]) -> Table:
     engine = asked.system.engine
     refused = {f"{engine.name} has no {what}": needed for what, needed in lacked(engine, rows).items()}
     if not engine.fused:
-        refused |= _refused(rows, lambda layout: not_trained_here(layout, asked.model), NEVER_REFUSED)
+        why = lambda layout: not_trained_here(layout, asked.model, asked.precision, asked.optimizer)  # noqa: E731
+        refused |= _refused(rows, why, NEVER_REFUSED)
     rows = _left(rows, refused, ruled_out)
     return rows if asked.excluded is None else _left(rows, _refused(rows, asked.excluded), ruled_out)
 

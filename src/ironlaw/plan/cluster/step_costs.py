@@ -40,7 +40,8 @@ from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_lay
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Policy, Shape
-from ironlaw.workload.kinds import both_passes, shape_of
+from ironlaw.workload.conventions import whole_tiles
+from ironlaw.workload.kinds import IN_16_BITS, both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.recompute import AGAIN, again
@@ -101,9 +102,8 @@ def seconds_by_part(
 ) -> Iterator[tuple[str, Array | None]]:
     """By part; None where all operations of a part are timed together."""
     if op.matmul is not None:
-        precision = system.wide_precision if op.precision == "fp32" else system.precision
-        m, n, k = op.matmul
-        slower = _unaligned(*((m, n) if op.kernel == "matmul_weight_gradient" else (n, k)), system, precision)
+        precision, (m, n, k) = precision_of(op, system), op.matmul
+        slower = _unaligned(*_weight_of(op), system, precision)
         yield "matmul", slower * product_seconds(m, n, k, op.batch, system, precision)
     elif op.kernel == "quantise":
         yield "matmul", np.asarray(streaming_seconds(op.bytes_moved, system.hardware))
@@ -114,6 +114,19 @@ def seconds_by_part(
         yield "scores", scores
     else:
         yield "stream" if is_on_stream(op) else "shard", None
+
+
+def precision_of(op: Operation, system: ClusterSystem) -> str:
+    """What a block's product multiplies in."""
+    wide = op.precision == "fp32" or IN_16_BITS in op.group or not whole_tiles(system.engine.tile, *_weight_of(op))
+    return system.wide_precision if wide else system.precision
+
+
+def _weight_of(op: Operation) -> tuple[Size, Size]:
+    """Rows and columns of a product's weight."""
+    assert op.matmul is not None
+    m, n, k = op.matmul
+    return (m, n) if op.kernel == "matmul_weight_gradient" else (n, k)
 
 
 def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.formats import PrecisionRecipe, number_format, precision_recipe
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engines.low_precision import casts_by, storage_by
 from ironlaw.workload.conventions import Conventions, StorageFormat
@@ -137,7 +137,11 @@ class TrainingEngine(Conventions):
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
         if number_format(precision).narrow:
             held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
-            return replace(self, storage=held, casts=casts_by(self.low_precision, precision, generation))
+            recipe = self.recipe(precision)
+            if recipe is not None:  # whose program keeps what 16 bits do
+                held = StorageFormat(description="planned with the memory of bf16, an upper bound")
+            casts = casts_by(self.low_precision, precision, generation)
+            return replace(self, storage=held, casts=casts, tile=recipe.tile if recipe else 1)
         if precision not in ("fp32", "tf32"):
             return self
         return replace(
@@ -145,6 +149,10 @@ class TrainingEngine(Conventions):
             gradient_communication_bytes=4.0, element_bytes=4.0,
             storage=StorageFormat(4.0, gather_bytes=4.0),
         )  # fmt: skip
+
+    def recipe(self, precision: str) -> PrecisionRecipe | None:
+        """Of our own trainer, which linear layers multiply in it and how; None where they all do."""
+        return None if self.fused else precision_recipe(precision)
 
     def on(self, generation: str) -> TrainingEngine:
         """The constants on one accelerator generation."""
@@ -159,6 +167,7 @@ MEANING = {f.name: (f.metadata["unit"], f.metadata["meaning"]) for f in fields(T
     "activation_saves": ("1", "element-wise intermediates kept in the feed-forward network: 1 fused, 2 eager"),
     "gathered_inputs": ("1", "of norm outputs kept after gathering over tp"),
     "dropout_mask_bytes": ("B/element", "of what a branch adds to the stream, kept by its dropout"),
+    "tile": ("", "what inputs and outputs of a layer are multiples of; others are not quantised"),
     "narrows_own_tokens": ("", "latent attention under sequence parallelism gathers narrow vectors, not the stream"),
 }
 """Unit and meaning of every constant, those of `Conventions` too."""

@@ -9,24 +9,19 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
-from ironlaw.model.parameters import Parameter
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.blocks import recompute_blocks
-from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import adapted, experts, materialize, pipeline, tensor
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.blocks import Policy
-from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.schedule import stages_of
 from ironlaw.workload.sharding import shards_hidden
 
@@ -45,17 +40,8 @@ class Applied:
     def __post_init__(self) -> None:
         self.model = pipeline.joined(self.plain)  # everything here under the names of the whole model
 
-    @property
-    def stages(self) -> int:
-        return self.ranks.config.pp * self.ranks.config.virtual_stages
-
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.plain.values() for parameter in part.parameters()]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Of a distributed tensor, what this rank has of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def apply(
@@ -185,19 +171,3 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
         if part.head is not None and not part.loss_chunk:  # whose weight the chunked loss takes by itself
             fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
-
-
-ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")
-"""Optimizers that update every element by itself: they do the same on a part of a tensor."""
-
-
-def build(applied: Applied, config: OptimizerConfig, whole: Sequence[Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of this rank's part of the `whole`. UserError for one that needs whole tensors where a rank has
-    parts."""
-    parted = any(isinstance(parameter, DTensor) for parameter in applied.parameters())
-    if config.name not in ELEMENTWISE and (parted or applied.stages > 1):
-        raise UserError(
-            f"optimizer.name = {config.name!r} works on whole tensors and this layout divides them: use one of "
-            f"{', '.join(ELEMENTWISE)}, or dp alone with layout.zero = 0"
-        )
-    return build_optimizer(applied.model, config, whole=whole)

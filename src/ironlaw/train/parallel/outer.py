@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
-from ironlaw.train.parallel.apply import Applied, local_part
+from ironlaw.model.linear import local_part
+from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.names import COPY, named_like
 from ironlaw.train.parallel.plugin import StepPlugin
 

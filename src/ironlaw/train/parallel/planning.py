@@ -144,7 +144,7 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
     def excluded(layout: Layout) -> str | None:
         if layout.recompute.mode != "none" and config.recompute.mode == "none":
             return "recompute.mode is none in the config"
-        return not_trained_here(layout, config.model)
+        return not_trained_here(layout, config.model, config.train.precision, config.optimizer.name)
 
     kept = config.model_copy(update={"recompute": Recompute()})  # a budget is a rank's, not one process's
     asked = _step(config, cluster, plan_run(kept, profile).decided.precision)

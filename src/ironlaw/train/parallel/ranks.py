@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ironlaw.catalog.formats import precision_recipe
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
@@ -188,7 +187,8 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     micro_batch = micro_batch_of(config, share)
     plan = layout_of(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
-    if reason := not_trained_here(replace(plan, recompute=config.recompute), model):
+    recomputed = replace(plan, recompute=config.recompute)
+    if reason := not_trained_here(recomputed, model, config.train.precision, config.optimizer.name):
         raise UserError(reason)
     if config.finetune.method == "qlora" and layout.zero == 3 and torch.__version__ < "2.12":
         raise UserError(
@@ -223,7 +223,6 @@ def _check_supported(config: RunConfig, layout: LayoutConfig) -> None:
     unsupported = {
         f'objective.kind = "{config.objective.kind}"': config.objective.needs_logits,
         'train.compile = "graphs"': train.compile == "graphs",
-        f'train.precision = "{train.precision}"': precision_recipe(train.precision) is not None,
         f'train.offload = "{train.offload}"': train.offload != "none",
     }
     for setting, wanted in unsupported.items():

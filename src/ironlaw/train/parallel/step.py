@@ -20,7 +20,7 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.adapters import adapted_layers
-from ironlaw.model.linear import use_onednn
+from ironlaw.model.linear import local_part, use_onednn
 from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
@@ -28,10 +28,10 @@ from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.noise_scale import first_part
-from ironlaw.train.optimizer import described
+from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, experts, gradient_compression, outer, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
-from ironlaw.train.parallel.apply import apply, build, local_part
+from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused
 from ironlaw.train.parallel.partition import RankPartition
@@ -70,13 +70,13 @@ class LayoutStep(Step):
             self.store = ShardedFiles(group, config.optimizer)
         if fresh and config.train.start_from and not adapts:
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
-        self.optimizer = build(self.applied, config.optimizer, whole)
+        self.optimizer = build_optimizer(self.applied.model, config.optimizer, whole=whole)
         if ranks.config.pp > 1:
             self.schedule = self._schedule_of(self.micro_batches)
         self._schedule_of_part: Any = None  # of a step that estimates the noise scale
         # Ranks over which gradients are averaged.
         self.averaging = ranks.dp // ranks.sites * ranks.config.cp
-        self.has_loss = self.applied.stages - 1 in self.applied.plain
+        self.has_loss = ranks.config.pp * ranks.config.virtual_stages - 1 in self.applied.plain
         self.overflowed = False  # the last step's gradient: the weights stay as they are
         self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
         found = (of(self.applied, config) for of in (gradient_compression.of, outer.of))
