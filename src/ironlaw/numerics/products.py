@@ -132,11 +132,8 @@ class LowPrecisionLinear(RoundedLinear):
 def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> int:
     """Linear layers of the recipe's blocks multiply in few bits from here on; returns how many do. Weights and their
     names stay as they are."""
-    count = 0
-    for block in list(blocks)[: recipe.blocks(len(blocks))]:
-        for module in block.modules():
-            if isinstance(module, Linear):
-                layer = become(module, LowPrecisionLinear)
-                layer.recipe, layer.moment, layer.number = recipe, moment, count
-                count += 1
-    return count
+    there = nn.ModuleList(list(blocks)[: recipe.blocks(len(blocks))]).modules()
+    layers = [become(module, LowPrecisionLinear) for module in there if isinstance(module, Linear)]
+    for number, layer in enumerate(layers):
+        layer.recipe, layer.moment, layer.number = recipe, moment, number
+    return len(layers)

@@ -68,14 +68,13 @@ def stored_tensors(
             continue
         entry.put(one.values(), codes)
         entry.put(one.scale_of_each(), scales)
-        of_all = one
-    block = of_all.block
+        block, about = one.block, _config(one, name)
     assert block is not None
     for there, values in codes.items():
         group = block[1] if block[1] < values.shape[1] and block[0] == 1 else values.shape[1]
         made = _nf4 if name == "nf4" else _compressed
         tensors |= made(there, values, scales[there][:, ::group].contiguous(), name)
-    return tensors, _config(of_all, name)
+    return tensors, about
 
 
 def _config(held: Quantized, name: str) -> dict[str, Any]:

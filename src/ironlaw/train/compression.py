@@ -208,10 +208,10 @@ def _config(source: Path, data: str | None) -> RunConfig:
             return config
         if not directory.tokenizer_file.is_file():
             raise UserError(f"{source} has no tokenizer to read --data with: leave --data out")
-        fields = {"path": data, "tokenizer": str(directory.tokenizer_file.absolute()), "cache": config.data.cache}
-        fields["end_of_text"] = config.data.end_of_text
         document = config.model_dump(mode="json", exclude_none=True)
-        return build_config(document | {"data": {k: v for k, v in fields.items() if v is not None}})
+        kept = {key: value for key, value in document["data"].items() if key in ("cache", "end_of_text")}
+        own = {"path": data, "tokenizer": str(directory.tokenizer_file.absolute())}
+        return build_config(document | {"data": kept | own})
     if not source.is_dir():
         raise UserError(f"{source} is no directory: give a run's or a Hugging Face model's")
     if data is None:
