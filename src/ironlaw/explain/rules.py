@@ -250,7 +250,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "evaluation_frequent", Axis.ALGORITHM, EVALUATIONS, _evaluations,
         "Evaluation takes {share} of the time: it runs more often, or on more batches, than training can afford.",
-        "raise evaluation.every or lower evaluation.batches",
+        "raise evaluation.every or lower evaluation.batches; in a loop of your own, under torch.no_grad() as well",
         "a tenth of the budget buys a loss curve of dozens of points in any run worth watching",
         lambda e: [*e.line_figures(Phase.EVALUATION), *_wall(e, "evaluation")], noticed=EVALUATIONS - NEXT_TO,
     ),

@@ -227,7 +227,7 @@ CODE_RULES: tuple[Rule, ...] = (
     Rule(
         "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
         "The loop itself works on gradients or weights beside the optimizer's update: {share} of the step.",
-        "torch._foreach_ functions, torch.nn.utils.clip_grad_norm_, torch.optim.swa_utils, or every so many steps",
+        "torch.optim with fused=True, torch._foreach_ functions, clip_grad_norm_, torch.optim.swa_utils, or less often",
         "a tenth of the step is more than what loops log or count there", lambda e: e.line_figures(Phase.OPTIMIZER),
     ),
     Rule(
