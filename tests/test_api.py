@@ -129,6 +129,8 @@ def test_a_run_explained(run: TrainResult, tmp_path: Path) -> None:
     assert all(remedy["title"] for remedy in found.remedies)
     assert "Plan beside run" in found._repr_html_()
     assert found.write_html(tmp_path / "report.html").stat().st_size > 1000
+    with pytest.raises(ironlaw.UserError, match="path = 3"):
+        found.write_html(3)  # type: ignore[arg-type]
     same = ironlaw.explain(run, run)
     assert same.document["change"] == 0 and "No difference" in same.bottleneck and same.remedies == []
     with pytest.raises(ironlaw.UserError, match="only one training run"):
@@ -155,4 +157,9 @@ def test_a_run_served(run: TrainResult) -> None:
         assert text and text == server.complete("def ", max_tokens=5, temperature=0)
         with pytest.raises(ironlaw.UserError, match="prompt"):
             server.complete("def " * 40)
+        for wrong in ({"max_tokens": "x"}, {"temperature": float("nan")}, {"stop": {1, 2}}):
+            with pytest.raises(ironlaw.UserError, match="complete"):
+                server.complete("def ", **wrong)  # type: ignore[arg-type]
     assert "closed" in str(server)
+    with pytest.raises(ironlaw.UserError, match="is closed"):
+        server.complete("def ")

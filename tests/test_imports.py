@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "files": ("errors",),
     "schema": ("errors",),
     "package": (),  # its version
-    "cores": (),
+    "cores": ("errors",),
     "units": (),
     "errors": (),
 }

@@ -138,6 +138,7 @@ class ExplainResult(Shown):
         """What to change, best first, each with its planned gain and the settings that apply it."""
         return list(self.document.get("remedies", []))
 
+    @checked
     def write_html(self, path: str | Path) -> Path:
         """The report with charts, as one page that opens offline."""
         from ironlaw.report.page import write
@@ -145,7 +146,7 @@ class ExplainResult(Shown):
 
         if "time" not in self.document:
             raise UserError("only one training run's explanation has a page: give one run, not two or a served load")
-        return write(Path(path), self._view, page_name(self.document), FOOTER)
+        return write(as_path(path, "path"), self._view, page_name(self.document), FOOTER)
 
     def _show(self, console: Console) -> None:
         from ironlaw.report.terminal import show
@@ -178,17 +179,21 @@ class RunningServer(Shown):
             if not self._thread.is_alive():
                 raise UserError(f"cannot listen on {config.host}:{config.port}: use another port, or 0")
 
-    def complete(self, prompt: str, *, max_tokens: int = 64, temperature: float = 1.0, **more: Any) -> str:
+    @checked
+    def complete(self, prompt: str, *, max_tokens: Count = 64, temperature: float = 1.0, **more: Any) -> str:
         """The text after `prompt`, by the server's own `/v1/completions`; `more` are its other fields."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body | more).encode(), {"Content-Type": "application/json"}
-        )
         try:
+            data = json.dumps(body | more, allow_nan=False).encode()
+            request = urllib.request.Request(f"{self.url}/v1/completions", data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request) as answer:
                 return str(json.load(answer)["choices"][0]["text"])
         except urllib.error.HTTPError as refused:
             raise UserError(json.load(refused)["error"]["message"]) from None
+        except urllib.error.URLError:
+            raise UserError(f"{self.url} does not answer: the server is closed") from None
+        except (TypeError, ValueError) as error:
+            raise UserError(f"complete: {error}: give fields of a JSON request") from None
 
     def close(self) -> None:
         """What runs is finished, what comes is refused."""

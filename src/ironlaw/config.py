@@ -16,7 +16,7 @@ from ironlaw.catalog.formats import computing_formats, read_target
 from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
-from ironlaw.files import read_toml
+from ironlaw.files import at_home, read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.refusals import refusals
@@ -286,7 +286,7 @@ def model_in(folder: Path, called: str) -> ModelConfig:
 
 def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -> dict[str, Any]:
     """`[model] from = "DIR"`: the dimensions, the weights and the tokenizer of a Hugging Face directory or of a run."""
-    folder = Path(str(model["from"])).expanduser()
+    folder = at_home(str(model["from"]))
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
     is_run = (folder / "config.toml").is_file()

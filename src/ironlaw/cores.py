@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ironlaw.errors import UserError, as_given
+
 GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -32,6 +34,16 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     paid = [math.ceil(int(quota) / int(period)) for quota, period in group_limits("cpu.max") if quota != "max"]
     return max(1, min([cores, *paid]))
+
+
+def torchrun_says(name: str, otherwise: int = 1) -> int:
+    """A number of this process's job from the environment, where torchrun leaves it; `otherwise` without torchrun."""
+    said = os.environ.get(name) or str(otherwise)
+    if not said.isdecimal() or (name.endswith("SIZE") and not int(said)):
+        raise UserError(
+            f"{name}={as_given(said)} in the environment is no number of a job: unset it, or start with torchrun"
+        )
+    return int(said)
 
 
 def usable_threads() -> int:

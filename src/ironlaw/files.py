@@ -35,10 +35,21 @@ def as_path(given: object, what: str) -> Path:
     raise UserError(f"{what} = {as_given(given)} is no path: give text or a pathlib.Path")
 
 
+def at_home(path: str | Path) -> Path:
+    """A path of the user's with `~` as the home directory that it stands for."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: nobody knows that home directory; write a path without ~") from None
+
+
 def cache_folder() -> Path:
     """Ironlaw's folder in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ironlaw"
+    try:
+        return at_home(base) / "ironlaw"
+    except UserError as error:
+        raise UserError(f"{error}: set XDG_CACHE_HOME to a folder of yours") from None
 
 
 def cache_problem() -> str | None:

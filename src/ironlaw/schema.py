@@ -76,7 +76,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **kwargs)
         except ValidationError as error:
-            if error.title != function.__name__:
+            if error.title.rpartition(".")[2] != function.__name__:
                 raise
             first, *others = error.errors()
             where = first["loc"][0]

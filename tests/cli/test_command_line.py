@@ -239,3 +239,39 @@ def test_a_terminal_that_goes_away_loses_nothing(
     assert process.wait(timeout=200) == 129
     steps = metrics.read_bytes().count(b"\n")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+
+
+@pytest.mark.parametrize("words", [("catalog",), ("formats", "--json"), ("--version",)], ids=str)
+def test_a_reader_that_goes_away_is_no_failure_and_a_full_disk_is_one_line(
+    words: tuple[str, ...], user_cache: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stdout, code, lines in ((writer, 0, 0), (os.open("/dev/full", os.O_WRONLY), 2, 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "ironlaw", *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+        )
+        os.close(stdout)
+        assert (done.returncode, done.stderr.count("\n")) == (code, lines), done.stderr
+
+
+@pytest.mark.parametrize(("variables", "says"), [
+    ({"WORLD_SIZE": "2"}, "RANK expected"), ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR expected"),
+    ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x'"),
+    ({"TORCHELASTIC_MAX_RESTARTS": "x", "WORLD_SIZE": "2"}, "TORCHELASTIC_MAX_RESTARTS='x'"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"), ({"XDG_CACHE_HOME": "~nobody_here/x"}, "set XDG_CACHE_HOME"),
+])  # fmt: skip
+def test_what_is_left_in_the_environment_is_named(
+    variables: dict[str, str], says: str, ironlaw_here: Here, tiny_file: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = tiny_file()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = ironlaw_here("train", config, "--out", "run")
+    assert (code, err.count("\n")) == (2, 1) and says in err
+
+
+def test_a_home_that_nobody_knows_is_one_line(ironlaw_here: Here, tiny_file: Callable[..., Path]) -> None:
+    code, _, err = ironlaw_here("train", tiny_file(data={"tokenizer": "~nobody_here/x"}), "--out", "run")
+    assert (code, err.count("\n")) == (2, 1) and "~nobody_here/x" in err

@@ -192,3 +192,14 @@ def test_a_template_is_found_in_every_form_and_no_other(tmp_path: Path, written:
     fields = {"chat_template": written, "eos_token": {"content": "z"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     assert template_of(tmp_path) == (found, {"eos_token": "z"})
+
+
+@pytest.mark.parametrize(("template", "says"), [
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "do not end within"),
+    ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "refuses: maximum recursion"),
+    ("{{ messages[0].content + 1 }}", "refuses: can only concatenate"),
+    ("{% if 1 %}" * 200 + "{% endif %}" * 200, "cannot be read"),
+])  # fmt: skip
+def test_a_template_of_somebody_s_comes_to_an_end(tokenizer: Path, template: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        text(tokenizer, template).chat([{"role": "user", "content": "a"}])

@@ -501,3 +501,38 @@ def test_a_copy_under_another_name_is_neither_read_nor_dropped(tmp_path: Path) -
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000002", "step-00000004"]
     drop_after(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004-mine", "step-old"}
+
+
+def test_a_checkpoint_of_another_step_than_its_name_says_is_damaged(tmp_path: Path) -> None:
+    """Folders were swapped: the newest by name would be the older one."""
+    older, newer = save(tmp_path, 2), save(tmp_path, 4)
+    older.path.rename(tmp_path / "aside")
+    newer.path.rename(older.path)
+    (tmp_path / "aside").rename(newer.path)
+    (tmp_path / "step-²").mkdir()
+    said: list[str] = []
+    assert checkpoint.newest(tmp_path, said.append) is None and len(said) == 2
+
+
+class Runs:
+    """Pickled, a call of whatever it names."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize("states", [{"random": Runs()}, {}, [1], {"random": 3}], ids=["code", "none", "list", "number"])
+def test_files_that_were_changed_and_signed_again_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path, 2).path
+    torch.save(states, path / checkpoint.STATE)
+    index = json.loads((path / checkpoint.INDEX).read_text())
+    index["sha256"][checkpoint.STATE] = checkpoint.sha256(path / checkpoint.STATE)
+    checkpoint.write_index(path, {key: value for key, value in index.items() if key != "index_sha256"})
+    found, (model, optimizer) = checkpoint.newest(tmp_path), trained()
+    assert found is not None
+    with pytest.raises(UserError, match="not those of its index"):
+        load(found, model, MODEL, {"optimizer": optimizer, "random": RandomState()})
+    assert not Path("ran").exists()

@@ -70,11 +70,11 @@ def _fault(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     message = f"a fault of Ironlaw itself: {type(error).__name__}: {error}{where}"
-    path = cache_folder() / "fault.txt"
     try:
+        path = cache_folder() / "fault.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
-    except OSError:
+    except (OSError, UserError):
         return message
     return f"{message}; please report it with {path}"
 

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
-from ironlaw.errors import LARGEST, LONGEST, UserError, shortened
+from ironlaw.errors import LARGEST, LONGEST, JobFailed, UserError, shortened
 from ironlaw.package import __version__
 from ironlaw.report.console import silence
 
@@ -75,6 +75,8 @@ class Verbs(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise Interrupted(*stop.args) from None
+        except BrokenPipeError:  # not stdout's
+            raise JobFailed("a process that this one was writing to has ended") from None
 
 
 class Verb(TyperCommand):
@@ -126,9 +128,6 @@ def _not_loaded() -> None:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if "--version" in arguments[:1]:
-        print(__version__)
-        return
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 until the end
@@ -140,14 +139,17 @@ def main() -> None:
         arguments = words.split()[1:]
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        code = build_app(called)(prog_name="ironlaw", standalone_mode=False)
+        if "--version" in arguments[:1]:
+            code = print(__version__)
+        else:
+            code = build_app(called)(prog_name="ironlaw", standalone_mode=False)
         sys.stdout.flush()
-    except SystemExit as stop:
-        if stop.code == WRONG_INPUT:
-            leave_quietly()
-        raise
-    except BrokenPipeError:  # `ironlaw catalog | head`
-        silence(sys.stdout)
+    except (SystemExit, BrokenPipeError) as stop:
+        if not isinstance(stop, BrokenPipeError) and not isinstance(stop.__context__, BrokenPipeError):
+            if stop.code == WRONG_INPUT:
+                leave_quietly()
+            raise
+        silence(sys.stdout)  # `ironlaw catalog | head`, for which rich and typer would exit with 1
         code = 0
     except (Exception, KeyboardInterrupt) as error:
         code = fail(error, "--json" in arguments)

@@ -6,9 +6,11 @@ A template is a Jinja2 program that came with a model, that is, from anywhere: i
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ironlaw.data.readers import REJECTED, UNLEARNED, Preference
 from ironlaw.data.tokenizer import Tokenizer, read_tokenizer
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, read_text, write_json
+from ironlaw.files import at_home, read_json, read_text, write_json
 
 # Private use: a message in the rendered text, and where what the assistant says begins and ends.
 _MARK, _BEGIN, _END = "\ue000{}\ue001", "\ue002", "\ue003"
@@ -173,6 +175,7 @@ class Text:
     def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
         assert self.template is not None
         names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
+        _passes.set(itertools.count(1))
         try:
             return str(self.template.render(**names))
         except Exception as error:  # a program from anywhere, with names from anybody
@@ -192,19 +195,39 @@ class _Generation(Extension):
         return [begin, *body, end]
 
 
+MOST_PASSES = 10**6
+_passes: ContextVar[Iterator[int]] = ContextVar("passes of the loops of a rendering")
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    """Whose loops together come to an end: the sandbox bounds one `range`, not one within another."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        return tree.set_environment(self)
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if next(_passes.get()) > MOST_PASSES:
+            raise jinja2.TemplateError(f"its loops do not end within {MOST_PASSES:,} passes")
+        yield item
+
+
 def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
+    environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    environment.filters["counted"] = _counted
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         return environment.from_string(template)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
         raise UserError(f"the model's chat template cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -232,7 +255,7 @@ def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = 
     unless `plain` text will do."""
     source, special = template_of(tokenizer.path.parent)
     if template is not None:
-        file = Path(template).expanduser()
+        file = at_home(template)
         if not file.is_file():
             raise UserError(f"data.chat_template = {template!r} is not a file: give a Jinja2 template")
         source = read_text(file, "template")

@@ -120,7 +120,7 @@ class DataConfig(Section):
     @property
     def cache_folder(self) -> Path:
         if self.cache is not None:
-            return Path(self.cache).expanduser()
+            return files.at_home(self.cache)
         return files.cache_folder() / "data"
 
     def samples_key(self) -> dict[str, Any]:

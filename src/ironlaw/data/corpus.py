@@ -19,7 +19,7 @@ import numpy as np
 from ironlaw.data import megatron, readers
 from ironlaw.data.config import CHATS, SourceConfig
 from ironlaw.errors import UserError
-from ironlaw.files import read_json
+from ironlaw.files import at_home, read_json
 
 if TYPE_CHECKING:
     from ironlaw.data.chat import Text
@@ -190,7 +190,7 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
         if not corpus.files:
             raise UserError(f"there are no standard library sources in {root}: give a directory of text in data.path")
         return corpus
-    root = Path(source.path).expanduser()
+    root = at_home(source.path)
     megatron_prefix = root.with_name(root.name + ".idx") if root.name else root
     if not root.exists() and megatron_prefix.is_file():
         root = megatron_prefix
@@ -281,7 +281,7 @@ def _kind(path: Path, source: SourceConfig) -> str | None:
     """The reader of a file; None: it belongs to another one."""
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and source.format in ("auto", "megatron"):
         # Beside its index it is no text; named alone it stands for the pair.
-        return None if Path(source.path).expanduser().name != path.name else "megatron"
+        return None if at_home(source.path).name != path.name else "megatron"
     if source.format == "auto":
         return readers.kind_of(path)
     if source.format == "huggingface":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.files import cache_folder, known_json
+from ironlaw.files import at_home, cache_folder, known_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -146,7 +146,7 @@ class Tokenizer:
 
 def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
     """Read a Hugging Face tokenizer.json, or the tokenizer of a model's directory."""
-    file = Path(path).expanduser()
+    file = at_home(path)
     if file.is_dir():
         file = tokenizer_file(file)
     if not file.is_file():

@@ -336,5 +336,5 @@ def _device_name(trace: TraceFile) -> str | None:
 
 def _world_size(trace: TraceFile, events: Iterable[Event]) -> int:
     info = trace.header.get("distributedInfo") or {}
-    sizes = [int(e.details["Group size"]) for e in events if str(e.details.get("Group size", "")).isdigit()]
+    sizes = [int(e.details["Group size"]) for e in events if str(e.details.get("Group size", "")).isdecimal()]
     return int(info.get("world_size") or max(sizes, default=1))

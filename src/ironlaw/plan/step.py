@@ -24,6 +24,7 @@ from typing import Any
 from ironlaw import units
 from ironlaw.config import RunConfig, model_in
 from ironlaw.errors import UserError
+from ironlaw.files import at_home
 from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
 from ironlaw.machine.links import RankFabric
@@ -201,7 +202,7 @@ def with_objective(program: Program, config: RunConfig) -> Program:
     """With the second model that the objective asks, if any."""
     objective = config.objective
     if objective.kind == "distillation":
-        teacher = Path(objective.teacher or "").expanduser()
+        teacher = at_home(objective.teacher or "")
         return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
     if objective.kind == "dpo":  # of adapters the reference is the base, which is there
         return with_second_model(program, objective, config.model, held=not config.finetune.adapts)

@@ -104,7 +104,10 @@ def show(*views: Document) -> None:
 
 
 def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=1, allow_nan=False))
+    try:
+        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
+    except BrokenPipeError:  # `| head`
+        silence(sys.stdout)
 
 
 def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> None:

@@ -14,6 +14,7 @@ from ironlaw.cores import usable_cores
 from ironlaw.data.chat import Text, template_of
 from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
+from ironlaw.files import at_home
 from ironlaw.machine import host
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
@@ -77,7 +78,7 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Lo
     if trained.tokenizer is not None:
         served.end_tokens = frozenset(trained.tokenizer.ends)
     if config.draft is not None and config.speculation == "draft":
-        draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))
+        draft = load_served(at_home(config.draft), config.model_copy(update={"draft": None}))
         if draft.model.config.vocab != served.model.config.vocab:
             raise UserError(f"serve.draft = {config.draft}: its vocabulary is another one, so it cannot propose tokens")
         served.draft = draft

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ironlaw.files import write_text
 from ironlaw.ledger import Estimate, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.package import __version__
 from ironlaw.serve.trace import bucket
@@ -150,5 +151,5 @@ def write_run(
     """`ledger.json`, and beside it `requests.jsonl` and `steps.jsonl`, one line each."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("requests.jsonl", requests), ("steps.jsonl", steps)):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_text(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
     ledger.save(folder / "ledger.json")

@@ -191,6 +191,7 @@ def read_index(path: Path) -> Checkpoint:
         index = read_json(path / INDEX)
         intact = index["index_sha256"] == _index_sha256(index)
         newer = intact and index["schema_version"] > SCHEMA_VERSION
+        intact = intact and index["step"] == step_of(path)
         intact = newer or (intact and all(sha256(path / name) == to for name, to in index["sha256"].items()))
     except (OSError, ValueError, KeyError, TypeError):
         intact = newer = False
@@ -236,7 +237,8 @@ def publish(partial: Path, final: Path) -> None:
 
 def complete(folder: Path) -> list[Path]:
     """The checkpoints with a final name, oldest first. A copy under another name is somebody's own."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+    found = (path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal())
+    return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
+from ironlaw.files import at_home
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.profile import scope
@@ -158,7 +158,7 @@ def _frozen(model: Transformer, device: torch.device) -> Transformer:
 
 
 def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
-    path = Path(config.objective.teacher or "").expanduser()
+    path = at_home(config.objective.teacher or "")
     teacher = load_trained(path, needs_text=False).model
     if teacher.config.vocab != config.model.vocab:
         raise UserError(

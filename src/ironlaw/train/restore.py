@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ironlaw.config import load_config
@@ -28,6 +30,9 @@ from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
+
+_FOREIGN = (SafetensorError, UnpicklingError, AssertionError, KeyError, TypeError, RuntimeError)
+"""What files whose checksums hold can end in: objects that are never loaded, other names and shapes."""
 
 STORES: dict[str, Store] = {one.name: one for one in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))}
 
@@ -57,7 +62,14 @@ def load(
     store = STORES.get(name)
     if store is None:
         raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
-    return store.read(checkpoint.path, model, states or {})
+    try:
+        return store.read(checkpoint.path, model, states or {})
+    except _FOREIGN as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"the files of {checkpoint.path} are not those of its index ({type(error).__name__}: {first}): they were "
+            "changed by hand; take another checkpoint"
+        ) from None
 
 
 def check_first_weights(source: str, config: ModelConfig) -> None:

@@ -150,7 +150,7 @@ def remove_torn(folder: Path) -> None:
     """Delete what processes that are gone left half-written: after many kills they would fill the disk."""
     for path in folder.glob(".*.partial"):
         process = path.name.split(".")[-2]
-        if _is_torn(path) and not (process.isdigit() and psutil.pid_exists(int(process))):
+        if _is_torn(path) and not (process.isdecimal() and psutil.pid_exists(int(process))):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

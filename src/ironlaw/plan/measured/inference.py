@@ -145,7 +145,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
     name = cells.needed_text("accelerator")  # the record takes one where a user would be asked which
     device = accelerator(next(iter(taken(name) or (name,))))
     said = cells.text("date")[:4]
-    year = int(said) if said.isdigit() else LATEST
+    year = int(said) if said.isdecimal() else LATEST
     engine = _engine(cells, year)
     notes, scenario = cells.text("notes"), cells.needed_text("scenario")
     formats = Formats(

@@ -301,7 +301,7 @@ def _better(served: Served, than: Served, request: ServeRequest) -> bool:
 def _layout(text: str, count: int) -> ServingLayout:
     found = {"tp": 1, "pp": 1, "ep": 0, "replicas": 0, "prefill": 0}
     for key, value in words_of(text, "--layout of serving", found, "tp=4 replicas=2").items():
-        if not value.isdigit() or int(value) < 1:
+        if not value.isdecimal() or int(value) < 1:
             raise UserError(f"--layout of serving: {key}={value} is no number from 1: write for example {key}=2")
         found[key] = int(value)
     tp, pp, prefill = found["tp"], found["pp"], found["prefill"]

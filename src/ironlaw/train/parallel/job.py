@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.cores import torchrun_says
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
@@ -32,7 +33,7 @@ from ironlaw.package import __version__
 from ironlaw.train.history import write_event
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import agreed, plan_job
-from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable, world_size
+from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
@@ -159,7 +160,7 @@ STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two mome
 def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
     """Where none is written: replicas, and as much sharding as the memory of a rank asks for."""
     held = STATE_BYTES * config.model.parameters
-    here = memory_bytes / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = memory_bytes / torchrun_says("LOCAL_WORLD_SIZE")
     return LayoutConfig(zero=0 if held < here / 2 else 3)
 
 
@@ -173,12 +174,12 @@ def job(
 
     A run that goes on may do so on fewer ranks than torchrun has started, when torchrun may also restart it.
     """
-    size = world_size()
+    size = torchrun_says("WORLD_SIZE")
     written = config
     planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
         config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
-    elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    elastic = torchrun_says("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not elastic and not planned:  # before anybody waits for anybody
         _quietly(lambda: check(config, size))
     rendezvous = join()

@@ -6,7 +6,6 @@ Ranks are placed tp, cp, dp, pp from the inside out, as the planner assumes: nei
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
-from ironlaw.cores import usable_threads
+from ironlaw.cores import torchrun_says, usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
@@ -108,7 +107,7 @@ class Ranks(Mesh):
 
     def threads(self, profile: Profile) -> int:
         """Ranks of one machine share its cores."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = torchrun_says("LOCAL_WORLD_SIZE")
         return min(usable_threads(), max(1, profile.threads // here))
 
 
@@ -124,11 +123,6 @@ def _patient() -> dist.ProcessGroup:
         _patient_groups.clear()
         _patient_groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
     return _patient_groups[world]
-
-
-def world_size() -> int:
-    """Processes of this job, as torchrun says; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def settled(config: LayoutConfig, size: int) -> LayoutConfig:
@@ -289,7 +283,7 @@ def start(
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(torchrun_says("LOCAL_RANK", 0))
         timeout = datetime.timedelta(seconds=timeout_seconds)
         flight_recorder.switch_on()
         rendezvous = rendezvous or join(timeout_seconds)

@@ -8,7 +8,6 @@ names a start alike on all nodes. Here rank 0 names it, and every rank makes sur
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ironlaw.cores import torchrun_says
 from ironlaw.errors import UserError
 
 ROUND, STARTS, FINISHED = "ironlaw/round", "ironlaw/starts", "finished"
@@ -35,7 +35,10 @@ class Rendezvous:
 
 def join(timeout_seconds: float = TIMEOUT_SECONDS) -> Rendezvous:
     """Meet the other ranks that torchrun started."""
-    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    except ValueError as error:  # a variable that torchrun sets is missing, or no number
+        raise UserError(f"{error}: start with torchrun, or unset WORLD_SIZE") from None
     return meet(store, rank, size, timeout_seconds)
 
 
@@ -47,7 +50,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Ren
     """
     until = time.monotonic() + timeout_seconds
     if rank == 0:
-        restarted = store.add(STARTS, 1) > 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        restarted = store.add(STARTS, 1) > 1 or torchrun_says("TORCHELASTIC_RESTART_COUNT", 0) > 0
         name = f"{uuid.uuid4().hex}/{size}"
         store.set(ROUND, name)
         keys = [f"{name}/{other}" for other in range(1, size)]
