@@ -287,7 +287,7 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         x = self.embedding(tokens)  # (B, S, H)
         if self.config.embedding_scale != 1.0:
-            x = x * self.config.embedding_scale
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded as the weights, as Gemma's is
         if self.positions is not None and at is not None:
             x = x + self.positions(at)
         elif self.positions is not None and documents is not None:
