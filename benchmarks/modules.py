@@ -387,7 +387,7 @@ class Row:
         shapes = " ".join(f"{'x'.join(map(str, i.shape))}" for i in self.case.inputs[:3])
         if self.traced is None:
             return [self.case.name, shapes, self.answer.replace("|", "/"), *"------"]
-        peak = peak_memory(step_of_trace(self.traced)).total
+        peak = peak_memory(step_of_trace(self.traced, cpu=True)).total
         return [
             self.case.name, shapes, self.answer, units.count(self.traced.parameters),
             units.si(total_flops(self.traced.operations), "FLOP"), units.bytes_(saved_bytes(self.traced.operations)),

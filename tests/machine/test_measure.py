@@ -114,3 +114,9 @@ def test_a_later_measurement_keeps_the_better_times(measured: Profile, tmp_path:
     assert sampler.best() == 1.0 and sampler.ratios() == [3.0, 2.0, 4.0]
     sampler.earlier = 9.0
     assert sampler.best() < 3.0
+
+
+@pytest.mark.slow
+def test_noise_takes_longer_than_the_product_with_it(measured: Profile) -> None:
+    """Drawn number by number: a dropout at the rate of a copy was planned forty times too fast."""
+    assert measured.curve("noise", "fp32").at(2**19) > 2 * measured.curve("multiply", "fp32").at(2**19)

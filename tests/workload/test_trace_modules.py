@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
+from ironlaw.plan.memory import peak_memory
 from ironlaw.workload.module_source import Input, install_advice
 from ironlaw.workload.operations import saved_bytes, total_flops
+from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import trace
 
 
@@ -313,3 +316,44 @@ class Keeps(nn.Module):
 
 def test_constants_and_what_is_written_into_are_not_saved() -> None:
     assert saved_bytes(trace(Keeps, [Input("x", (64, 64))]).operations) == 0
+
+
+class Promotes(nn.Module):
+    """A CPU makes operands of two types alike before it computes, and a mask's numbers wide before it adds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y * (y > 0).bfloat16() / (y > 0).sum(-1, keepdim=True)
+
+
+def step_bytes(module: nn.Module, given: Tensor) -> int:
+    """The highest moment of a real step, beside weights and inputs, by the profiler's allocations."""
+    (module(given) ** 2).sum().backward()  # what is built once
+    module.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        output = module(given)
+        torch.autograd.backward(output, torch.ones_like(output))
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+@pytest.mark.parametrize(("build", "shape", "within"), [
+    (lambda: nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 24, 1)), (4, 16, 32, 32), 0.05),
+    (lambda: nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.Conv3d(8, 4, 3)), (2, 1, 8, 16, 16), 0.1),
+    (lambda: nn.Conv2d(3, 64, 7, stride=2), (8, 3, 64, 64), 0.1),
+    (lambda: nn.Conv2d(16, 16, 3).double(), (2, 16, 32, 32), 0.05),
+    (Promotes, (512, 64), 0.05),
+], ids=["conv2d", "conv3d", "strided", "columns", "promoted"])  # fmt: skip
+def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: tuple[int, ...], within: float) -> None:
+    module = build()
+    dtype = next(module.parameters()).dtype
+    traced = trace(build, [Input("x", shape, str(dtype).removeprefix("torch."))])
+    program = step_of_trace(traced, cpu=True)
+    lasting = sum(tensor.bytes for tensor in program.tensors[0])
+    measured = step_bytes(module, torch.randn(shape, dtype=dtype))
+    assert peak_memory(program).total - lasting == pytest.approx(measured, rel=within)
+    assert peak_memory(step_of_trace(traced)).total < peak_memory(program).total  # of kernels of a CPU alone

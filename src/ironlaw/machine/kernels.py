@@ -137,6 +137,7 @@ def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict
         "multiply": _kernel(torch.mul, of.several(2)),
         "multiply_backward": _kernel(torch.mul, of.several(2, grad=True), backward=True),
         "cast": _kernel(lambda x: x.to(torch.bfloat16), of.several(1)),
+        "noise": _kernel(lambda x: torch.empty_like(x).bernoulli_(0.9), of.several(1)),
         "sum_rows": _kernel(lambda x: x.sum(dim=0), of.several(1)),
         "concatenate": _kernel(lambda *parts: torch.cat(parts, dim=-1), lambda elements: of.several(3)(elements // 3)),
         "rotary": _kernel(rotate, of.rotated),

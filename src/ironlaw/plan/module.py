@@ -205,7 +205,8 @@ def _planned(
         "assumed": [list(one) for one in traced.assumptions],
         "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
     }
-    program, replicas = step_of_trace(traced, accumulation, loop), target.replicas
+    program = step_of_trace(traced, accumulation, loop, cpu=target.facts["device"] == "cpu")
+    replicas = target.replicas
     if replicas > 1:
         program = replicated(program, traced, replicas, zero)
         reason = "replicas of the inputs given, ZeRO 0 where that fits, else 3"

@@ -239,6 +239,13 @@ def rotary_saved_bytes(shape: Shape) -> Size:
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
 
+def noise(shape: Shape, name: str, elements: Size, kind: Kind = Kind.ELEMENTWISE) -> list[Operation]:
+    """What dropout draws: on a CPU by a kernel of its own, that takes longer than all else of it."""
+    if not shape.model.dropout or shape.fused_rmsnorm:
+        return []
+    return [elementwise(shape, name, "noise", elements, 1, kind=kind)]
+
+
 def dropout(shape: Shape) -> list[Operation]:
     """On a branch before it joins the residual stream: noise of the branch's type on a CPU, a byte per element on CUDA.
 
@@ -248,11 +255,12 @@ def dropout(shape: Shape) -> list[Operation]:
         return []
     elements = shape.tokens * shape.model.hidden
     branch = elements * shape.matmul_bytes
-    noise = elements if shape.fused_rmsnorm else branch
+    kept = elements if shape.fused_rmsnorm else branch
     # The gradient of the stream stays beside the branch's; in reduced precision its cast copy dies.
-    back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=noise,
+    back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=kept,
                        frees_temporary=branch if shape.casts else 0, on_stream=True)  # fmt: skip
-    return [elementwise(shape, "dropout", "multiply", elements, 3, saved=noise, temporary=branch,
+    return [*noise(shape, "dropout", elements),
+            elementwise(shape, "dropout", "multiply", elements, 3, saved=kept, temporary=branch,
                         frees_temporary=branch, on_stream=True, gradient=[back])]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from ironlaw.workload.division import local_shape
 from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, has_experts, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation, changed
+from ironlaw.workload.operations import Operation, changed, grown
 from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
@@ -189,13 +189,14 @@ def _adapted(
     return [*trained, *frozen], shards, scales + sum(shard_of(p, model, layout.ep, ranks).bytes for p in frozen)
 
 
-def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None = None) -> Program:
+def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None = None, cpu: bool = False) -> Program:
     """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter
     unless the optimizers of a loop are known.
 
-    Gradients have the parameters' own type; what is recomputed and which types are used, the module has decided.
+    Gradients have the parameters' own type; what is recomputed and which types are used, the module has decided. A
+    `cpu`'s kernels take what they need for themselves.
     """
-    operations = trace.operations
+    operations = [grown(op, passing=op.cpu_scratch_bytes if cpu else 0) for op in trace.operations]
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
     forward: list[Operation] = [*operations[:turn]]
     found = loop.gradients if loop else "none"

@@ -40,7 +40,7 @@ _KERNELS = {
     "_log_softmax": "loss_forward", "_log_softmax_backward_data": "loss_backward",
     "silu": "silu_forward", "silu_backward": "silu_backward",
     "add": "add", "sub": "add", "add_": "add_in_place", "sub_": "add_in_place", "mul": "multiply",
-    "cat": "concatenate", "_to_copy": "cast",
+    "cat": "concatenate", "_to_copy": "cast", "bernoulli_": "noise",
 }  # fmt: skip
 NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
              "_sparse_coo_tensor_with_dims_and_tensors")  # fmt: skip
@@ -57,6 +57,7 @@ class TracedOperation(Operation):
     """An operation that also knows its element type."""
 
     dtype: str = "fp32"  # of the result: fp32, bf16, fp16, fp64
+    cpu_scratch_bytes: int = 0  # what a CPU's kernel takes and gives back within the call
 
 
 def _call(kind: Kind, kernel: str, elements: int, moved: int, like: Tensor | None, **more: Any) -> TracedOperation:
@@ -247,3 +248,56 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     moved = 2 * inputs + 2 * outputs if backward else inputs + outputs
     kernel, shape = f"attention_{'backward' if backward else 'forward'}", (batch, tokens, heads, key.shape[1], size)
     return _call(Kind.ATTENTION, kernel, batch * heads * pairs // 2, moved, query, flops=flops, attention=shape)
+
+
+# -- what kernels take for themselves ----------------------------------------------------------------------------------
+
+_PROMOTES = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
+BLOCK = 16
+"""Channels that oneDNN's images keep together on processors with 512 bits (measured; 8 on those with 256)."""
+
+
+def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Bytes that a CPU's kernel takes beside its results (measured with torch 2.13, by the profiler's allocations):
+    operands in the type that they share, images in oneDNN's order, or patches of images as columns."""
+    name = base_name(func)
+    if name.startswith("convolution"):
+        return _image_scratch(args, out)
+    given = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() and arg.layout is torch.strided]
+    if name.rstrip("_") in _PROMOTES and len(given) == 2:
+        shared = torch.result_type(*given)
+    elif name == "sum":
+        shared = out.dtype
+    else:
+        return 0
+    return sum(t.numel() * shared.itemsize for t in given if t.dtype != shared)
+
+
+def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
+    """Of a convolution (x, weight, bias, stride, ...) or of its gradients (dy, x, weight, bias's shape, stride, ...).
+
+    oneDNN copies images into its order, few channels aside, and out of it what it makes.
+    """
+    backward = isinstance(out, tuple)
+    x, weight, y = (args[1], args[2], args[0]) if backward else (args[0], args[1], out)
+    stride, *others = args[4:10] if backward else args[3:9]  # padding, dilation, transposed, output padding, groups
+    transposed = others[2]
+    with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.is_available()):  # which traces switch off
+        library = torch._C._select_conv_backend(x, weight, None, stride, *others, [y.shape[1]]).name
+    if library not in ("Mkldnn", "???"):  # oneDNN's transposed ones have no name
+        window, positions = math.prod(weight.shape[2:]), (x if transposed else y)[:, :1].numel()
+        columns = positions * weight.shape[1] * window * x.itemsize  # of a group
+        return columns if library.startswith("Slow") and window > 1 else 0
+    block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients: channels as they are
+    blocks_x, blocks_y = (_in_blocks(image, block) for image in (x, y))
+    read_x, read_y = (size if image.shape[1] >= BLOCK else 0 for image, size in ((x, blocks_x), (y, blocks_y)))
+    if backward:
+        return max(0 if out[0] is None else blocks_y + blocks_x - x.nbytes, read_x + read_y)
+    return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
+
+
+def _in_blocks(image: Tensor, block: int) -> int:
+    """Bytes of images whose channels fill blocks; none for those that oneDNN takes as they lie, channels last."""
+    if image.dim() == 4 and image.stride(1) == 1 and image.shape[1] > 1:
+        return 0
+    return image.nbytes // image.shape[1] * block * math.ceil(image.shape[1] / block)

@@ -27,7 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
-from ironlaw.workload.trace_kernels import NO_KERNEL, TracedOperation, base_name, calls_of, storages, tensors
+from ironlaw.workload.trace_kernels import (
+    NO_KERNEL,
+    TracedOperation,
+    base_name,
+    calls_of,
+    scratch_of,
+    storages,
+    tensors,
+)
 
 FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
 """Modules that are one kernel on accelerators and on a measured machine's curves, and six calls on a CPU."""
@@ -163,12 +171,15 @@ class Recorder(TorchDispatchMode):
         if index > self.most:
             raise LongLoop(self)
         if base_name(func) not in NO_KERNEL:
+            scratch = scratch_of(func, args, out)
             for call in calls_of(func, args, kwargs, out):
                 if call.attention is not None:
                     call = self._without_padding(call, args)
                 if origin.scope == "attention" and call.kind is Kind.MATMUL:
                     call = replace(call, kind=Kind.ATTENTION)
-                self.records.append(RecordedKernel(replace(call, phase=self.phase), base_name(func), origin))
+                call = replace(call, phase=self.phase, cpu_scratch_bytes=scratch)
+                self.records.append(RecordedKernel(call, base_name(func), origin))
+                scratch = 0  # the first of several has it, and what they make
         for storage in written:
             born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
             if self._remember(storage, born):
