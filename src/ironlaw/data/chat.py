@@ -206,7 +206,8 @@ class _Bounded(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-        return tree.set_environment(self)
+        tree.set_environment(self)
+        return tree
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
