@@ -138,9 +138,8 @@ def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = N
     """
     model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
     parts = projections(shape) if model.latent is None else latent.projections(shape)
-    scores = shape.micro_batch * model.heads * shape.sequence**2
-    drawn = noise(shape, "attention", scores, Kind.ATTENTION)
-    operations = [*parts, attention(shape), *drawn, *latent.unpadded(shape)]
+    parts += noise(shape, "attention", shape.micro_batch * model.heads * shape.sequence**2, Kind.ATTENTION)
+    operations = [*parts, attention(shape), *latent.unpadded(shape)]
     operations += linear(
         shape, "attention_out", model.mixed_size, model.hidden, keep=keep, bias=model.has_out_bias,
         frees=tokens * model.mixed_size * w if shape.pads_values else 0,
