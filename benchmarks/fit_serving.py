@@ -42,7 +42,7 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "prompt_seconds": (("engine", "age", "host", "vendor"), 1.0, float(np.log(1e-3))),
     "ramp_tokens": (("engine", "vendor", "side"), 1.0, float(np.log(30.0))),
     "collective_seconds": (("engine", "host", "release"), 0.7, float(np.log(1e-5))),
-    "most_requests": (("engine", "age"), 0.5, float(np.log(512.0))),
+    "most_requests": (("engine", "age"), 1.5, float(np.log(512.0))),  # no source says it: 256 to 4,096 by default
     "throughput": (("engine", "age", "mixture"), 0.3, -0.1),
 }
 STRAYS = {"": 3.0, "host": 3.0}
