@@ -39,6 +39,7 @@ COMPILED = {"compile": "on"}
 AVERAGED = {"average_decay": 0.8}
 
 QUICK = [
+    case("llama", tables={"optimizer": {"name": "momentum", "lr": 0.1}}, zero=3),
     case(model=D, tables=DOCUMENTS | FULL, zero=3),
     case("llama", train=CHUNKED, tables=DOCUMENTS, pp=2),
     case("llama", model={"layers": 2}, train=CHUNKED | AVERAGED, tables=DOCUMENTS | SELECTIVE, tp=2, sp=True),
