@@ -58,14 +58,12 @@ def apply(
 
     # First what a rank computes of sequences and heads: everything below only moves weights.
     if layout.tp > 1 or layout.cp > 1:
-        partition = RankPartition(ranks)
-        model.partition = partition
+        model.partition = partition = RankPartition(ranks)
         for block in tensor.blocks_of(model):
             block.attention.partition = partition
 
     # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
-    replicas = ranks.size_of("replicate") > 1
-    fsdp = layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
+    fsdp = layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp * layout.ep > 1)
     # Adapters may lie on more than one of them, and divide by what they lie on.
     adapts = config.finetune.adapts
     if (layout.tp > 1 or fsdp) and not adapts:
@@ -76,11 +74,7 @@ def apply(
         experts.share(model, config, ranks)
 
     # Stages before anything else is divided: no rank should divide, or hold, layers that are not its own.
-    plain = {0: model}
-    if layout.pp > 1:
-        stages = layout.pp * layout.virtual_stages
-        numbers = stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
-        plain = {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
+    plain = _stages(model, ranks)
 
     # Tensor parallel on whole weights: FSDP afterwards shards each rank's part, and gathers only that.
     if layout.tp > 1:
@@ -98,42 +92,52 @@ def apply(
     for part in plain.values():
         layers = [int(name) for name, _ in part.blocks.named_children()]
         recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())
-        if compiled:
-            for compiling in part.blocks:
-                compiling.forward = torch.compile(compiling.forward)
-
-    # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
-    deferred = any(parameter.is_meta for parameter in model.parameters())
-    if deferred and not fsdp:
-        materialize.materialize(plain.values(), ranks.device, drawn)
-    for part in plain.values() if not deferred else ():
-        part.to(ranks.device)
+        for called in part.blocks if compiled else ():
+            called.forward = torch.compile(called.forward)
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
-    parts: dict[int, nn.Module] = dict(plain)
-    if fsdp:
-        reduced = torch.bfloat16 if config.communication.gradients == "bf16" else None  # weights stay as they are
-        for part in plain.values():
-            shard(part, ranks, MixedPrecisionPolicy(reduce_dtype=reduced))
-        if deferred:
-            materialize.materialize(plain.values(), ranks.device, drawn)
-    elif replicas:
-        # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
-        group = ranks.group("replicate")
-        with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
-            warnings.simplefilter("ignore", FutureWarning)
-            parts[0] = DistributedDataParallel(
-                model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+    parts = _replicated(model, plain, config, ranks, drawn, fsdp)
 
     # Read only now: FSDP has put its own parameters in place of the model's.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
-    last = plain.get(layout.pp * layout.virtual_stages - 1)
-    copied = None
-    if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
-        copied = cast(nn.Parameter, last.head.weight)
+    last = plain.get(layout.pp * layout.virtual_stages - 1) if layout.pp > 1 and config.model.tied else None
+    copied = None if last is None else cast(nn.Parameter, last.head.weight)
     exchanged = [p for part in plain.values() for layer in expert_layers(part) for p in layer.experts.parameters()]
     return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [])
+
+
+def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
+    """The model as this rank of a pipeline has it, by number of stage."""
+    layout = ranks.config
+    if layout.pp == 1:
+        return {0: model}
+    stages = layout.pp * layout.virtual_stages
+    numbers = stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
+    return {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
+
+
+def _replicated(
+    model: Transformer, plain: dict[int, Transformer], config: RunConfig, ranks: Ranks, drawn: bool, fsdp: bool
+) -> dict[int, nn.Module]:
+    # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
+    deferred = any(parameter.is_meta for parameter in model.parameters())
+    for part in plain.values() if not deferred else ():
+        part.to(ranks.device)
+    for part in plain.values() if fsdp else ():
+        reduced = torch.bfloat16 if config.communication.gradients == "bf16" else None  # weights stay as they are
+        shard(part, ranks, MixedPrecisionPolicy(reduce_dtype=reduced))
+    if deferred:
+        materialize.materialize(plain.values(), ranks.device, drawn)
+    if fsdp or ranks.size_of("replicate") == 1:
+        return dict(plain)
+    # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
+    group = ranks.group("replicate")
+    with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    return {**plain, 0: wrapped}
 
 
 def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
