@@ -23,8 +23,7 @@ def validate(
     from ironlaw.plan.measured.inference import read_serving, serving_record, serving_rows
     from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
-    from ironlaw.report.record_view import FOOTER, PAGE, record_view
-    from ironlaw.report.serving_view import serving_record_view
+    from ironlaw.report.record_view import FOOTER, PAGE, record_view, serving_record_view
 
     if (rows := serving_rows(runs)) is not None:
         if html is not None or profile:

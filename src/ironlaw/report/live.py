@@ -84,21 +84,18 @@ class Dashboard:
         """Heading figures: name, value, what stands beside it."""
         if not steps:
             return [("Step", "none yet", "preparing data, or the first step")]
-        last, plan = steps[-1], self._plan.totals if self._plan is not None else {}
-        usual = [s["seconds"] for s in steps[-RECENT:] if not s["recorded"]] or [last["seconds"]]
-        seconds = statistics.median(usual)
+        last = steps[-1]
+        seconds = statistics.median([s["seconds"] for s in steps[-RECENT:] if not s["recorded"]] or [last["seconds"]])
         cards = [("Step", f"{last['step']:,}", f"of {last['steps']:,}")]
         cards.append(("Loss", f"{last['loss']:.3f}", "nats per token"))
         validated = [s["validation_loss"] for s in steps if s["validation_loss"] is not None]
         if validated:
             cards.append(("Validation loss", f"{validated[-1]:.3f}", "nats per token"))
-        if "step_seconds" in plan:
-            off = relative_error(plan["step_seconds"].value, seconds)
-            cards.append(("Step time", units.seconds(seconds), f"plan {units.signed_percent(off, 0)}"))
-            tokens = plan["tokens_per_second"].value * plan["step_seconds"].value
-            cards.append(("Throughput", units.count(tokens / seconds), "tokens per second"))
-            mfu = plan["mfu"].value * plan["step_seconds"].value / seconds
-            cards.append(("MFU", units.percent(mfu, 0), "of what was measured here"))
+        if self._plan is not None:
+            off, rate, mfu = _pace(self._plan, seconds)
+            cards.append(("Step time", units.seconds(seconds), f"plan {off}"))
+            cards.append(("Throughput", rate, "tokens per second"))
+            cards.append(("MFU", mfu, "of what was measured here"))
         else:
             cards.append(("Step time", units.seconds(seconds), ""))
         waited = sum(s["data_seconds"] for s in steps[-RECENT:]) / sum(s["seconds"] for s in steps[-RECENT:])
@@ -106,6 +103,13 @@ class Dashboard:
         cards.append(("Memory", units.bytes_(last["resident_bytes"]), "of this process"))
         cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
         return cards
+
+
+def _pace(plan: Ledger, seconds: float) -> tuple[str, str, str]:
+    """Of steps that take so long: the plan's error, tokens per second, MFU."""
+    step = plan.totals["step_seconds"].value
+    tokens, mfu = (plan.totals[name].value * step / seconds for name in ("tokens_per_second", "mfu"))
+    return units.signed_percent(relative_error(step, seconds), 0), units.count(tokens), units.percent(mfu, 0)
 
 
 def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:
@@ -258,15 +262,9 @@ class LiveRun:
         seconds = self._step_seconds
         extras: list[str] = []
         if seconds is not None:
-            totals = self._plan.totals
-            tokens = totals["tokens_per_second"].value * totals["step_seconds"].value
-            off = relative_error(totals["step_seconds"].value, seconds)
-            mfu = totals["mfu"].value * totals["step_seconds"].value / seconds
-            parts += [
-                f"{units.count(tokens / seconds)} tok/s",
-                f"step {units.seconds(seconds)} (plan {units.signed_percent(off, 0)})",
-            ]
-            extras.append(f"MFU {units.percent(mfu, 0)}")
+            off, rate, mfu = _pace(self._plan, seconds)
+            parts += [f"{rate} tok/s", f"step {units.seconds(seconds)} (plan {off})"]
+            extras.append(f"MFU {mfu}")
         left = (report.steps - report.step) * (seconds or self._plan.totals["step_seconds"].value)
         parts.append(f"{units.seconds(left)} left")
         # On a narrow terminal the last of these go first: a line that wraps cannot be drawn over.

@@ -32,6 +32,11 @@ QUANTITIES: dict[str, tuple[str, str, Print, Callable[[float], str], int]] = {
     "time": ("predicted_step_seconds", "step_seconds", units.seconds, svg.short_seconds, 10),
     "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, svg.short_bytes, 2),
 }
+SERVED = {
+    "tpot_seconds": "Time per output token", "ttft_seconds": "Time to the first token",
+    "prefill_tokens_per_second": "Prompt tokens per second", "output_tokens_per_second": "Output tokens per second",
+    "kv_tokens": "Tokens the cache holds",
+}  # fmt: skip
 PAGE, FOOTER = "Ironlaw: the planner's record", (
     "Errors are relative to the measurement. Each group's constants are those of its software (the engine), never of "
     "the group."
@@ -104,14 +109,18 @@ def _errors(made: Document, found: Found, key: str) -> None:
     made.add(_plot(found, key))
     rows: list[Row] = []
     for name, e in entries:
-        base = e["baseline"]
-        rows.append([
-            Cell(name, "strong" if name == "all" else ""), str(e["n"]), strong(percent(e["median"])),
-            strong(percent(e["mean"])), percent(e["p90"]), f"{100 * e['bias']:+.1f}", dim(percent(base["median"])),
-            dim(percent(base["mean"])), percent(e["coverage"], 0),
-        ])  # fmt: skip
+        baseline = [dim(percent(e["baseline"][which])) for which in ("median", "mean")]
+        rows.append([*_error(name, e), *baseline, percent(e["coverage"], 0)])
     columns = ["group", "runs", "median", "mean", "p90", "~bias", "~baseline: median", "mean", "~in interval"]
     made.table(columns, rows, caption=meaning)
+
+
+def _error(name: str, errors: Found) -> Row:
+    """Group, how many, and how far off they are."""
+    return [
+        Cell(name, "strong" if name == "all" else ""), str(errors["n"]), strong(percent(errors["median"])),
+        strong(percent(errors["mean"])), percent(errors["p90"]), f"{100 * errors['bias']:+.1f}",
+    ]  # fmt: skip
 
 
 def _plot(found: Found, key: str) -> Chart:
@@ -267,4 +276,23 @@ def calibration_view(found: Found) -> Document:
         made.text(f"These runs say nothing of {unseen}: left where they were, or nearly.", role="dim")
     for entry in found["not_planned"]:
         made.text(f"Not used: {entry['id']}: {entry['reason']}", role="dim")
+    return made
+
+
+def serving_record_view(found: Found) -> Document:
+    """The serving planner's record: its errors on measured servers."""
+    made = Document()
+    for name, title in SERVED.items():
+        groups = {group: errors[name] for group, errors in found["groups"].items() if name in errors}
+        if groups:
+            made.heading(f"{title}, planned against measured: error in percent")
+            rows: list[Row] = []
+            for group, e in [*groups.items(), ("all", found["overall"][name])]:
+                rows.append([*_error(group, e), dim(percent(e["baseline_median"])), percent(e["in_interval"], 0)])
+            made.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
+    made.text(
+        "Baseline: weight bytes over 60% of the memory's rate; 2 N FLOPs a prompt token over 40% of the dense peak. "
+        "In interval: measurements inside the plan's 80% interval.", indent=2, role="dim",
+    )  # fmt: skip
+    _not_planned(made, found["not_planned"])
     return made

@@ -1,4 +1,4 @@
-"""Serving: a plan (does it fit, how fast, what binds, what it costs), a measured server, and the planner's record."""
+"""Serving: a plan (does it fit, how fast, what binds, what it costs), and a measured server."""
 
 from __future__ import annotations
 
@@ -36,16 +36,10 @@ _MEASURED = {
     "output_tokens_per_second": ("output tokens per second", units.count),
     "decode_batch": ("requests that decode, mean", units.count),
 }  # fmt: skip
-_RECORDED = {
-    "tpot_seconds": "Time per output token", "ttft_seconds": "Time to the first token",
-    "prefill_tokens_per_second": "Prompt tokens per second", "output_tokens_per_second": "Output tokens per second",
-    "kv_tokens": "Tokens the cache holds",
-}  # fmt: skip
 _TIMES = {
     "ttft_seconds": "to the first token", "tpot_seconds": "per token after it",
     "inter_token_seconds": "between pieces", "e2e_seconds": "whole answer",
 }  # fmt: skip
-MOST_LISTED = 8
 
 
 def serving_view(ledger: Ledger, more: dict[str, Any]) -> Document:
@@ -187,33 +181,3 @@ def load_view(found: dict[str, Any]) -> Document:
          for key, label in _TIMES.items() if found[key] is not None],
     )  # fmt: skip
     return made
-
-
-def serving_record_view(found: dict[str, Any]) -> Document:
-    """The serving planner's record: its errors on measured servers."""
-    made = Document()
-    for name, title in _RECORDED.items():
-        groups = {group: errors[name] for group, errors in found["groups"].items() if name in errors}
-        if groups:
-            made.heading(f"{title}, planned against measured: error in percent")
-            rows = [_errors(group, errors) for group, errors in [*groups.items(), ("all", found["overall"][name])]]
-            made.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
-    made.text(
-        "Baseline: weight bytes over 60% of the memory's rate; 2 N FLOPs a prompt token over 40% of the dense peak. "
-        "In interval: measurements inside the plan's 80% interval.", indent=2, role="dim",
-    )  # fmt: skip
-    missing = found["not_planned"]
-    if missing:
-        made.heading(f"{len(missing)} rows could not be planned")
-        for one in missing[:MOST_LISTED]:
-            made.text(f"{one['id']}: {one['reason']}", indent=2)
-    return made
-
-
-def _errors(group: str, found: dict[str, Any]) -> list[str]:
-    simple = found["baseline_median"]
-    return [
-        group, f"{found['n']:,}", *(f"{100 * found[key]:.1f}" for key in ("median", "mean", "p90")),
-        f"{100 * found['bias']:+.1f}", "" if simple is None else f"{100 * simple:.1f}",
-        f"{100 * found['in_interval']:.0f}",
-    ]  # fmt: skip
