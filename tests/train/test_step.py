@@ -21,7 +21,6 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.loss import chunked_cross_entropy
 from ironlaw.model.masks import block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.clock import StepClock
 from ironlaw.plan.step import plan_run
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.mesh import Mesh
@@ -123,7 +122,7 @@ def a_batch(ignored: bool, sequences: int = 8) -> Batch[Tensor]:
 
 
 def gradients(step: Step, batch: Batch[Tensor]) -> tuple[float, list[Tensor]]:
-    loss = step.forward_backward(batch, 0, StepClock(cuda=False))
+    loss = step.forward_backward(batch, 0)
     return float(loss), [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
 
 

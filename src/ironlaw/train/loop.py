@@ -101,6 +101,7 @@ class Trainer:
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
         self.one_step = self.strategy.step(config, self.plan, self.profile, fresh=start is None, say=self.say)
+        self.one_step.clock = self.clock
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -226,14 +227,15 @@ class Trainer:
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         clock, observer, number = self.clock, self.observer, self.step
+        self.one_step.recording = recording
         with clock.step() as times, scope(STEP_SCOPE, recording), observer.step(number + 1, clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
                 if self.config.tracking.batch_digests:
                     self._batch_crc32 = batch_crc32(batch)
-            loss = self.one_step.forward_backward(batch, number, clock, recording)
+            loss = self.one_step.forward_backward(batch, number)
             stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
-            agreed = self.one_step.update(loss, number, clock, recording, stop, numbers)
+            agreed = self.one_step.update(loss, number, stop, numbers)
         self.train_loss, self._gradient_norm, self._stop_agreed, _ = agreed
         if agreed.stop and self.interruption.name is None:
             self.interruption.name = "SIGTERM"  # another rank was told to stop

@@ -45,7 +45,10 @@ from ironlaw.workload.sections import FROZEN
 
 
 class Step:
-    """`loss = step.forward_backward(batch, number)`, then `step.update(loss, number)`; steps are numbered from 0."""
+    """`loss = step.forward_backward(batch, number)`, then `step.update(loss, number)`; steps are numbered from 0.
+
+    `clock` is told of the passes; `recording`: marks are pushed that the profiler's reader looks for.
+    """
 
     optimizer: torch.optim.Optimizer
     store: Store
@@ -149,18 +152,12 @@ class Step:
 
     # -- forward and backward --------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, batch: Batch[Tensor], number: int, clock: StepClock | None = None, recording: bool = False
-    ) -> Tensor:
+    def forward_backward(self, batch: Batch[Tensor], number: int) -> Tensor:
         """Gradients of the mean loss over all targets that count. Returns this rank's part of that mean, still on the
-        device: the mean over ranks is the whole.
-
-        `clock` is told of the passes; `recording`: push the marks that the profiler's reader looks for.
-        """
-        self.clock, self.recording = clock or StepClock(), recording
+        device: the mean over ranks is the whole."""
         every = self.config.train.noise_scale_every
         loss = self._gradients(batch, number, every > 0 and (number + 1) % every == 0)
-        if recording:
+        if self.recording:
             self.gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
         return loss
 
@@ -245,13 +242,10 @@ class Step:
 
     # -- update ----------------------------------------------------------------------------------------------
 
-    def update(
-        self, loss: Tensor, number: int, clock: StepClock | None = None, recording: bool = False, stop: bool = False,
-        numbers: Sequence[float] = (),
-    ) -> Agreed:  # fmt: skip
+    def update(self, loss: Tensor, number: int, stop: bool = False, numbers: Sequence[float] = ()) -> Agreed:
         """Clip by global norm, update, clear gradients. Every rank gets the same: `loss` over all ranks, the norm,
         whether any of them is to `stop`, the sums of their `numbers`."""
-        self.clock, self.recording = clock or StepClock(), recording
+        recording = self.recording
         alone = self.mesh.size == 1 or self.device.type == "cpu"
         with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
             mean, norm, stop, added = self._agree(loss, stop, numbers)
