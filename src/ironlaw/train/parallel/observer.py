@@ -17,7 +17,7 @@ import numpy as np
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import STEP_PHASES, Estimate, Key, Kind, Ledger, Line, Origin, Phase
-from ironlaw.observe.clock import StepClock
+from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.events import recorded_allocations
 from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
@@ -111,10 +111,30 @@ class RankObserver(Observer):
     # -- the ledger ------------------------------------------------------------------------------------------
 
     def gather(self, observed: Observations) -> None:
-        ranks = self.ranks
-        chosen = ranks.first_does(lambda: typical_steps(observed))
-        mine = seen(observed, chosen, self.traffic, self.peak_bytes, ranks.rank, ranks.index("pp"))
-        self._everybodys = ranks.gather(mine)
+        # Rank 0 says which steps count for all, so that their phases are those of the same steps.
+        kept = {id(step) for step in typical(observed.steps)}
+        chosen = self.ranks.first_does(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
+        steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
+        self._everybodys = self.ranks.gather(self._seen(steps))
+
+    def _seen(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
+        """This rank's part, as plain data: seconds per step, counts and bytes per step."""
+        traffic, count = self.traffic, max(1, self.traffic.steps)
+        exposed = means([s.waited_seconds for s in steps])
+        communication = [
+            {
+                "dimension": dimension, "kind": kind, "count": found.count / count, "bytes": found.bytes / count,
+                "seconds": None if found.seconds is None else found.seconds / count,
+                "exposed_seconds": exposed.get(f"{dimension} {kind}", 0.0),
+            }
+            for (dimension, kind), found in sorted(traffic.found.items())
+        ]  # fmt: skip
+        return {
+            "rank": self.ranks.rank, "position": self.ranks.index("pp"),
+            "step_seconds": float(np.mean([s.wall_seconds for s in steps])) if steps else None,
+            "phase_seconds": means([s.phase_seconds for s in steps]), "communication": communication,
+            "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
 
     def complete(self, ledger: Ledger) -> None:
         merge(ledger, self._everybodys)
@@ -136,34 +156,6 @@ def mean_lines(everybodys: Sequence[Sequence[Line]]) -> list[Line]:
         )
         for lines in found.values()
     ]  # fmt: skip
-
-
-def typical_steps(observed: Observations) -> list[int]:
-    """Which of the steps count: rank 0 says so for all, so that their phases are those of the same steps."""
-    chosen = {id(step) for step in typical(observed.steps)}
-    return [index for index, step in enumerate(observed.steps) if id(step) in chosen]
-
-
-def seen(
-    observed: Observations, chosen: Sequence[int], traffic: Traffic, peak_bytes: int | None, rank: int, position: int
-) -> dict[str, Any]:
-    """One rank's part, as plain data: seconds per step of the chosen ones, counts and bytes per step."""
-    steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
-    phases, exposed = means([s.phase_seconds for s in steps]), means([s.waited_seconds for s in steps])
-    communication = [
-        {
-            "dimension": dimension, "kind": kind, "count": found.count / max(1, traffic.steps),
-            "bytes": found.bytes / max(1, traffic.steps),
-            "seconds": None if found.seconds is None else found.seconds / max(1, traffic.steps),
-            "exposed_seconds": exposed.get(f"{dimension} {kind}", 0.0),
-        }
-        for (dimension, kind), found in sorted(traffic.found.items())
-    ]  # fmt: skip
-    step = float(np.mean([s.wall_seconds for s in steps])) if steps else None
-    return {
-        "rank": rank, "position": position, "step_seconds": step, "phase_seconds": phases,
-        "communication": communication, "peak_bytes": peak_bytes,
-    }  # fmt: skip
 
 
 def means(rows: Sequence[Mapping[Any, float]]) -> dict[str, float]:
