@@ -107,6 +107,11 @@ class Dimensions(Switches):
         return self.key_value_heads * self.size_of_head
 
     @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Rows of query, key and value in their matrix."""
+        return self.query_size, self.key_value_size, self.key_value_size
+
+    @property
     def projected_size(self) -> int:
         """Width of all that linear layers give before attention."""
         if self.latent is None:

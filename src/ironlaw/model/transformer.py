@@ -85,8 +85,7 @@ class Attention(nn.Module):
         config = self.config
         together = self.clipped(self.qkv(x)[0])  # (N, heads x D)
         if config.qk_norm:
-            sizes = (config.query_size, config.key_value_size, config.key_value_size)
-            query, key, value = self.heads(*together.split(sizes, dim=-1))
+            query, key, value = self.heads(*together.split(config.qkv_sizes, dim=-1))
             heads = torch.cat((query, key), dim=1)
         else:
             together = together.view(together.shape[0], -1, config.size_of_head)
@@ -98,9 +97,8 @@ class Attention(nn.Module):
         config, together = self.config, self.qkv(x)
         if not isinstance(together, Tensor):  # three matrices after all: where ranks hold parts of each
             return [self.clipped(part) for part in together]
-        sizes = (config.query_size, config.key_value_size, config.key_value_size)
-        ranks = sum(sizes) // together.shape[-1]  # that have parts of the heads
-        return self.clipped(together).split([size // ranks for size in sizes], dim=-1)
+        ranks = sum(config.qkv_sizes) // together.shape[-1]  # that have parts of the heads
+        return self.clipped(together).split([size // ranks for size in config.qkv_sizes], dim=-1)
 
     def clipped(self, x: Tensor) -> Tensor:
         return x if self.config.qkv_clip is None else x.clamp(-self.config.qkv_clip, self.config.qkv_clip)

@@ -50,10 +50,8 @@ def load(
     check_model(checkpoint, config)
     name = checkpoint.index.get("store", WholeFiles.name)
     if name == "sharded":  # loaded only here: its imports take a second
-        from ironlaw.train.parallel.names import mark_fused
         from ironlaw.train.parallel.store import ShardedFiles
 
-        mark_fused(model)
         return ShardedFiles().read(checkpoint.path, model, states or {})
     if name == AdapterFiles.name and not adapted_layers(model):
         load_adapted(checkpoint, model, config)

@@ -51,7 +51,7 @@ from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.communication import counted
 from ironlaw.train.parallel.job import RankStrategy, check_alike, rank_facts
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
-from ironlaw.train.parallel.names import mark_fused, named_tensors
+from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.precision import LossScale, autocast
@@ -569,7 +569,6 @@ def task_preflight(case: dict[str, Any], folder: Path) -> str:
 def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     """A checkpoint of many ranks in one process: weights and moments by name."""
     model = Transformer(config.model)
-    mark_fused(model)
     optimizer = build_optimizer(model, config.optimizer)
     average = WeightAverage(model, config.train.average_decay or 0.5)
     states: dict[str, Any] = {"optimizer": optimizer} | ({"average": average} if config.train.average_decay else {})

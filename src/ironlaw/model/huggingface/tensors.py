@@ -9,11 +9,14 @@ their weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.spec import Names
+from ironlaw.model.latent_config import LatentConfig
+from ironlaw.model.parameters import model_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,125 +102,103 @@ class Entry:
 
 
 def entries(config: ModelConfig, names: Names) -> Iterator[Entry]:
-    walk = _Walk(config, names)
-    yield Entry("embedding.weight", (f"{names.embedding}.weight",))
-    if config.positions == "learned":
-        yield Entry("positions.weight", (f"{names.positions}.weight",), skipped=names.positions_skipped)
-    if config.embedding_norm:
-        yield from walk.norm("embedding_norm", names.embedding_norm)
-    for layer in range(config.layers):
-        yield from walk.block(layer)
-    yield from walk.norm("final_norm", names.final_norm)
-    if not config.tied:
-        yield Entry("head.weight", (f"{names.head}.weight",))
-    if config.head_bias:
-        yield Entry("head.bias", (f"{names.head}.bias",))
+    """Of the tensors that `model/parameters.py` says there are, and of the routers' biases."""
+    there = {parameter.name for parameter in model_parameters(config)}
+    if config.moe is not None and config.moe.balance == "bias":
+        there |= {f"blocks.{layer}.ffn.router.bias" for layer in range(config.layers) if config.moe.in_layer(layer)}
+    first = (
+        *_both("embedding", names.embedding),
+        *_both("positions", names.positions, skipped=names.positions_skipped),
+        *_norm("embedding_norm", names.embedding_norm, names),
+    )
+    last = (*_norm("final_norm", names.final_norm, names), *_both("head", names.head))
+    block = [*_attention(config, names), *_network(config, names)]
+    of_blocks = (
+        replace(
+            entry, ours=f"blocks.{layer}.{entry.ours}",
+            theirs=tuple(f"{names.layers}.{layer}.{name}" for name in entry.theirs),
+        )
+        for layer in range(config.layers) for entry in block
+    )  # fmt: skip
+    return (entry for entry in chain(first, of_blocks, last) if entry.ours in there)
 
 
-@dataclass(frozen=True)
-class _Walk:
-    config: ModelConfig
-    names: Names
+def _both(ours: str, *theirs: str, transposed: bool = False, **how: Any) -> Iterator[Entry]:
+    """Weight and bias; a vector has no inputs."""
+    for part in ("weight", "bias"):
+        there = tuple(f"{name}.{part}" for name in theirs)
+        yield Entry(f"{ours}.{part}", there, transposed=transposed and part == "weight", **how)
 
-    def block(self, layer: int) -> Iterator[Entry]:
-        config, names = self.config, self.names
-        ours, theirs = f"blocks.{layer}", f"{names.layers}.{layer}"
-        there = names.two_norms if names.two_norms and config.parallel_norms == 2 else names.norms
-        for norm, name in zip(_norms(config), there, strict=False):
-            yield from self.norm(f"{ours}.{norm}", f"{theirs}.{name}")
-        yield from self._attention(f"{ours}.attention", theirs)
-        if config.moe is not None and config.moe.in_layer(layer):
-            yield from self._experts(f"{ours}.ffn", theirs)
-        else:
-            yield from self._network(f"{ours}.ffn", theirs)
 
-    def norm(self, ours: str, theirs: str) -> Iterator[Entry]:
-        for part in ("weight", "bias")[: self.config.norm_tensors]:
-            yield Entry(f"{ours}.{part}", (f"{theirs}.{part}",), plus=float(self.names.plus_one and part == "weight"))
+def _norm(ours: str, theirs: str, names: Names, **how: Any) -> Iterator[Entry]:
+    weight, bias = _both(ours, theirs, **how)
+    yield from (replace(weight, plus=float(names.plus_one)), bias)
 
-    def _linear(
-        self, ours: str, theirs: tuple[str, ...], bias: bool, sizes: tuple[int, ...] = (), order: tuple[int, ...] = (),
-        which: int = 0, count: int = 1,
-    ) -> Iterator[Entry]:  # fmt: skip
-        for part in ("weight", "bias") if bias else ("weight",):
-            there = tuple(f"{name}.{part}" for name in theirs)
+
+def _attention(config: ModelConfig, names: Names) -> Iterator[Entry]:
+    """What a block may have of norms and attention."""
+    norms = names.two_norms if names.two_norms and config.parallel_norms == 2 else names.norms
+    for norm, theirs in zip(_norms(config), norms, strict=False):
+        yield from _norm(norm, theirs, names)
+    if config.latent is not None:
+        yield from _latent(config, config.latent)
+    else:
+        sizes = config.qkv_sizes if len(names.query_key_value) > 1 else ()
+        order, transposed = _order(config, names), names.transposed
+        yield from _both("attention.qkv", *names.query_key_value, sizes=sizes, order=order, transposed=transposed)
+        for which, theirs in (("query", names.query_norm), ("key", names.key_norm)):
+            order = _neighbours(config, config.qk_norm_sizes[which == "key"]) if names.neighbours else ()
+            yield from _norm(f"attention.{which}_norm", theirs, names, order=order)
+    yield from _both("attention.out", names.out, transposed=names.transposed)
+    yield Entry("attention.sinks", ("self_attn.sinks",))
+
+
+def _latent(config: ModelConfig, latent: LatentConfig) -> Iterator[Entry]:
+    """What comes before latent attention's output layer."""
+
+    def turned(start: int, plain: int) -> Iterator[int]:
+        yield from range(start, start + plain)
+        yield from (start + plain + row for row in _halves(latent.rotary_size))
+
+    heads = range(0, config.query_size, latent.head_size)
+    query = tuple(row for start in heads for row in turned(start, latent.plain_size))
+    shared = tuple(turned(0, latent.key_value_rank))
+    parts: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("query_down", "q_a_proj", ()), ("query_norm", "q_a_layernorm", ()),
+        ("query_up", "q_b_proj" if latent.query_rank else "q_proj", query),
+        ("latent_down", "kv_a_proj_with_mqa", shared), ("latent_norm", "kv_a_layernorm", ()),
+        ("latent_up", "kv_b_proj", ()),
+    )  # fmt: skip
+    for ours, theirs, order in parts:
+        yield Entry(f"attention.{ours}.weight", (f"self_attn.{theirs}.weight",), order=order)
+
+
+def _network(config: ModelConfig, names: Names) -> Iterator[Entry]:
+    """What a block may have of a network: the dense one, or the router and the experts, routed and shared."""
+    fused, transposed = config.gated_ffn and names.gate == names.up, names.transposed
+    for which, part in enumerate(("gate", "up", "down")):
+        how = {"which": which, "count": 2} if fused and part != "down" else {}
+        yield from _both(f"ffn.{part}", getattr(names, part), transposed=transposed, **how)
+    if config.moe is None:
+        return
+    experts = names.experts
+    yield Entry("ffn.router.weight", (f"{experts.router}.weight",))
+    yield Entry("ffn.router.score_bias", (f"{experts.router}.bias",))
+    yield Entry("ffn.router.bias", (experts.choice_bias,), row=experts.choice_row)
+    for which, part in enumerate(("gate", "up", "down")):
+        name, ours = getattr(experts, part), f"ffn.experts.{part}"
+        if "{}" in name:
+            yield Entry(f"{ours}.weight", tuple(name.format(n) for n in range(config.moe.experts)), each=True)
+            continue
+        both, turns = experts.gate == experts.up and part != "down", part in experts.inputs_first
+        for kind, end in (("weight", ""), ("bias", experts.bias)):
             yield Entry(
-                f"{ours}.{part}", there, sizes if len(theirs) > 1 else (), order=order, which=which, count=count,
-                transposed=self.names.transposed and part == "weight",
+                f"{ours}.{kind}", (name + end,), stack=True, which=which * both, count=1 + both, inputs_first=turns,
+                turns=both and turns, flat=experts.flat * config.moe.experts,
             )  # fmt: skip
-
-    def _attention(self, ours: str, theirs: str) -> Iterator[Entry]:
-        config, names = self.config, self.names
-        if config.latent is not None:
-            yield from self._latent(ours, f"{theirs}.self_attn")
-        else:
-            fused = tuple(f"{theirs}.{name}" for name in names.query_key_value)
-            sizes = (config.query_size, config.key_value_size, config.key_value_size)
-            yield from self._linear(f"{ours}.qkv", fused, config.has_qkv_bias, sizes, _order(config, names))
-        if config.qk_norm:
-            for which, name in (("query", names.query_norm), ("key", names.key_norm)):
-                order = _neighbours(config, config.qk_norm_sizes[which == "key"]) if names.neighbours else ()
-                there = (f"{theirs}.{name}.weight",)
-                yield Entry(f"{ours}.{which}_norm.weight", there, order=order, plus=float(names.plus_one))
-        yield from self._linear(f"{ours}.out", (f"{theirs}.{names.out}",), config.has_out_bias)
-        if config.attention_sinks:
-            yield Entry(f"{ours}.sinks", (f"{theirs}.self_attn.sinks",))
-
-    def _latent(self, ours: str, theirs: str) -> Iterator[Entry]:
-        """What comes before latent attention's output layer."""
-        latent = self.config.latent
-        assert latent is not None
-
-        def turned(start: int, plain: int) -> Iterator[int]:
-            yield from range(start, start + plain)
-            yield from (start + plain + row for row in _halves(latent.rotary_size))
-
-        heads = range(0, self.config.query_size, latent.head_size)
-        query = tuple(row for start in heads for row in turned(start, latent.plain_size))
-        if latent.query_rank:
-            yield Entry(f"{ours}.query_down.weight", (f"{theirs}.q_a_proj.weight",))
-            yield Entry(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
-        name = "q_b_proj" if latent.query_rank else "q_proj"
-        yield Entry(f"{ours}.query_up.weight", (f"{theirs}.{name}.weight",), order=query)
-        shared = tuple(turned(0, latent.key_value_rank))
-        yield Entry(f"{ours}.latent_down.weight", (f"{theirs}.kv_a_proj_with_mqa.weight",), order=shared)
-        yield Entry(f"{ours}.latent_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
-        yield Entry(f"{ours}.latent_up.weight", (f"{theirs}.kv_b_proj.weight",))
-
-    def _network(self, ours: str, theirs: str) -> Iterator[Entry]:
-        """The dense one."""
-        config, names = self.config, self.names
-        fused = config.gated_ffn and names.gate == names.up
-        for which, part in enumerate(("gate", "up") if config.gated_ffn else ("up",)):
-            there = (f"{theirs}.{getattr(names, part)}",)
-            yield from self._linear(f"{ours}.{part}", there, config.has_ffn_bias, which=which * fused, count=1 + fused)
-        yield from self._linear(f"{ours}.down", (f"{theirs}.{names.down}",), config.has_ffn_bias)
-
-    def _experts(self, ours: str, theirs: str) -> Iterator[Entry]:
-        """The router and the experts, routed and shared."""
-        moe, names = self.config.moe, self.names.experts
-        assert moe is not None
-        yield Entry(f"{ours}.router.weight", (f"{theirs}.{names.router}.weight",))
-        if moe.bias:
-            yield Entry(f"{ours}.router.score_bias", (f"{theirs}.{names.router}.bias",))
-        if moe.balance == "bias":
-            yield Entry(f"{ours}.router.bias", (f"{theirs}.{names.choice_bias}",), row=names.choice_row)
-        for which, part in enumerate(("gate", "up", "down")):
-            name, kind = f"{theirs}.{getattr(names, part)}", f"{ours}.experts.{part}"
-            if "{}" in name:
-                yield Entry(f"{kind}.weight", tuple(name.format(n) for n in range(moe.experts)), each=True)
-                continue
-            fused = names.gate == names.up and part != "down"
-            for ours_name, end in ((f"{kind}.weight", ""), (f"{kind}.bias", names.bias))[: 1 + moe.bias]:
-                yield Entry(
-                    ours_name, (name + end,), stack=True, which=which * fused, count=1 + fused,
-                    inputs_first=part in names.inputs_first, turns=fused and part in names.inputs_first,
-                    flat=names.flat * moe.experts,
-                )  # fmt: skip
-        for part in ("gate", "up", "down") if moe.shared_experts else ():
-            yield Entry(f"{ours}.shared.{part}.weight", (f"{theirs}.{names.shared}.{part}_proj.weight",))
-        if moe.shared_gate:
-            yield Entry(f"{ours}.shared_gate.weight", (f"{theirs}.{names.shared_gate}.weight",))
+    for part in ("gate", "up", "down"):
+        yield Entry(f"ffn.shared.{part}.weight", (f"{experts.shared}.{part}_proj.weight",))
+    yield Entry("ffn.shared_gate.weight", (f"{experts.shared_gate}.weight",))
 
 
 def _norms(config: ModelConfig) -> list[str]:

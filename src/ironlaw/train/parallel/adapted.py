@@ -37,9 +37,7 @@ def divide(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
 
 def rows_of_ranks(name: str, rows: int, config: ModelConfig, ranks: int) -> list[Tensor]:
     """Rows of a widening matrix that each rank has: of queries, keys and values their own heads'."""
-    sizes = [rows]
-    if name == "attention.qkv":
-        sizes = [config.query_size, config.key_value_size, config.key_value_size]
+    sizes = config.qkv_sizes if name == "attention.qkv" else (rows,)
     parts = [chunk.chunk(ranks) for chunk in torch.arange(rows).split(sizes)]
     return [torch.cat([chunks[rank] for chunks in parts]) for rank in range(ranks)]
 

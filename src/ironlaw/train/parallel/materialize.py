@@ -26,7 +26,7 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.names import COPY, by_parts, mark_fused, named_tensors
+from ironlaw.train.parallel.names import COPY, named_tensors, pieces
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
 
@@ -51,7 +51,6 @@ def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool 
         if tied:  # two tensors now
             assert part.embedding is not None
             part.head.weight = part.embedding.weight
-        mark_fused(part)  # new tensors have no mark
         _reset_buffers(part, device)
     if drawn:
         fill(parts, lambda wanted: first_weights(parts[0].config))
@@ -108,15 +107,6 @@ def _draw_constructors(config: ModelConfig) -> None:
         Block(config, layer)
     build_norm(config)
     nn.Linear(config.hidden, config.vocab, bias=config.head_bias)
-
-
-def pieces(name: str, whole: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """A fused projection as its three parts, under the names that checkpoints have."""
-    if ".attention.qkv." not in name:
-        yield name, whole
-        return
-    rows = (config.query_size, config.key_value_size, config.key_value_size)
-    yield from by_parts(name, whole, rows if whole.dim() else None)
 
 
 def copy_part(target: Tensor, whole: Tensor) -> None:

@@ -33,7 +33,6 @@ from ironlaw.train.parallel import communication, experts, gradient_compression,
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
-from ironlaw.train.parallel.names import mark_fused
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles
@@ -51,7 +50,6 @@ class LayoutStep(Step):
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
         model = self._adapted() if adapts else shapes(config.model)
-        mark_fused(model)
         precision.prepare(model, model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile

@@ -25,8 +25,8 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.checkpoint import STATE
-from ironlaw.train.parallel.materialize import Parts, pieces, read_checkpoint
-from ironlaw.train.parallel.names import COPY, named_tensors
+from ironlaw.train.parallel.materialize import Parts, read_checkpoint
+from ironlaw.train.parallel.names import COPY, named_tensors, pieces
 from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig

@@ -21,9 +21,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear, linear
 from ironlaw.model.moe import MixtureOfExperts
+from ironlaw.model.parameters import COLUMNS, ROWS, of_block
 from ironlaw.model.transformer import Attention, Block, Transformer
 from ironlaw.train.parallel import adapted
 
@@ -33,8 +35,7 @@ class SplitProjection(nn.Module):
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
-        config, fused = attention.config, attention.qkv
-        sizes = (config.query_size, config.key_value_size, config.key_value_size)
+        fused, sizes = attention.qkv, attention.config.qkv_sizes
         rows = fused.weight.detach().split(sizes)
         biases = fused.bias.detach().split(sizes) if fused.bias is not None else (None,) * 3
         for name, weight, bias in zip(("query", "key", "value"), rows, biases, strict=True):
@@ -72,9 +73,8 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, a
         here = f"blocks.{name}."
         if adapts:
             styles |= {here + "attention": PartOfSum(stream), here + "ffn": PartOfSum(stream)}
-            continue
-        styles |= _attention(here, block, stream)
-        styles |= _feed_forward(here, block, stream)
+        else:
+            styles |= _of_block(model.config, here, cast(Block, block), stream)
     if model.head is not None:
         # Logits stay divided by vocabulary; the loss is computed on the parts (`loss_parallel`).
         styles["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
@@ -85,44 +85,28 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, a
         model.head.weight = model.embedding.weight
 
 
-def _attention(here: str, block: nn.Module, stream: Placement) -> dict[str, object]:
-    """Heads divided. The narrow vectors of latent attention are computed by every rank, whole."""
-    if isinstance(cast(Block, block).attention, LatentAttention):
-        return {
-            here + "attention": PartOfSum(stream),
-            here + "attention.query_up": DividedLinear(0),
-            here + "attention.latent_up": DividedLinear(0),
-            here + "attention.out": DividedLinear(1),
-        }
-    return {
-        # The input is a DTensor for all three: their gradients add up before they are reduced, once.
-        here + "attention": PrepareModuleInput(
-            input_layouts=(stream, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
-        ),
-        here + "attention.qkv.query": ColwiseParallel(),
-        here + "attention.qkv.key": ColwiseParallel(),
-        here + "attention.qkv.value": ColwiseParallel(),
-        here + "attention.out": RowwiseParallel(output_layouts=stream),
-    }
-
-
-def _feed_forward(here: str, block: nn.Module, stream: Placement) -> dict[str, object]:
-    """Of a dense network, or of the shared experts; routed experts are divided in `experts.py`."""
-    ffn = cast(Block, block).ffn
-    if not isinstance(ffn, MixtureOfExperts):
-        styles: dict[str, object] = {
-            here + "ffn": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
-            here + "ffn.up": ColwiseParallel(),
-            here + "ffn.down": RowwiseParallel(output_layouts=stream),
-        }
-        if ffn.gate is not None:
-            styles[here + "ffn.gate"] = ColwiseParallel()
-        return styles
-    styles = {here + "ffn": PartOfSum(stream)}
-    if ffn.shared is not None:
-        styles |= {here + "ffn.shared.up": DividedLinear(0), here + "ffn.shared.down": DividedLinear(1)}
-        if ffn.shared.gate is not None:
-            styles[here + "ffn.shared.gate"] = DividedLinear(0)
+def _of_block(config: ModelConfig, here: str, block: Block, stream: Placement) -> dict[str, object]:
+    """Matrices as `model/parameters.py` says that they divide. The narrow vectors of latent attention are computed by
+    every rank, whole; routed experts are divided in `experts.py`."""
+    styles: dict[str, object] = {}
+    parts = {"attention": isinstance(block.attention, LatentAttention), "ffn": isinstance(block.ffn, MixtureOfExperts)}
+    for name, sums in parts.items():
+        # The input is a DTensor for all products that read it: their gradients add up before they are reduced, once.
+        beside = (None,) * 3 if name == "attention" else ()
+        gathered = PrepareModuleInput(input_layouts=(stream, *beside), desired_input_layouts=(Replicate(), *beside))
+        styles[here + name] = PartOfSum(stream) if sums else gathered
+    for parameter in of_block(config, here[:-1], experts=parts["ffn"]):
+        module, _, kind = parameter.name.rpartition(".")
+        if kind != "weight" or parameter.divided not in (ROWS, COLUMNS):
+            continue
+        rows = parameter.divided == ROWS
+        for name in (
+            [f"{module}.{which}" for which in ("query", "key", "value")] if module.endswith("qkv") else [module]
+        ):
+            if parts[name.removeprefix(here).partition(".")[0]]:
+                styles[name] = DividedLinear(0 if rows else 1)
+            else:
+                styles[name] = ColwiseParallel() if rows else RowwiseParallel(output_layouts=stream)
     return styles
 
 
