@@ -16,6 +16,7 @@ long = pytest.mark.long
     ("model", "layout", "capacity"),
     [
         ("gpt2", "dp=4 tp=2 pp=2 zero=1 sp=1", None),
+        ("gpt2", "dp=2", None),  # DDP's own reduction
         pytest.param("llama3-8b", "dp=64 zero=3 tp=2 sp=1", None, marks=long),
         pytest.param("llama3-405b", "dp=8 tp=8 pp=16 zero=1 sp=1", None, marks=long),
         pytest.param("mixtral-8x7b", "dp=32 tp=2 sp=1 zero=3 ep=8", None, marks=long),

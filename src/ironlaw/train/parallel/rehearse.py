@@ -3,11 +3,11 @@
     result = rehearse(model, layout)
     result.stages[0].found == result.stages[0].planned
 
-One rank of every pipeline stage runs the trainer's own step twice, each in a process of its own, in a process group
-that has the layout's size and answers for the ranks that are not there (PyTorch's `fake` backend: nothing is sent, what
-is received means nothing; routers that are not there choose as those that are). What each rank calls is counted and
-compared with the plan of the same shapes. So structure and traffic are tested, neither numbers nor time: those of small
-layouts are tested in `tests/train/parallel`.
+One rank of every pipeline stage runs the trainer's own step three times, each in a process of its own, in a process
+group that has the layout's size and answers for the ranks that are not there (PyTorch's `fake` backend: nothing is
+sent, what is received means nothing; routers that are not there choose as those that are). What each rank calls is
+counted and compared with the plan of the same shapes. So structure and traffic are tested, neither numbers nor time:
+those of small layouts are tested in `tests/train/parallel`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import multiprocessing
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from ironlaw.config import LayoutConfig, RunConfig, build_config
@@ -33,7 +34,7 @@ from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.schedule import V_SHAPED
 from ironlaw.workload.sharding import expert_dp, shards_hidden
 
-STEPS = 2
+STEPS = 3  # DDP makes its buckets anew after the first pass, in the second
 HEAD_SIZE = 4
 
 
@@ -159,6 +160,18 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
         return work
 
     dist.all_gather_into_tensor = all_gather  # type: ignore[assignment]
+    all_reduce: Any = dist.all_reduce
+
+    def reduced(tensor: Tensor, *rest: Any, **named: Any) -> Any:
+        work = all_reduce(tensor, *rest, **named)
+        if work is None:
+            return None
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        done.set_result([tensor])
+        # The fake work's own future has no value, and DDP's hook asks for it.
+        return SimpleNamespace(wait=work.wait, get_future=lambda: done)
+
+    dist.all_reduce = reduced
     ranks = start(check(config, layout.accelerators))
     dist.new_group = lambda **named: dist.group.WORLD  # for checkpoints, which are not written
     step = LayoutStep(config, Decisions("fp32"), ranks)
