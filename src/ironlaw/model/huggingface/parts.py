@@ -232,9 +232,8 @@ class Windows:
 
     def write(self, view: Fields) -> dict[str, Any]:
         windowed, window = view["windowed"], view["sliding_window"] if any(view["windowed"]) else None
-        unused = (
-            self.size if self.kinds and not self.switch and self.turned == "all" else None
-        )  # version 4 asks for one
+        # Version 4 asks for a window that no layer has.
+        unused = self.size if self.kinds and not self.switch and self.turned == "all" else None
         found: dict[str, Any] = {"sliding_window": window or unused}
         if self.kinds:
             found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]

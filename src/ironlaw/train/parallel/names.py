@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ironlaw.model.config import ModelConfig
 
 COPY = "#copy"
+QKV = ("query", "key", "value")  # parts of the fused projection, by which checkpoints and layouts name them
 
 
 def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
@@ -47,5 +48,5 @@ def pieces(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str
         return
     fused = tensor.dim() and tensor.shape[0] == sum(config.qkv_sizes) and not hasattr(tensor, "to_local")
     parts = tensor.split(config.qkv_sizes) if fused else (tensor,) * 3
-    for part, view in zip(("query", "key", "value"), parts, strict=True):
+    for part, view in zip(QKV, parts, strict=True):
         yield name.replace(".qkv.", f".qkv.{part}."), view

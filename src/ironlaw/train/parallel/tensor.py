@@ -28,6 +28,7 @@ from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.parameters import COLUMNS, ROWS, of_block
 from ironlaw.model.transformer import Attention, Block, Transformer
 from ironlaw.train.parallel import adapted
+from ironlaw.train.parallel.names import QKV
 
 
 class SplitProjection(nn.Module):
@@ -38,7 +39,7 @@ class SplitProjection(nn.Module):
         fused, sizes = attention.qkv, attention.config.qkv_sizes
         rows = fused.weight.detach().split(sizes)
         biases = fused.bias.detach().split(sizes) if fused.bias is not None else (None,) * 3
-        for name, weight, bias in zip(("query", "key", "value"), rows, biases, strict=True):
+        for name, weight, bias in zip(QKV, rows, biases, strict=True):
             part = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
             part.weight = nn.Parameter(weight.clone())
             if bias is not None:
@@ -100,9 +101,7 @@ def _of_block(config: ModelConfig, here: str, block: Block, stream: Placement) -
         if kind != "weight" or parameter.divided not in (ROWS, COLUMNS):
             continue
         rows = parameter.divided == ROWS
-        for name in (
-            [f"{module}.{which}" for which in ("query", "key", "value")] if module.endswith("qkv") else [module]
-        ):
+        for name in [f"{module}.{part}" for part in QKV] if module.endswith("qkv") else [module]:
             if parts[name.removeprefix(here).partition(".")[0]]:
                 styles[name] = DividedLinear(0 if rows else 1)
             else:
