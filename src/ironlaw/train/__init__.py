@@ -1,4 +1,4 @@
-"""One trainer for one process or many. `ironlaw.train(...)` is `ironlaw.api.train`."""
+"""The trainer for one process or many. `ironlaw.train(...)` is `ironlaw.api.train`."""
 
 from ironlaw.package import callable_room
 

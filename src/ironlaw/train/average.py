@@ -1,4 +1,4 @@
-"""An exponential average of the weights (arXiv 1806.05594): smoother than the weights themselves, and often better."""
+"""Exponential moving average of the weights (arXiv 1806.05594), which is smoother and often evaluates better."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ironlaw.train.parallel.plugin import StepPlugin
 
 
 class WeightAverage(StepPlugin):
-    """fp32 copies of the parameters that follow them: average += (1 - decay) (weight - average) after each step.
+    """fp32 moving averages of the parameters: average += (1 - decay) (weight - average) after each step.
 
-    Of distributed tensors a rank averages the parts it holds: call it while weights are sharded, between two steps.
-    `by_name`: checkpoints hold it by name, as they hold weights (`train/parallel/store.py`), not in `state_dict`.
+    For distributed tensors, each rank averages the parts it holds: update between two steps, while weights are sharded.
+    `by_name`: checkpoints hold the averages by name, like weights (`train/parallel/store.py`), not in `state_dict`.
     """
 
     name = "average"
@@ -29,12 +29,12 @@ class WeightAverage(StepPlugin):
 
     @torch.no_grad()
     def update(self) -> None:
-        # Asked for anew each time: FSDP may put other storage behind a parameter.
+        # The local parts are fetched anew each time: FSDP may replace the storage of a parameter.
         torch._foreach_lerp_(_parts(self.tensors), _parts(self.parameters), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model computes with the average; its own weights come back afterwards."""
+        """Context in which the model uses the averages; its own weights are restored at the end."""
         self._exchange()
         try:
             yield
@@ -43,7 +43,7 @@ class WeightAverage(StepPlugin):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """By content: FSDP, DDP and compiled blocks keep hold of their own tensors."""
+        """Swap the contents: FSDP, DDP and compiled blocks keep references to their tensors."""
         for mine, weight in zip(_parts(self.tensors), _parts(self.parameters), strict=True):
             kept = weight.clone()
             weight.copy_(mine)
@@ -51,24 +51,24 @@ class WeightAverage(StepPlugin):
 
     @torch.no_grad()
     def start_over(self) -> None:
-        """From the weights as they are now."""
+        """Reset the averages to the current weights."""
         for mine, parameter in zip(self.tensors, self.parameters, strict=True):
             mine.copy_(parameter)
 
-    # -- checkpoints of many ranks have it by name, as they have weights -------------------------------------
+    # -- checkpoints of many ranks hold the averages by name, like weights -----------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.by_name else {"tensors": list(self.tensors)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Of many ranks' checkpoint the tensors have been read by name already."""
+        """Load the averages. With `by_name` they have already been read by name."""
         if self.by_name:
             return
         for mine, saved in zip(self.tensors, state_dict.get("tensors", self.tensors), strict=True):
             mine.copy_(saved)
 
     def named(self) -> dict[str, Tensor]:
-        """As those have them."""
+        """Return the averages by the names that such checkpoints use."""
         from ironlaw.train.parallel.names import named_like
 
         return dict(named_like(self.model, self.name, dict(zip(map(id, self.parameters), self.tensors, strict=True))))

@@ -1,8 +1,8 @@
-"""How a step runs its blocks: which kernel computes attention, what is compiled, what is computed again.
+"""Execution of transformer blocks: the choice of attention kernel, compilation, and recomputation.
 
-- The attention kernel is the one PyTorch's own dispatch would choose: the function it asks is asked here.
-- `torch.compile` goes block by block; where it does not work, the step runs without it and the reason is said.
-- Recomputation is `torch.utils.checkpoint`, selective where a policy keeps results.
+- The attention kernel is found with the function that PyTorch's own dispatch uses.
+- `torch.compile` is applied per block; if it fails, the step runs without it and the reason is reported.
+- Recomputation uses `torch.utils.checkpoint`, selectively if a policy keeps some results.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _is_attention(name: str) -> bool:
 
 
 def _chooser(keep: frozenset[str], linears: Sequence[str]) -> Callable[..., CheckpointPolicy]:
-    """Tells one run of a block which results to keep, by the order in which its expensive operations come."""
-    seen = {False: 0, True: 0}  # by whether it is the recomputation
+    """Return a policy function for one run of a block, which identifies linear layers by the order of their calls."""
+    seen = {False: 0, True: 0}  # linear layers so far, in the forward pass and in the recomputation
 
     def choose(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
         name, kept = _name(operation), False
@@ -58,7 +58,7 @@ def _chooser(keep: frozenset[str], linears: Sequence[str]) -> Callable[..., Chec
 
 @contextmanager
 def _recording(inner: Any, experts: Sequence[MixtureOfExperts]) -> Iterator[None]:
-    """The recomputation under a name in the trace, around the context that selects; experts count nothing twice."""
+    """Run the recomputation in the context `inner`, labelled in the trace. Experts do not count its tokens again."""
     with record_function(RECOMPUTE_SCOPE), inner:
         for layer in experts:
             layer.again = True
@@ -71,8 +71,8 @@ def _recording(inner: Any, experts: Sequence[MixtureOfExperts]) -> Iterator[None
 
 @cache
 def _expensive_only(mode: type) -> type:
-    """PyTorch's mode, asked only about what may be kept. It refuses a recomputation that calls more than the forward
-    pass did, as FSDP's gathering within a block does."""
+    """Derive from PyTorch's selective mode one that sees only operations whose results may be kept. The original
+    rejects a recomputation with more operations than the forward pass, such as FSDP's gathers within a block."""
 
     def dispatch(self: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _name(operation)
@@ -97,7 +97,7 @@ def _unselective(experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], policies: Sequence[Policy]) -> None:
-    """Give every block that has a policy a forward pass that keeps only what the policy says."""
+    """Make every block that has a policy keep only the results that its policy names."""
     for block, policy in zip(blocks, policies, strict=False):
         if policy is not None:
             block.forward = _recomputed(block, block.forward, policy)
@@ -109,12 +109,12 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
         ffn = ("ffn_up",)
     experts = list(expert_layers(block))
     if experts:
-        ffn = ()  # whose rows are never kept
+        ffn = ()  # results of experts are never kept
     attention = getattr(block, "attention", None)
     projections = attention.linears if isinstance(attention, LatentAttention) else ("qkv",)
     options: dict[str, Any] = {
         "use_reentrant": False,
-        # Without dropout nothing is drawn: saving the generators of every block would be time for nothing.
+        # Without dropout no random numbers are used, and saving the generators for every block would only cost time.
         "preserve_rng_state": any(isinstance(m, nn.Dropout) for m in block.modules()),
     }
     if policy:
@@ -122,7 +122,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
     else:
         options["context_fn"] = partial(_unselective, experts)
     checkpointed: Callable[..., Any] = partial(checkpoint, forward, **options)
-    if experts:  # A compiled block breaks at its experts, and would be recomputed by other code than it was computed.
+    if experts:  # compilation breaks a block at its experts, so that the recomputation would run other code
         checkpointed = torch.compiler.disable(checkpointed)
 
     def run(*arguments: Any) -> Any:
@@ -136,20 +136,20 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
 def compile_blocks(
     model: Transformer, tokens: Tensor, autocast: Callable[[], Any], say: Callable[[str], None], *, graphs: bool = False
 ) -> bool:
-    """Compile every block (5 to 9 times quicker to compile than the whole model, as fast afterwards) and try it.
+    """Compile every block and test it: 5 to 9 times quicker to compile than the whole model, and as fast afterwards.
 
-    Returns False, with the blocks as they were, when compilation fails: no C++ compiler, no Triton, ...
+    Returns False, with the blocks unchanged, if compilation fails (no C++ compiler, no Triton, ...).
     """
     random_state = torch.get_rng_state()
     for block in model.blocks:
-        # Graphs replay a block's kernels in one launch; shapes are static here but for a smaller last micro-batch.
+        # CUDA graphs replay a block's kernels in one launch. Shapes are static except for a smaller last micro-batch.
         block.compile(mode="reduce-overhead" if graphs else None)
     say("compiling the blocks")
     try:
         with autocast():
             loss = model(tokens, tokens)
         loss.backward()
-    except Exception as error:  # the compiler fails in many ways, and none of them should stop the run
+    except Exception as error:  # compilers fail in many ways, none of which should stop the run
         for block in model.blocks:
             block._compiled_call_impl = None
         torch._dynamo.reset()
@@ -169,9 +169,9 @@ NAMES = {
 
 
 def attention_kernel(model: Transformer, config: RunConfig, device: torch.device, precision: str) -> str:
-    """`SDPA: flash`, `SDPA: math`, `FlexAttention` and so on, of training steps of this run on this device.
+    """Return the attention kernel of this run's training steps, such as `SDPA: flash`, `SDPA: math`, `FlexAttention`.
 
-    Asked with one sequence of the run's shapes, precision, mask and dropout: the choice does not hang on the batch.
+    The query uses one sequence with the run's shapes, precision, mask and dropout; the batch size has no influence.
     """
     sequence = config.sequence
     if model.config.dropout and config.layout is not None:
@@ -189,11 +189,11 @@ def attention_kernel(model: Transformer, config: RunConfig, device: torch.device
         return "Ironlaw's own, for CPUs"
 
     def like(heads: int, size: int = model.config.size_of_head) -> torch.Tensor:
-        shape = (1, sequence, heads, size)  # laid out as the projection leaves it
+        shape = (1, sequence, heads, size)  # memory layout as produced by the projection
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True).transpose(1, 2)
 
     query, key = like(model.config.heads), like(model.config.key_value_heads)
-    padded = device.type == "cpu" and not model.config.dropout  # values as wide as keys (model/latent.py)
+    padded = device.type == "cpu" and not model.config.dropout  # values padded to the width of keys (model/latent.py)
     value = like(model.config.key_value_heads, model.config.size_of_head if padded else model.config.size_of_value)
     asked: dict[str, Any] = {"is_causal": mask is None, "enable_gqa": key.shape[1] != query.shape[1]}
     chosen = torch._fused_sdp_choice(query, key, value, mask, model.config.dropout, **asked)

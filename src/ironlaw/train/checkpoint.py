@@ -1,9 +1,9 @@
-"""Checkpoints on disk: whole or not there, checked when read, and exact, so that a resumed run repeats no step.
+"""Checkpoints on disk: atomic, verified when read, and exact, so that a resumed run equals an uninterrupted one.
 
-A checkpoint is a directory `step-00000200/` with the weights (safetensors, readable by anything), the training
-state (optimizer moments, random generators, ...) and `checkpoint.json` with the checksums. It is written under another
-name and renamed when complete, so that a torn one is never chosen. `checkpointer.py` does the writing, behind the
-back of the step.
+A checkpoint is a directory `step-00000200/` with the weights (safetensors), the training state (optimizer moments,
+random generators, ...) and `checkpoint.json` with checksums. It is written under a temporary name and renamed when
+complete, so that an incomplete one is never used. `checkpointer.py` writes checkpoints in the background while the
+next steps run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ironlaw.workload.blocks import FP32
 from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
 
-SCHEMA_VERSION = 2  # 1 had only the optimizer and torch's generators in training.pt; it is still read
+SCHEMA_VERSION = 2  # version 1, whose training.pt had only the optimizer and torch's generators, is still read
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk. `step` optimizer steps are done."""
+    """A complete checkpoint on disk, after `step` optimizer steps."""
 
     path: Path
     step: int
@@ -50,11 +50,11 @@ class Checkpoint:
 
 
 class Store(Protocol):
-    """How the tensors of a checkpoint lie in its directory. `WholeFiles` is one process's; shards would be another's.
+    """How the tensors of a checkpoint are stored in its directory, as in `WholeFiles` for one process.
 
-    `take` runs between two steps: nothing it returns may change afterwards. `write` runs in a thread of its own, on
-    every rank, into a folder all ranks see, and returns the SHA-256 of each file that this rank wrote. `read` runs on
-    every rank and returns the names of the states that it did not find.
+    `take` runs between two steps and returns values that no later step changes. `write` runs in a separate thread on
+    every rank, with a folder visible to all ranks, and returns the SHA-256 of each file that this rank wrote. `read`
+    runs on every rank and returns the names of the states that it did not find.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Store(Protocol):
 
 
 class WholeFiles:
-    """Everything in two files, by one process."""
+    """Stores everything in two files, written by one process."""
 
     name = "whole"
 
@@ -109,7 +109,7 @@ class WholeFiles:
 
 
 class AdapterFiles(WholeFiles):
-    """The same without what is frozen, which lies elsewhere: `base` in the index says where."""
+    """Stores trained parameters only; the `base` field of the index locates the frozen ones."""
 
     name = "adapters"
 
@@ -123,7 +123,7 @@ class AdapterFiles(WholeFiles):
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Trained weights and their average in fp32, and the optimizer's state; the rest is small."""
+    """Return the bytes of trained weights, their average in fp32 and the optimizer state; the rest is negligible."""
     copies, trained = 1 if config.train.average_decay is None else 2, model_parameters(config.model)
     if config.finetune.adapts:
         names = names_of(Path(config.train.start_from or ""), config.model)
@@ -132,7 +132,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def check_space(folder: Path, bytes_each: float, count: int) -> None:
-    """Before any work is lost: is there room for the `count` that are kept, and one more while it is written?"""
+    """Raise UserError unless the disk has room for `count` checkpoints and one more while it is written."""
     there = min(count, len(complete(folder)))
     needed, free = (count + 1 - there) * bytes_each, shutil.disk_usage(existing_folder(folder)).free
     if free < needed:
@@ -147,7 +147,7 @@ def newest(
     warn: Callable[[str], Any] | None = None,
     usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
 ) -> Checkpoint | None:
-    """The newest checkpoint that is `usable` and whose checksums hold; `warn(message)` is told of every damaged one."""
+    """Return the newest `usable` checkpoint with valid checksums. Calls `warn(message)` for each damaged one."""
     for path in reversed(complete(folder)):
         try:
             found = read_index(path)
@@ -161,7 +161,7 @@ def newest(
 
 
 def newest_of(run: Path, warn: Callable[[str], Any] | None = None) -> Checkpoint:
-    """The newest intact checkpoint of a run's directory; UserError where there is none. `warn` as in `newest`."""
+    """Return the newest intact checkpoint of a run directory, or raise UserError. For `warn` see `newest`."""
     found = newest(RunDirectory(run).checkpoints, warn)
     if found is None:
         raise UserError(f"no intact checkpoint in {run}: train the run first")
@@ -169,12 +169,12 @@ def newest_of(run: Path, warn: Callable[[str], Any] | None = None) -> Checkpoint
 
 
 def check_none_lost(run: RunDirectory) -> None:
-    """For a run of which no checkpoint can be used: UserError when it had some, since starting anew would write over
-    its metrics. A run that was killed before its first checkpoint was complete has nothing to lose."""
+    """Raise UserError if a run without a usable checkpoint had some, since starting anew would overwrite its metrics. A
+    run that was killed before its first checkpoint was complete has nothing to lose."""
     metrics = run.metrics()
     taken = [entry["step"] for entry in metrics if "checkpoint_seconds" in entry]
-    # A copy waits until the one before it is on the disk: of two, the first was complete. A single one may have been
-    # on its way when the run was killed, some steps later: what was complete left a note.
+    # A copy starts only when the previous checkpoint is on disk: if two were taken, the first was complete. A single
+    # one may have been incomplete when the run was killed; a complete one has left a marker file.
     complete_ones = len(taken) > 1 or run.last_checkpoint_file.is_file()
     sessions = read_sessions(run.sessions_file)
     resumed = any(session.from_step or str(session.how).startswith(("done", "SIG")) for session in sessions)
@@ -186,7 +186,7 @@ def check_none_lost(run: RunDirectory) -> None:
 
 
 def read_index(path: Path) -> Checkpoint:
-    """Check a checkpoint's files against its checksums; UserError if anything is missing or changed."""
+    """Verify a checkpoint's files against its checksums. Raises UserError if any is missing or changed."""
     try:
         index = read_json(path / INDEX)
         intact = index["index_sha256"] == _index_sha256(index)
@@ -203,7 +203,7 @@ def read_index(path: Path) -> Checkpoint:
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """UserError when the checkpoint is of another model than `config`."""
+    """Raise UserError if the checkpoint is of another model than `config`."""
     saved = ModelConfig(**checkpoint.index["model"])
     if saved.model_dump(exclude={"name", "dropout"}) != config.model_dump(exclude={"name", "dropout"}):
         fields = [f for f in ModelConfig.model_fields if getattr(saved, f) != getattr(config, f)]
@@ -215,7 +215,7 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The index vouches for the files, and its own checksum for the index, whose step decides where a run goes on."""
+    """Write the index with the files' checksums and its own, which protects the step from which a run resumes."""
     index = {"schema_version": SCHEMA_VERSION, **about}
     index["index_sha256"] = _index_sha256(index)
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
@@ -223,20 +223,20 @@ def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name. Synced first: the rename must not overtake the content."""
+    """Rename a complete checkpoint to its final name. Files are synced first, so the content precedes it."""
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(partial)
-    if final.exists():  # damaged, passed over, and the run came to the same step again
+    if final.exists():  # a damaged checkpoint of the same step, ignored on resume
         shutil.rmtree(final)
     partial.rename(final)
     sync_folder(final.parent)
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints with a final name, oldest first. A copy under another name is somebody's own."""
+    """Return the checkpoints with a final name, oldest first. Other names are the user's own copies."""
     found = (path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal())
     return sorted(found, key=step_of)
 

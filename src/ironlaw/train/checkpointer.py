@@ -1,12 +1,12 @@
-"""Checkpoints while the run goes on: copy between two steps, write behind the back of the following ones.
+"""Asynchronous checkpoints: copy the state between two steps, then write it in the background.
 
-    seconds = checkpointer.take(step, tokens, model, states)   # the step waits for this copy, and for nothing else
+    seconds = checkpointer.take(step, tokens, model, states)   # training waits only for this copy
     checkpointer.write()                                       # a thread writes, checks, syncs and renames
     ...
     checkpointer.finish()                                      # at the end: wait; UserError if the last one failed
 
-A write that fails (a full disk, a disk that is gone) loses nothing: earlier checkpoints stay, the run goes on, and the
-next one is tried when it is due.
+A failed write (the disk is full or gone) does no harm: earlier checkpoints stay, the run continues, and the next
+checkpoint is tried when it is due.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ironlaw.train.mesh import Mesh
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 
-NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
+NICENESS = 10  # on CPU runs the writer shares cores with training, which takes precedence
 
 
 class Checkpointer:
-    """Writes into `folder` and keeps what `policy` says. `before_write` runs in the thread: what goes to disk first.
+    """Writes checkpoints into `folder` and keeps those that `policy` selects.
 
-    `ranks` write one checkpoint together, and gather from that thread, each as often as the others.
+    The thread calls `before_write` before it writes. All `ranks` write a checkpoint together and equally often.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Checkpointer:
         self.ranks = ranks or Mesh(torch.device("cpu"))
         self.say = say or (lambda message: None)
         self.before_write = before_write or (lambda: None)
-        self.last: Checkpoint | None = None  # the newest that this process knows to be complete
+        self.last: Checkpoint | None = None  # the newest one known to be complete
         self.failure: str | None = None  # why the latest one was not written
         self.copied_bytes = 0  # of the latest copy
-        self._taken: tuple[dict[str, Any], Any] | None = None  # for the index, and tensors
+        self._taken: tuple[dict[str, Any], Any] | None = None  # index fields and tensors to write
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
 
@@ -73,9 +73,9 @@ class Checkpointer:
         self, step: int, tokens: int, model: nn.Module, states: Mapping[str, Stateful],
         validation_loss: float | None = None, **about: Any,
     ) -> float:  # fmt: skip
-        """Copy everything; returns the seconds it took, waiting for the write before it included.
+        """Copy everything. Returns the seconds it took, including the wait for the previous write.
 
-        One copy at a time: a disk slower than `checkpoint.every` slows the run instead of filling the memory.
+        There is only one copy at a time: a disk slower than `checkpoint.every` slows the run but does not fill memory.
         """
         began = time.perf_counter()
         self.wait()
@@ -88,7 +88,7 @@ class Checkpointer:
         return time.perf_counter() - began
 
     def write(self) -> None:
-        """Start writing what was taken; does nothing when nothing was."""
+        """Start writing the last copy, if there is one."""
         if self._taken is None:
             return
         self._thread = threading.Thread(target=self._run, name="checkpoint", args=self._taken, daemon=True)
@@ -96,7 +96,7 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the write under way, if there is one, has ended well or badly."""
+        """Wait for the write in progress, if any. Re-raises a programming error of the thread."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -105,7 +105,7 @@ class Checkpointer:
             raise bug
 
     def finish(self) -> None:
-        """Wait for the last write; UserError when it failed, because nothing will be tried again."""
+        """Wait for the last write. Raises UserError if it failed, since there is no later attempt."""
         self.wait()
         if self.failure is not None:
             raise UserError(f"{self.failure}; run again with --resume")
@@ -118,11 +118,11 @@ class Checkpointer:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._write(about, taken)
-        except BaseException as error:  # handed over: a thread's own traceback would only be printed
+        except BaseException as error:  # re-raised in `wait`: a thread's own traceback would only be printed
             self._bug = error
 
     def _write(self, about: dict[str, Any], taken: Any) -> None:
-        """Folder, files, index, name: every rank does its part of each stage, or all give up together."""
+        """Create the folder, write the files and the index, rename. All ranks complete each stage or all give up."""
         step = about["step"]
         final = self.folder / disk.name_of(step)
         partial = self.folder / f".{final.name}.{self.ranks.gather(os.getpid())[0]}.partial"
@@ -155,12 +155,12 @@ class Checkpointer:
             self.say(f"{self.failure}; training goes on")
 
     def _attempt(self, stage: Callable[[], None], step: int) -> str | None:
-        """None, or in one line why this stage failed here."""
+        """Run a stage. Returns None, or a one-line description of why it failed on this rank."""
         try:
             stage()
         except Exception as error:
             problem = self._disk_problem(error, step)
-            if problem is None:  # not the disk's fault but ours
+            if problem is None:  # a bug, not a disk problem
                 self._bug = error
             return problem or f"the checkpoint of step {step} was not written: {error}"
         return None
@@ -169,7 +169,7 @@ class Checkpointer:
         return next((found for found in self.ranks.gather(problem) if found is not None), None)
 
     def _disk_problem(self, error: Exception, step: int) -> str | None:
-        """The writers wrap the system's error in their own types; the disk itself tells whether it is full."""
+        """Describe a disk error, or return None. Writers wrap OS errors in own types, so free space is checked too."""
         kept = f"that of step {self.last.step} is" if self.last else "earlier ones are"
         lost = f"the checkpoint of step {step} was not written, {kept} intact"
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
@@ -182,7 +182,7 @@ class Checkpointer:
         )
 
     def _drop_old(self) -> None:
-        """Keep the newest, those at multiples of `keep_every` and the best by validation loss; drop the rest."""
+        """Keep the newest checkpoints, multiples of `keep_every` and the best by validation loss; delete the rest."""
         paths = disk.complete(self.folder)
         kept = set(paths[-self.policy.keep :])
         every = self.policy.keep_every

@@ -1,7 +1,7 @@
-"""`ironlaw compress`: a trained model into one in fewer bits, with what that costs and what it saves.
+"""`ironlaw compress`: converts a trained model to fewer bits and measures the loss, size and speed.
 
-Loss is the mean over held-out text in fp32 arithmetic, as the run's own validation computes it; speed is that of
-`ironlaw generate`, one sequence at a time, both models in turns: by the kernels of `numerics/quantized_linear.py`.
+Loss is the mean over held-out text in fp32 arithmetic, as in the run's own validation. Speed is that of `ironlaw
+generate` for one sequence, the two models in turns, with the kernels of `numerics/quantized_linear.py`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from ironlaw.train.quantized_store import QuantizedFiles
 from ironlaw.train.restore import check_first_weights, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 
-CALIBRATION_SEQUENCES = 128  # of the training text: the number of the GPTQ paper
-LONGEST_SEQUENCE = 2048  # of a Hugging Face model's text, whose context may be more than attention can be paid for
-DECODED_TOKENS, ROUNDS = 24, 5  # of each timing, and timings of each model
+CALIBRATION_SEQUENCES = 128  # from the training text, as in the GPTQ paper
+LONGEST_SEQUENCE = 2048  # for Hugging Face models, whose full context may make attention too expensive
+DECODED_TOKENS, ROUNDS = 24, 5  # tokens per timing, timings per model
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """Before and after. Loss in nats per token, bytes of all weights, tokens per second of one sequence.
+    """Metrics before and after compression: loss in nats per token, bytes of all weights, tokens/s of one sequence.
 
-    loss_after:   of the weights, in fp32 arithmetic.
-    loss_served:  of the same weights by the kernels that decode, which may round inputs too; None where no kernel
-                  has the format, and decoding is as before.
+    loss_after:   with the compressed weights in fp32 arithmetic.
+    loss_served:  with the decoding kernels, which may round inputs too; None if the format has no kernel, in which
+                  case decoding is as before.
     """
 
     to: str
@@ -62,19 +62,19 @@ class Compressed:
     bytes_after: int
     tokens_per_second_before: float
     tokens_per_second_after: float
-    bytes_read: int  # of weights for each token decoded, after
-    kernels: dict[str, int]  # that decode the layers in few bits: name and how many layers
-    formats: dict[str, int]  # of the layers: name and how many are held in it
+    bytes_read: int  # weight bytes read per decoded token, after compression
+    kernels: dict[str, int]  # decoding kernel -> number of compressed layers that use it
+    formats: dict[str, int]  # format -> number of layers held in it
     held_out_tokens: int
     precision_before: str
-    compressed_weights: int  # how many of the model's
+    compressed_weights: int  # number of weights held in few bits, out of `weights`
     weights: int
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model ready to decode. run: so many tokens, says how many it made; kernels: of its layers in few bits;
-    bytes_read: of weights for each token."""
+    """A model ready to decode. run: decodes that many tokens, returns the number decoded; kernels: used by compressed
+    layers; bytes_read: weight bytes per token."""
 
     run: Callable[[int], int]
     bytes_read: int
@@ -86,7 +86,7 @@ MakeDecoder = Callable[[Transformer, Mapping[str, Quantized]], Decoder]  # may r
 
 @dataclass(frozen=True)
 class CompressionSource:
-    """A run or a Hugging Face directory that is compressed: its model as it is, and the text it is measured on."""
+    """The run or Hugging Face directory to compress: its original model and the text used for measurements."""
 
     path: Path
     config: RunConfig
@@ -109,7 +109,7 @@ class CompressionSource:
 def open_source(
     path: Path, data: str | None, say: Callable[[str], None], check: Callable[[Transformer], None]
 ) -> CompressionSource:
-    """UserError, before anything is computed, where the source and `data` do not go together or `check` has one."""
+    """Open `path`. Raises UserError, before any computation, if it does not match `data` or if `check` raises it."""
     config = _config(path, data)
     found = disk.newest_of(path) if RunDirectory(path).is_run else None
     if found is not None and found.index.get("store") == QuantizedFiles.name:
@@ -126,7 +126,7 @@ def open_source(
 
 
 def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[RunConfig, Dataset]:
-    """A run's own text, or `data` tokenised as the model's."""
+    """Return a run's config and own text, or `data` tokenized with the model's tokenizer."""
     config = _config(path, data)
     return config, prepare(config.data, config.model.vocab, say=say)
 
@@ -138,9 +138,9 @@ def compress_run(
 ) -> Compressed:  # fmt: skip
     """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
-    within: bytes of all weights; layers that lose most in the target's format are held in wider ones up to there.
-    data:   text to measure on, tokenised as the model's; of a Hugging Face directory it must be given.
-    UserError, before anything is written, where source, target, method and data do not go together.
+    within: limit for the bytes of all weights; up to it, the most sensitive layers are held in wider formats.
+    data:   text to measure on, tokenized with the model's tokenizer; required for a Hugging Face directory.
+    UserError is raised, before anything is written, if source, target, method and data are incompatible.
     """
     say = say or (lambda message: None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -157,7 +157,7 @@ def compressed(
     source: CompressionSource, target: CompressionTarget, before: Decoder, decoder: MakeDecoder, method: Method,
     score: Score = "magnitude", whole: bool = False, within: int | None = None,
 ) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
-    """Compress a copy of the source's model and measure it; with what is to be written of it."""
+    """Compress a copy of the source's model and measure it. Returns the result, and the store and tensors to write."""
     config, dataset, model = source.config, source.dataset, source.copy()
     formats: dict[str, NumberFormat] = {}
     if within is not None:
@@ -170,8 +170,8 @@ def compressed(
     store = QuantizedFiles(held, source.wide)
     taken = store.take(model, {})
     model.eval()
-    after = decoder(model, held)  # from here on the model may be packed
-    # Without a kernel of its own the copy multiplies as the model before does, so that one timing is both's.
+    after = decoder(model, held)  # may pack the model in place
+    # Without a kernel for its format the copy multiplies in the same way as the original: one timing serves both.
     speeds = decode_speeds(*((before, after) if after.kernels else (before,)), context=config.model.context)
     bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
     result = Compressed(
@@ -189,7 +189,7 @@ def compressed(
 
 
 def decode_speeds(*decoders: Decoder, context: int) -> tuple[float, ...]:
-    """Tokens per second of each continuing a short prompt; medians of rounds in which they take turns."""
+    """Return the median tokens per second of each decoder, which continue a short prompt in turns."""
     seconds: list[list[float]] = [[] for _ in decoders]
     count = min(DECODED_TOKENS, context - 1)
     for _ in range(ROUNDS):
@@ -223,7 +223,7 @@ def _config(source: Path, data: str | None) -> RunConfig:
 
 
 def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:
-    """What the run's own validation reads."""
+    """Return the batches that the run's own validation reads."""
     loader = Loader(dataset, config.data, config.sequence)
     batches = loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
     return (batch.map(torch.from_numpy) for batch in batches)
@@ -231,7 +231,7 @@ def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:
 
 @torch.no_grad()
 def _loss(model: Transformer, config: RunConfig, dataset: Dataset) -> float:
-    """Mean over all targets that count. The model is in training mode afterwards."""
+    """Return the mean loss over all targets. Leaves the model in training mode."""
     model.eval()
     total, tokens = 0.0, 0
     for batch in _held_out(config, dataset):
@@ -242,7 +242,7 @@ def _loss(model: Transformer, config: RunConfig, dataset: Dataset) -> float:
 
 
 def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:
-    """Inputs of the first training batches. A generator: read only where the method measures inputs."""
+    """Yield inputs of the first training batches. Lazy: read only if the method uses calibration data."""
     source = Loader(dataset, config.data, config.sequence).training(1, config.train.seed)
     for step in range(CALIBRATION_SEQUENCES // 4):
         yield torch.cat([torch.from_numpy(source.batch(4 * step + number).inputs) for number in range(4)])
@@ -271,7 +271,7 @@ def _write(
 
 
 def ledger_of(result: Compressed, source: CompressionSource) -> Ledger:
-    """What compressing cost and saved, as a run's ledger: measured totals by the names of `Compressed`."""
+    """Return cost and savings of the compression as a run's ledger; totals have the names of `Compressed`'s fields."""
     bases = {
         "loss": f"nats per token of {result.held_out_tokens:,} held-out tokens", "bytes": "of all weights",
         "tokens": f"one sequence, median of {ROUNDS} rounds in turns",

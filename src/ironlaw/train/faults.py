@@ -1,5 +1,5 @@
-"""What ends a run early: a signal, here or on another rank; or no memory left, recognised in all its guises and
-answered in one line with what the plan advises."""
+"""Early ends of a run: a signal, on this or another rank, and out of memory, recognized in its many forms and reported
+in one line with the plan's advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is the device's or the host's way to say that there is no memory left."""
+    """Whether `error` means that the device or the host is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, config: RunConfig, plan: Ledger, profile: Profile, step: int, last: Checkpoint | None
 ) -> UserError:
-    """The whole answer in one line: where, what the plan had expected, what needs less, and where to go on."""
+    """Return a one-line error: where it happened, what the plan expected, what needs less, and how to resume."""
     device = isinstance(error, torch.OutOfMemoryError)
     where = f"the {'device' if device else 'host'} is out of memory in step {step + 1}"
     expected = plan.totals["peak_bytes" if device else "resident_bytes"].value
@@ -52,7 +52,7 @@ def out_of_memory(
 
 
 def _smaller(config: RunConfig, plan: Ledger, profile: Profile) -> Iterator[tuple[int, float]]:
-    """The largest divisor of the micro-batch that plans at least a tenth less, and the bytes it saves."""
+    """Yield (micro-batch, planned bytes saved) for sizes that save over 10%, largest first, and for size 1."""
     peak = plan.totals["peak_bytes"].value
     sizes = (n for n in range(config.micro_batch // 2, 0, -1) if config.train.global_batch % n == 0)
     for size in sizes:
@@ -69,9 +69,9 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Interruption:
-    """The first signal ends the run after the current step, with a checkpoint; the second ends it at once.
+    """Ends the run after the current step, with a checkpoint, on the first signal, and at once on the second.
 
-    `name` is the signal's, None as long as nothing ends the run.
+    `name` is the signal's name, or None before a signal arrives.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -79,7 +79,7 @@ class Interruption:
         self._say = say
 
     def __enter__(self) -> Interruption:
-        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
@@ -97,7 +97,7 @@ class Interruption:
 
 
 def _forget_terminal() -> None:
-    """After its end a terminal fails whoever writes to it, and that must not be the one who saves."""
+    """Redirect stdout and stderr to the null device: writing to a closed terminal fails, which would stop the save."""
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

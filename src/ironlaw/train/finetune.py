@@ -1,7 +1,7 @@
-"""Fine-tuning with adapters: a base model that nothing changes, adapters that are trained, and both as one model again.
+"""Fine-tuning with adapters: freeze a base model, add trained adapters, and merge both into one model.
 
-Checkpoints hold the adapters only. They name their base and know it by a digest, because with other weights below the
-adapters would mean nothing.
+Checkpoints hold only the adapters. They name their base and identify it by a digest, since adapters are meaningless
+with other base weights.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ironlaw.train.precision import product_type
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
-SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a file of weights: another training changes all of them
+SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a weight file, for the digest: any further training changes all samples
 
 
 def add_adapters(
     model: nn.Module, config: ModelConfig, finetune: FinetuneConfig, source: str, precision: str = "fp32"
 ) -> None:
-    """Freeze `model`, which holds the weights of `source`, and give it its adapters.
+    """Freeze `model`, which holds the weights of `source`, and add the adapters.
 
-    In 16 bits frozen matrices are held so, but DoRA's: products would round them anyway, each time anew.
+    At a 16-bit precision frozen matrices are stored in 16 bits, since products would round them anyway; not for DoRA.
     """
     names = names_of(Path(source), config)
     chosen = adapters_of(config, names, finetune)
@@ -60,14 +60,14 @@ def add_adapters(
     if held is None or finetune.method == "dora":
         return
     assert isinstance(model, Transformer) and model.embedding is not None
-    model.embedding.register_forward_hook(lambda module, inputs, found: found.float())  # the stream stays in fp32
+    model.embedding.register_forward_hook(lambda module, inputs, found: found.float())  # fp32 residual stream
     for held_so in (model.embedding, model.head, *linears):
-        if "weight" in held_so._parameters and not held_so.weight.requires_grad:  # no codes, and not trained
+        if "weight" in held_so._parameters and not held_so.weight.requires_grad:  # neither quantized nor trained
             held_so.weight.data = held_so.weight.data.to(held)
 
 
 def merge(model: nn.Module) -> None:
-    """Every adapted layer becomes a plain one again, with the adapters in its matrix."""
+    """Merge every layer's adapters into its matrix, which leaves a plain model."""
     for layer in adapted_layers(model).values():
         weight = nn.Parameter(layer.merged().float(), requires_grad=False)
         del layer.adapters
@@ -76,16 +76,16 @@ def merge(model: nn.Module) -> None:
 
 
 def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:
-    """PEFT's directory, whole or as it was, of whole tensors by their names here."""
+    """Atomically write PEFT's directory from unsharded tensors, which have our names."""
     source = config.train.start_from
     assert source is not None
     with complete_or_nothing(folder) as partial:
         write_adapter(partial, trained, config.model, names_of(Path(source), config.model), config.finetune, source)
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier session's
+        shutil.rmtree(folder, ignore_errors=True)  # from an earlier session
 
 
 def base_digest(source: str) -> str:
-    """Of the weights of a run's newest checkpoint, or of a Hugging Face directory: their sizes and samples of them."""
+    """Return a digest of base weights: of a run's newest checkpoint, or of the sizes and samples of model files."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
         return str(newest_of(folder).index["index_sha256"])
@@ -101,5 +101,5 @@ def base_digest(source: str) -> str:
 
 
 def about_base(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
-    """For the index of a checkpoint."""
+    """Return the index fields that describe a checkpoint's base and adapters."""
     return {"base": {"path": source, "sha256": base_digest(source)}, "finetune": finetune.model_dump(mode="json")}

@@ -1,7 +1,7 @@
 """GaLore (arXiv 2403.03507): Adam on a low-rank projection of each matrix's gradient.
 
-The state is the projection and two moments of the projected gradient instead of two moments of the whole. The
-projection is made of the leading singular vectors of the gradient, on its shorter side, and renewed every so often.
+The state is the projection and two moments of the projected gradient, instead of two moments of the full gradient. The
+projection consists of the gradient's leading singular vectors on its shorter side, and is recomputed periodically.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class GaLore(torch.optim.Optimizer):
-    """Decoupled weight decay as in AdamW. Matrices only, each with both sides longer than `rank`."""
+    """GaLore with decoupled weight decay as in AdamW, for matrices with both sides longer than `rank`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class GaLore(torch.optim.Optimizer):
         wide = gradient.shape[0] <= gradient.shape[1]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        # The count lives on the host, so that reading it waits for nothing.
+        # The step count is on the host, so that reading it needs no synchronization.
         if int(state["step"]) % group["projection_steps"] == 0:
             state["projection"] = leading_vectors(gradient, group["rank"], left=wide)
         state["step"] += 1
@@ -62,7 +62,7 @@ class GaLore(torch.optim.Optimizer):
 
 
 def leading_vectors(gradient: Tensor, rank: int, *, left: bool) -> Tensor:
-    """Orthonormal: (m, rank) of the rows' space with `left`, else (rank, n) of the columns'."""
+    """Return orthonormal vectors: (m, rank) that span the row space if `left`, else (rank, n) for the columns."""
     u, _, v = torch.linalg.svd(gradient.float(), full_matrices=False)
     chosen = u[:, :rank] if left else v[:rank]
     return chosen.to(gradient.dtype).contiguous().clone()

@@ -1,8 +1,8 @@
-"""What a run leaves behind while it goes: a line per step, events, sessions, and the trackers that want them too.
+"""The log of a run: one line of metrics per step, events, sessions, and output to trackers.
 
-A run may take many sessions: interrupted, killed, resumed, rolled back. Its ledger is of all of them. `sessions.jsonl`
-has a line when a session starts and one when it ends. A killed session writes no end: the next one finds in the metrics
-how far it got, and what of that has to be done again.
+A run may consist of several sessions if it is interrupted, killed, resumed or rolled back; its ledger covers all of
+them. `sessions.jsonl` has one line for the start of a session and one for its end. A killed session writes no end line:
+the next session reads from the metrics how far it got and which of its steps must be repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def now() -> str:
 
 
 def wall_seconds_of(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What the metrics of some steps tell of where the time went."""
+    """Return the wall-clock seconds per activity that these metrics entries account for."""
     wall = dict.fromkeys(("training", "evaluation", "checkpoint", "profiling"), 0.0)
     for entry in entries:
         wall["profiling" if entry.get("recorded") else "training"] += entry["seconds"]
@@ -45,24 +45,24 @@ def wall_seconds_of(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _to_repeated(wall: dict[str, float], lost: Sequence[dict[str, Any]]) -> None:
-    """The time of `lost` steps was spent all the same."""
+    """Move the time of `lost` steps to "repeated": it was spent all the same."""
     for name, seconds in wall_seconds_of(lost).items():
         if seconds:
             wall[name] = max(0.0, wall.get(name, 0.0) - seconds)
             wall["repeated"] = wall.get("repeated", 0.0) + seconds
 
 
-ENDING = ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps")  # known when a session ends
+ENDING = ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps")  # fields set when a session ends
 
 
 @dataclass(config=ConfigDict(strict=True, validate_assignment=True))
 class Session:
-    """From one start of the command to its end. `repeated` are seconds of steps that had to be taken again."""
+    """One invocation of the command, from start to end. `wall_seconds["repeated"]` is time of steps taken again."""
 
     number: int
     started: str
     from_step: int
-    setting: dict[str, Any]  # what must be alike for step times to be comparable
+    setting: dict[str, Any]  # step times are comparable only between sessions with equal settings
     wall_seconds: dict[str, float] = field(default_factory=dict)
     to_step: int | None = None
     ended: str | None = None
@@ -72,7 +72,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a run, this one last. `metrics`: the lines of earlier ones, as they are found at the start."""
+    """The earlier sessions of a run and the current one. `metrics`: the entries found on disk at the start."""
 
     def __init__(self, path: Path, from_step: int, setting: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> None:
         self._path = path
@@ -93,13 +93,13 @@ class Sessions:
         self._end(session)
 
     def _repeat(self, session: Session, lost: Sequence[dict[str, Any]]) -> None:
-        """Move the time of `lost` steps, which are taken again, to an account of its own."""
+        """Account for the time of `lost` steps, which will be taken again, as repeated."""
         _to_repeated(session.wall_seconds, lost)
         session.repeated_steps += len(lost)
         self._end(session)
 
     def rolled_back(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
-        """Steps of this session were given up: their time was spent all the same."""
+        """Account for the time of discarded steps of this session as repeated."""
         _to_repeated(observed.wall_seconds, lost)
         self.current.repeated_steps += len(lost)
 
@@ -115,7 +115,7 @@ class Sessions:
     # -- the whole run ---------------------------------------------------------------------------------------
 
     def merge(self, observed: Observations, metrics: Sequence[dict[str, Any]]) -> None:
-        """Make `observed`, of this session, one of the run: times of all comparable steps, seconds of all sessions."""
+        """Extend `observed` from this session to the run: all comparable steps, and the seconds of all sessions."""
         if not self.earlier:
             return
         alike = [s for s in self.earlier if s.setting == self.current.setting and s.to_step is not None]
@@ -131,7 +131,7 @@ class Sessions:
             for name, seconds in session.wall_seconds.items():
                 observed.wall_seconds[name] = observed.wall_seconds.get(name, 0.0) + seconds
         joules = [session.joules for session in self.earlier]
-        if observed.joules is not None:  # a killed session did not say: then nobody knows the sum
+        if observed.joules is not None:  # a killed session has no figure, so the sum is unknown
             known = all(value is not None for value in joules)
             observed.joules = observed.joules + sum(value or 0.0 for value in joules) if known else None
 
@@ -146,7 +146,7 @@ class Sessions:
 
 
 def read_sessions(path: Path) -> list[Session]:
-    """By number; of several ends of one session the last holds."""
+    """Return the sessions in order of number. If a session has several end lines, the last one counts."""
     found: dict[int, Session] = {}
     for line in read_lines(path):
         try:
@@ -162,14 +162,14 @@ def read_sessions(path: Path) -> list[Session]:
 
 
 def step_times(entry: dict[str, Any]) -> StepTimes:
-    """A line of the metrics as what the clock measured."""
+    """Convert a metrics entry to the step times that the clock measured."""
     between = (Phase.EVALUATION, Phase.CHECKPOINT)
     names = {phase: f"{phase}_seconds" for phase in Phase if phase not in between}
     return StepTimes(entry["seconds"], {phase: entry[name] for phase, name in names.items() if name in entry})
 
 
 def keep_profile(path: Path, observed: Observations) -> None:
-    """The recorded steps, for the ledger of a later session that records none."""
+    """Save the profiled steps for the ledger of a later session that profiles none."""
     assert observed.profile is not None
     ledger = Ledger("run", lines=observed.profile.lines)
     ledger.facts = {
@@ -180,7 +180,7 @@ def keep_profile(path: Path, observed: Observations) -> None:
 
 
 def earlier_profile(path: Path, observed: Observations) -> None:
-    """Take over what an earlier session recorded, when this one recorded nothing."""
+    """Load the profile of an earlier session if this one has none."""
     if observed.profile is None and path.is_file():
         ledger = Ledger.load(path)
         observed.profile = StepProfile(ledger.lines, ledger.facts["peak_bytes"], ledger.facts["peak_parts"])
@@ -188,7 +188,7 @@ def earlier_profile(path: Path, observed: Observations) -> None:
 
 
 class Journal:
-    """Opened at step `step`: metrics of later steps, left by a session that was killed, are dropped."""
+    """Writes the log of a run, starting at `step`. Metrics of later steps, left by a killed session, are dropped."""
 
     def __init__(
         self, config: RunConfig, run: RunDirectory, step: int, setting: dict[str, Any], say: Callable[[str], None]
@@ -201,27 +201,27 @@ class Journal:
         self._tracking = Tracking(config, run.path, step, say)
 
     def step(self, entry: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, in the kernel's hands when this returns."""
+        """Append one line to metrics.jsonl. On return it is in the kernel's page cache and survives a kill."""
         self._metrics.append(entry)
         self._tracking.log(entry)
 
     def sync(self) -> None:
-        """Every line is on the disk; OSError when it has no room."""
+        """Flush all lines to disk. Raises OSError if the disk is full."""
         self._metrics.sync()
 
     def event(self, event: str, **fields: Any) -> None:
-        """Something that happened to the run, on the disk when this returns; OSError when it cannot be."""
+        """Append an event of the run and sync it to disk. Raises OSError if that fails."""
         write_event(self.run, event, **fields)
 
     def forget_after(self, step: int, observed: Observations) -> None:
-        """The steps after `step` were given up; their time stays accounted for."""
+        """Drop the metrics of the discarded steps after `step`; their time is still accounted for."""
         self._metrics.close()
         self.sessions.rolled_back([entry for entry in self.run.metrics() if entry["step"] > step], observed)
         self.run.forget_after(step)
         self._metrics = JsonLines(self.run.metrics_file, self._say)
 
     def abandon(self, error: BaseException, step: int, observed: Observations) -> None:
-        """The session ends with an error: say so where the next one looks, without standing in its way."""
+        """End the session with an error and record it for the next session. Write failures are ignored."""
         reason = (str(error).splitlines() or [""])[0]
         with contextlib.suppress(OSError):
             self.sessions.end(f"{type(error).__name__}: {reason}".removesuffix(": "), step, observed)
@@ -230,23 +230,23 @@ class Journal:
         self._tracking.close(seconds=2.0)
 
     def close(self) -> None:
-        """The end of the steps. OSError when there are lines for which the disk has no room."""
+        """Close the log after the last step. Raises OSError if the disk has no room for pending lines."""
         self._tracking.close()
         self._metrics.close()
 
 
 class Silent:
-    """The journal of ranks that write nothing."""
+    """A no-op journal for ranks that write nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **named: None
 
 
 def write_event(run: RunDirectory, kind: str, **fields: Any) -> None:
-    """Append to events.jsonl and wait until it is on the disk."""
+    """Append an event to events.jsonl and sync it to disk."""
     append_line(run.events_file, {"event": kind, "time": now(), **fields}, sync=True)
 
 
 def batch_crc32(batch: Batch[Any]) -> int:
-    """A checksum of the tokens of a batch, as it is consumed."""
+    """Return the CRC-32 of a batch's input and target tokens."""
     return zlib.crc32(batch.targets.cpu().numpy().tobytes(), zlib.crc32(batch.inputs.cpu().numpy().tobytes()))

@@ -1,12 +1,12 @@
-"""Several optimizers as one; and one whose state, master weights and update are on the host, for devices whose memory
-they would fill.
+"""Optimizers composed of several, among them one whose state, master weights and update are on the host, to save device
+memory.
 
-    optimizer = HostOptimizer(groups, build, stream)      # `build` makes PyTorch's own over the host's copies
-    ...                                                 # backward, clip, as ever: gradients stay on the device
+    optimizer = HostOptimizer(groups, build, stream)      # `build` makes a PyTorch optimizer for the host copies
+    ...                                                 # backward, clip as usual: gradients stay on the device
     optimizer.step()
 
-Parameters go in buckets. All gradients are sent for at once; as soon as a bucket's are there the processor updates it,
-and its weights go back while the next is updated: three stages that overlap, of which the slowest sets the time.
+Parameters are grouped in buckets. All gradients are requested at once. When a bucket's gradients arrive, the CPU
+updates it, and its weights are copied back during the next update: the slowest of three stages sets the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Groups = list[dict[str, Any]]
 
 
 class Combined(torch.optim.Optimizer):
-    """Two optimizers that share a model, used like one: matrices with one, the rest with the other."""
+    """Several optimizers used as one, for example one for matrices and one for all other tensors."""
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)
@@ -58,14 +58,14 @@ class Combined(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _Pair:
-    """A parameter on the device, its copy on the host that is updated, and where its gradient arrives."""
+    """A parameter on the device, its master copy on the host, and the host buffer for its gradient."""
 
     parameter: nn.Parameter
     host: Tensor
     gradient: Tensor
 
     def fetch(self, stream: TransferStream) -> list[Arrival]:
-        """Send for the gradient, if there is one."""
+        """Start to copy the gradient to the host, if there is one."""
         self.host.grad = None
         if self.parameter.grad is None:
             return []
@@ -74,7 +74,7 @@ class _Pair:
 
 
 class HostOptimizer(Combined):
-    """Like the optimizer that `build` makes, to the bit where the device computes as the host does."""
+    """Runs the optimizer that `build` makes on the host. Results are bit-equal if device and host compute alike."""
 
     def __init__(
         self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream,
@@ -108,10 +108,10 @@ class HostOptimizer(Combined):
             part.step()
             returning += [self.stream.back_into(pair.host, pair.parameter.data) for pair in pairs]
         for arrival in returning:
-            arrival.wait_on_device()  # the next forward pass reads new weights
+            arrival.wait_on_device()  # the next forward pass reads the new weights
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The device's gradients; the host's are buffers that the next step fills."""
+        """Clear the device's gradients; the host's are buffers that the next step overwrites."""
         for pair in self._pairs():
             if set_to_none:
                 pair.parameter.grad = None
@@ -120,13 +120,13 @@ class HostOptimizer(Combined):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After the weights were loaded to the device: the host's copies are taken from there."""
+        """Load the state. The host copies are refreshed from the device, where weights must have been loaded."""
         super().load_state_dict(state)
         for pair in self._pairs():
             pair.host.copy_(pair.parameter.detach())
 
     def host_bytes(self) -> int:
-        """Weights, gradients and state here."""
+        """Return the bytes of weights, gradients and state on the host."""
         state = sum(tensor.nbytes for part in self.state.values() for tensor in part.values() if tensor.dim())
         return state + sum(pair.host.nbytes + pair.gradient.nbytes for pair in self._pairs())
 
@@ -135,7 +135,7 @@ class HostOptimizer(Combined):
 
 
 def _bucketed(groups: Groups, bucket_bytes: int) -> Iterator[Groups]:
-    """The groups cut into runs of parameters of about `bucket_bytes`; every piece keeps its group's settings."""
+    """Split the groups into buckets of about `bucket_bytes`; each piece keeps the settings of its group."""
     bucket: Groups = []
     held = 0
     for group in groups:

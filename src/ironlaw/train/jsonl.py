@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that outlive a kill and a full disk: whole lines only, and none is lost."""
+"""JSON Lines files that survive a kill and a full disk: lines are never partial and none is lost."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 from ironlaw.files import open_file, parse_json
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-PENDING_LIMIT = 100_000  # lines held back while the disk is full, some 50 MB: then the disk has the last word
+PENDING_LIMIT = 100_000  # lines (some 50 MB) kept in memory while the disk is full; beyond that, errors are raised
 
 
 class JsonLines:
-    """Appends objects to a file. While the disk is full they wait in memory, and `say` is told once.
+    """Appends objects to a file. While the disk is full, lines wait in memory and `say` is called once.
 
-    Not buffered: a line is in the kernel's hands when `append` returns, so that a killed process has written it.
+    Writes are unbuffered: when `append` returns, the line is in the kernel's page cache and survives a kill.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
         self.path = path
         self.pending: list[bytes] = []
-        self._lock = threading.Lock()  # the checkpoint's thread syncs what the loop appends
+        self._lock = threading.Lock()  # the checkpoint thread syncs while the training loop appends
         self._say = say or (lambda message: None)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Add one line. OSError only for what waiting cannot mend, or when too much waits."""
+        """Append one line. Raises OSError for errors other than a full disk, or if too many lines are pending."""
         with self._lock:
             self.pending.append((json.dumps(_plain(entry), allow_nan=False) + "\n").encode())
             first = len(self.pending) == 1
@@ -46,7 +46,7 @@ class JsonLines:
                 self._say(f"the disk of {self.path} is full: what happens is kept in memory until there is room")
 
     def flush(self) -> None:
-        """Write what waits. OSError when there is still no room."""
+        """Write the pending lines. Raises OSError if the disk is still full."""
         with self._lock:
             while self.pending:
                 line = self.pending[0]
@@ -55,18 +55,18 @@ class JsonLines:
                     if written < len(line):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
                 except OSError:
-                    os.ftruncate(self._descriptor, self._end)  # half a line would end the file for its readers
+                    os.ftruncate(self._descriptor, self._end)  # readers would take a partial line for the end
                     raise
                 self._end += len(line)
                 del self.pending[0]
 
     def sync(self) -> None:
-        """Everything appended is on the disk when this returns."""
+        """Flush all lines to disk."""
         self.flush()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; OSError when lines still wait for room."""
+        """Close the file. Raises OSError if pending lines cannot be written."""
         if self._descriptor < 0:
             return
         try:
@@ -77,7 +77,7 @@ class JsonLines:
 
 
 def append_line(path: Path, entry: dict[str, Any], sync: bool = False) -> None:
-    """One line more; `sync`: it is on the disk when this returns, or OSError. Else a full disk may lose it."""
+    """Append one line. With `sync`, it is on disk on return, or OSError is raised; else a full disk may lose it."""
     lines = JsonLines(path)
     try:
         lines.append(entry)
@@ -89,7 +89,7 @@ def append_line(path: Path, entry: dict[str, Any], sync: bool = False) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete line of a file that may not be there; half a last line is what a killed process leaves."""
+    """Return all complete lines, or [] if there is no file. A killed process may leave a partial last line."""
     if not os.path.lexists(path):
         return []
     with open_file(path) as file:
@@ -99,7 +99,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """NaN and infinity are no JSON: as text, `float("nan")` reads them back."""
+    """Replace NaN and infinities, which JSON lacks, by text that `float` parses."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

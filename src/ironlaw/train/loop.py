@@ -1,11 +1,11 @@
-"""The training loop of one rank, read from top to bottom; a single process is a mesh of one (`mesh.py`).
+"""The training loop of one rank. A single process is a mesh of one (`mesh.py`).
 
     trainer = Trainer(config, run, plan, dataset, profile, strategy)
     outcome = trainer.train()
 
-A step is: wait for the batch, forward and backward over its micro-batches, clip, update. Everything else
-(validation, checkpoints, recording) happens between steps and has its own line in the wall time. Every rank runs this
-loop; the first one writes files.
+A step waits for its batch, runs forward and backward over its micro-batches, clips the gradients and updates the
+weights. Everything else (validation, checkpoints, profiling) happens between steps and is accounted for separately in
+the wall time. Every rank runs this loop; rank 0 writes the files.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 
-REPLAN_AFTER = 3  # steps behind the warm-up: their median missed steps of the rest by what single steps vary
-WORTH_SAYING_SECONDS = 10.0  # of the run, still to come
+REPLAN_AFTER = 3  # steps after the warm-up: their median predicts the other steps within the spread of single steps
+WORTH_SAYING_SECONDS = 10.0  # report the new plan only if more time than this remains
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
 class Trainer:
-    """One run on one rank. Construct, then `train()` once: on every rank of the mesh."""
+    """One run on one rank. Call `train()` once, on every rank of the mesh."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Trainer:
         seed_everything(config.train.seed)
         self.one_step = self.strategy.step(config, self.plan, self.profile, fresh=start is None, say=self.say)
         self.one_step.clock = self.clock
-        # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
+        # Everything that a resumed run must restore beside the weights, each saved under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
             self.run.checkpoints, config.checkpoint, config.model, say=self.say, store=self.one_step.store,
@@ -117,11 +117,11 @@ class Trainer:
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
             self.journal = cast(Journal, Silent())
-        mesh.barrier()  # the others read what rank 0's journal leaves of an earlier session
+        mesh.barrier()  # the other ranks read the metrics after rank 0's journal has trimmed them
         self.recovery.start_over(self.run.metrics())
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
-        """The state of `found`; what it does not hold starts anew."""
+        """Restore the state of `found`. States that it does not hold start anew."""
         average = self.one_step.average
         missing = self.one_step.load(found, self.states)
         for name in missing:
@@ -132,7 +132,7 @@ class Trainer:
         self.checkpointer.last = found
 
     def _setting(self) -> dict[str, Any]:
-        """What must be alike for the step times of two sessions to be comparable."""
+        """Return the settings that must be equal for step times of two sessions to be comparable."""
         return {
             "profile": self.profile.created, "device": self.profile.device, "threads": self.profile.threads,
             "precision": self.one_step.precision, "compile": self.compiled, "torch": torch.__version__,
@@ -154,15 +154,15 @@ class Trainer:
                 self._to_the_end(energy, first_step)
             except BaseException as error:
                 with contextlib.suppress(Exception):
-                    self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
+                    self.checkpointer.wait()  # complete a checkpoint in progress, whatever ends the run
                 self.journal.abandon(error, self.step, observed)
                 raise
-        if self.step >= config.train.steps:  # a signal during the last step ended nothing early
+        if self.step >= config.train.steps:  # a signal during the last step did not end the run early
             self.interruption.name = None
         return Outcome(self._finish(), self.step, self.interruption.name)
 
     def _to_the_end(self, energy: EnergyMeter, first_step: int) -> None:
-        """All steps, as often as spikes make it go back; then the last checkpoint."""
+        """Take all steps, restoring a checkpoint after each spike that requires it, and write the last checkpoint."""
         while True:
             try:
                 self._steps(energy)
@@ -180,7 +180,7 @@ class Trainer:
         self.journal.close()
 
     def _steps(self, energy: EnergyMeter) -> None:
-        """From where the run stands to its end, a signal, or a spike that makes it go back."""
+        """Take steps until the run ends, a signal arrives, or a loss spike requires a rollback."""
         config, observed = self.config, self.observed
         with Prefetcher(
             self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device,
@@ -202,7 +202,7 @@ class Trainer:
             self.data_facts = self.loader.facts() | batches.facts()
 
     def _plan_again(self) -> None:
-        """Once, by what the first steps say of the rest: beside the plan from before the run, not in its place."""
+        """Estimate the run again from the first steps. The plan made before the run is kept."""
         before, total = (self.plan.totals[name].value for name in ("step_seconds", "total_seconds"))
         step = float(np.median([times.wall_seconds for times in self.observed.steps]))
         total += (step - before) * self.config.train.steps
@@ -216,16 +216,16 @@ class Trainer:
 
     def _stopping(self) -> bool:
         if self.mesh.size > 1:
-            return self._stop_agreed  # never on this rank's own account: the others would wait for it
+            return self._stop_agreed  # a rank must not stop alone: the others would wait for it
         return self.interruption.name is not None
 
     def _enough_steps_left(self) -> bool:
-        """A very short run is not recorded: every step of it would be slower."""
+        """Whether the run is long enough to profile some of its steps, which makes them slower."""
         readable = self.mesh.size == 1 or self.device.type == "cpu"
         return readable and self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
 
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
-        """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
+        """Take one optimizer step. With `recording`, emit the marks that the profile reader looks for."""
         clock, observer, number = self.clock, self.observer, self.step
         self.one_step.recording = recording
         with clock.step() as times, scope(STEP_SCOPE, recording), observer.step(number + 1, clock):
@@ -238,14 +238,14 @@ class Trainer:
             agreed = self.one_step.update(loss, number, stop, numbers)
         self.train_loss, self._gradient_norm, self._stop_agreed, _ = agreed
         if agreed.stop and self.interruption.name is None:
-            self.interruption.name = "SIGTERM"  # another rank was told to stop
+            self.interruption.name = "SIGTERM"  # another rank received a signal
         self.step += 1
         self.tokens += self.config.tokens_per_step
         observer.told(agreed, self.step, self.journal.event, self.say)
         return times
 
     def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
-        """A few steps under the profiler: time by operation, and every allocation."""
+        """Take a few steps under the profiler, which records the time of each operation and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
         finished: list[StepTimes] = []
@@ -260,7 +260,7 @@ class Trainer:
         self.observer.recorded(recorded, self.observed.profile, persistent)
         if self.mesh.first:
             keep_profile(self.run.profile_file, self.observed)
-        # The recorded steps themselves, and what happened between them, are counted where they belong.
+        # The profiled steps and the work between them have already been counted under other headings.
         counted = sum(self.observed.wall_seconds.values()) - counted
         self.observed.wall_seconds["profiling"] = max(0.0, time.perf_counter() - began - counted)
 
@@ -275,7 +275,7 @@ class Trainer:
             "seconds": times.wall_seconds, "loader_tokens_per_second": self.prefetcher.tokens_per_second,
             "lr": self.one_step.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         } | self.one_step.metrics()  # fmt: skip
-        if not recorded:  # recorded steps are counted with the profiling that slows them
+        if not recorded:  # the time of profiled steps counts as profiling, which slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
         if _due(step, config.evaluation.every) or step == config.train.steps:
@@ -292,7 +292,7 @@ class Trainer:
         if self._batch_crc32 is not None:
             entry["batch_crc32"] = self._batch_crc32
         self.journal.step(entry)
-        # After the metrics: a checkpoint without its line could not be told from one with it.
+        # After the metrics: otherwise a kill could leave a checkpoint whose metrics line is missing.
         self.checkpointer.write()
         self.watch(
             StepReport(
@@ -306,7 +306,7 @@ class Trainer:
         return _due(self.step, self.config.checkpoint.every)
 
     def _evaluate(self) -> dict[str, float]:
-        """A phase of its own between steps: validation losses, also with averaged weights, and the seconds it took."""
+        """Validate between steps. Returns the losses, also of averaged weights, and the seconds it took."""
         began = time.perf_counter()
         self.validation_loss = self._validate()
         found = {"validation_loss": self.validation_loss}
@@ -323,24 +323,24 @@ class Trainer:
         return validate(self.one_step, self.loader, self.mesh, self.to_device, self.config.evaluation.batches)
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
-        """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
+        """Copy the current state; `checkpointer.write()` then writes it while the next steps run. Returns seconds."""
         with scope(COPY_SCOPE):
             seconds = self.checkpointer.take(
                 self.step, self.tokens, self.one_step.model, self.states, validation_loss,
                 turns=len(self.recovery.turns), **self.one_step.about,
             )  # fmt: skip
-        if self.device.type == "cpu" and self.step < self.config.train.steps:  # the next steps run beside it
+        if self.device.type == "cpu" and self.step < self.config.train.steps:  # the copy is held during the next steps
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
 
     def _look_for_spike(self) -> None:
-        """Raises GoBack, or UserError when going back cannot help. Nothing of a spike's last step is recorded."""
+        """Raise GoBack on a spike, or UserError if going back cannot help. A spike's last step is not logged."""
         spike = self.recovery.observe(self.step, self.train_loss, self._gradient_norm)
         if spike is None:
             self._spike_known = False
             return
-        if self._spike_known:  # nothing to go back to: it was said once
+        if self._spike_known:  # reported before, and there is no checkpoint to go back to
             return
         self._spike_known = True
         self.checkpointer.wait()
@@ -349,8 +349,8 @@ class Trainer:
             raise GoBack(target)
 
     def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
-        """All ranks have found the spike in the same numbers; rank 0 looks at the disk, writes down what is done about
-        it and drops checkpoints."""
+        """Return the checkpoint to go back to, if any. All ranks detect the same spike from the same numbers; rank 0
+        inspects the checkpoints, logs the decision and deletes checkpoints."""
         recovery, known = self.recovery, len(self.recovery.turns)
 
         def decide() -> tuple[checkpoint.Checkpoint | None, list[dict[str, Any]]]:
@@ -363,18 +363,18 @@ class Trainer:
         return target
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
-        """To the state of `target`, as if the steps after it had not been; only the events and the clock know."""
+        """Go back to the state of `target`. Later steps are discarded, except from the events and the wall time."""
         began = time.perf_counter()
         self._load(target)
         self.journal.forget_after(self.step, self.observed)
-        self.mesh.barrier()  # rank 0 has dropped the lines; all read what is left
+        self.mesh.barrier()  # rank 0 has dropped the discarded metrics; all ranks read the rest
         self.recovery.start_over(self.run.metrics())
         self._spike_known = False
         wall = self.observed.wall_seconds
         wall["repeated"] = wall.get("repeated", 0.0) + time.perf_counter() - began
 
     def _probe_sometimes(self) -> None:
-        """Is the machine still as fast as when it was measured?"""
+        """Compare the machine's speed with its measured profile every few seconds."""
         now = time.perf_counter()
         due = now - self._last_probe > PROBE_EVERY_SECONDS
         if due and self.mesh.first and self.device.type == "cpu":
@@ -382,7 +382,7 @@ class Trainer:
             self._last_probe = now
 
     def _finish(self) -> Ledger:
-        """The first rank's ledger has what all have seen; the others' is empty."""
+        """Return the ledger of the run. Rank 0's covers all ranks; those of other ranks are empty."""
         observed, config = self.observed, self.config
         self.observer.gather(observed)
         trained = self.one_step.trained() if config.finetune.adapts else {}

@@ -1,7 +1,7 @@
-"""The ranks that train one model. One process is a mesh of one: what many ranks agree on, it knows by itself.
+"""The ranks that train one model. One process is a mesh of one, where collective methods are trivial.
 
-The trainer talks to a `Mesh`, a `Step` and an `Observer`, which a `Strategy` makes, and does not ask how many processes
-there are. Those of a job of many are in `train/parallel`: `Ranks`, `LayoutStep`, `RankObserver` and `RankStrategy`.
+The trainer uses a `Mesh`, a `Step` and an `Observer`, created by a `Strategy`, whatever the number of processes.
+`train/parallel` has the versions for many processes: `Ranks`, `LayoutStep`, `RankObserver` and `RankStrategy`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Mesh:
-    """`rank` of `size` ranks with a layout `config`, on `device`; `sites` as in `train/parallel/outer.py`."""
+    """`rank` of `size` ranks with a layout `config`, on `device`. For `sites` see `train/parallel/outer.py`."""
 
     device: torch.device
     rank: int = 0
@@ -36,43 +36,43 @@ class Mesh:
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes files and speaks."""
+        """Whether this is the rank that writes files and messages."""
         return self.rank == 0
 
     @property
     def dp(self) -> int:
-        """Replicas, which share the sequences of a batch."""
+        """Number of data-parallel replicas, which share the sequences of a batch."""
         assert self.config.dp is not None
         return self.config.dp
 
     def index(self, dimension: str) -> int:
-        """Coordinate along tp, cp, dp, pp or site."""
+        """Return this rank's coordinate along tp, cp, dp, pp or site."""
         return 0
 
-    # -- what ranks do together; every rank calls it ---------------------------------------------------------
+    # -- collectives; every rank calls them ------------------------------------------------------------------
 
     def first_does(self, function: Callable[[], Result]) -> Result:
-        """What rank 0 makes of it, on every rank. Its UserError ends all."""
+        """Call `function` on rank 0 and return its result on every rank. A UserError there ends all ranks."""
         return function()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks."""
+        """Return the values of all ranks, in order of ranks."""
         return [value]
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element by element, over the ranks."""
+        """Return the elementwise sum over all ranks."""
         return values
 
     def barrier(self) -> None:
-        """No rank goes on before all have come."""
+        """Wait until all ranks have called this."""
 
     def threads(self, profile: Profile) -> int:
         return min(profile.threads, usable_threads())
 
 
 class Agreed(NamedTuple):
-    """The same on every rank: loss over the global batch, norm of the whole gradient before clipping, whether any rank
-    wants to stop, and the sums of what each had to add."""
+    """What all ranks agree on in a step: the loss over the global batch, the global gradient norm before clipping,
+    whether any rank requested a stop, and the sums of the numbers that each rank contributed."""
 
     loss: float
     norm: float
@@ -81,36 +81,36 @@ class Agreed(NamedTuple):
 
 
 class Observer:
-    """What looks at the steps of a rank beside the clock. One process has nobody to look at."""
+    """Observes the steps of a rank beside the clock. This base class, used by a single process, does nothing."""
 
     def __enter__(self) -> Observer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
 
     @contextmanager
     def step(self, number: int, clock: StepClock) -> Iterator[None]:
-        """Around step `number`, counted from 1."""
+        """Context of step `number`, counted from 1."""
         yield
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around steps under the profiler."""
+        """Context of the profiled steps."""
         yield
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
-        """Told of a finished profiler, of what was read from it, and of the bytes that are held between steps."""
+        """Called with a finished profiler, the profile read from it, and the bytes held between steps."""
 
     def numbers(self, number: int) -> list[float]:
-        """To be added up over the ranks in step `number`, as many on every rank."""
+        """Return values for step `number` to be summed over ranks; all ranks return equally many."""
         return []
 
     def told(self, agreed: Agreed, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
-        """After step `number`: what the ranks' numbers add up to."""
+        """Called after step `number` with the sums over all ranks."""
 
     def gather(self, observed: Observations) -> None:
-        """At the end, on every rank."""
+        """Gather observations at the end of the run. Called on every rank."""
 
     def complete(self, ledger: Ledger) -> None:
-        """Add what all ranks have seen; on the first one."""
+        """Add the observations of all ranks to `ledger`. Called on rank 0."""

@@ -1,11 +1,11 @@
 """The critical batch size from the gradient noise scale (arXiv 1812.06162, appendix A.1).
 
-Below it, twice the batch needs about half the steps; above, it buys little. Estimated from the squared norms of the
-gradient of one micro-batch (b sequences) and of the whole batch (B): with |g_b|^2 = |G|^2 + S / b in the mean,
+Below it, twice the batch needs about half the steps; above it, larger batches help little. It is estimated from the
+squared gradient norms of one micro-batch (b sequences) and of the whole batch (B). In the mean |g_b|^2 = |G|^2 + S / b:
 
     |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b),    S = (|g_b|^2 - |g_B|^2) / (1/b - 1/B),    noise scale = S / |G|^2.
 
-Both are averaged over steps before they are divided: single ones are mostly noise.
+Both are averaged over steps before the division, since single estimates are mostly noise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NoiseScale:
         self.signal = self.noise = 0.0
 
     def observe(self, small: float, small_square: float, large: float, large_square: float) -> None:
-        """Batches in sequences and the squared norms of their mean gradients."""
+        """Add an estimate from two batch sizes in sequences and the squared norms of their mean gradients."""
         signal = (large * large_square - small * small_square) / (large - small)
         noise = (small_square - large_square) / (1 / small - 1 / large)
         self.signal = DECAY * self.signal + (1 - DECAY) * signal
@@ -32,7 +32,7 @@ class NoiseScale:
 
     @property
     def sequences(self) -> float | None:
-        """The critical batch; None while the estimates are too noisy to give one."""
+        """The critical batch, or None while the estimates are too noisy."""
         if self.signal <= 0 or self.noise <= 0:
             return None
         return self.noise / self.signal
@@ -45,7 +45,7 @@ class NoiseScale:
 
 
 def first_part(config: RunConfig, layout: LayoutConfig) -> int:
-    """Micro-batches of a replica whose gradient is the small batch's. UserError where there are too few to make two
+    """Return how many micro-batches of a replica form the small batch. Raises UserError if there are too few for two
     parts."""
     assert layout.dp is not None
     share = config.train.global_batch // layout.dp

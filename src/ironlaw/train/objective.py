@@ -1,4 +1,4 @@
-"""What a step minimises. An objective gives the loss of a micro-batch and counts what the loss is a mean over.
+"""Training objectives. An objective computes the loss of a micro-batch and counts the items over which it is a mean.
 
 objective = objective_of(config, device)
 objective(model, batch, samples, "sum") / objective.count(batch)
@@ -27,10 +27,10 @@ from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 
 
 class CrossEntropy:
-    """Of the next token, where it counts."""
+    """Cross-entropy of the next token, over all targets that are not ignored."""
 
-    per_token = True  # what it says of held-out text is nats per token
-    second: Transformer | None = None  # a model beside the one that is trained
+    per_token = True  # the loss on held-out text is in nats per token
+    second: Transformer | None = None  # a frozen model used beside the trained one
 
     def __call__(
         self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
@@ -39,11 +39,11 @@ class CrossEntropy:
         return loss
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
-        """Targets."""
+        """Return the number of targets."""
         return (batch.targets != IGNORED).sum()
 
     def held_out(self, model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
-        """Sum over a batch of held-out text, nats, and of how many. The model is in evaluation mode."""
+        """Return the sum of held-out losses in nats and the number of items. The model is in evaluation mode."""
         counted = int((batch.targets != IGNORED).sum())
         if not counted:
             return 0.0, 0
@@ -52,8 +52,8 @@ class CrossEntropy:
 
 
 class Distillation(CrossEntropy):
-    """(1 - w) cross-entropy + w T^2 KL(teacher || student) of logits divided by T (arXiv 1503.02531, section 2), and
-    `hidden` times 1 - cosine of the last hidden states. On held-out text it is the student's cross-entropy alone."""
+    """(1 - w) cross-entropy + w T^2 KL(teacher || student) of logits divided by T (arXiv 1503.02531, section 2), plus
+    `hidden` (1 - cosine) of the last hidden states. On held-out text, the student's cross-entropy alone is used."""
 
     def __init__(self, config: ObjectiveConfig, teacher: Transformer) -> None:
         self.config, self.second = config, teacher
@@ -79,12 +79,12 @@ class Distillation(CrossEntropy):
 
 class Preference(CrossEntropy):
     """DPO (arXiv 2305.18290, equation 7): -log sigmoid(beta (m - m_reference)), where m is the log-probability of the
-    chosen answer less that of the rejected one. Documents 2 i and 2 i + 1 of a row are a pair's answers."""
+    chosen answer minus that of the rejected one. Documents 2 i and 2 i + 1 of a row are the answers of pair i."""
 
     per_token = False
 
     def __init__(self, beta: float, reference: Transformer | None) -> None:
-        """`reference` None: the model without its adapters."""
+        """If `reference` is None, the model without its adapters is the reference."""
         self.beta, self.second = beta, reference
 
     def __call__(
@@ -97,7 +97,7 @@ class Preference(CrossEntropy):
         return losses.sum() if reduction == "sum" else losses.mean()
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
-        """Pairs."""
+        """Return the number of pairs."""
         return _pairs(batch).sum()
 
     def held_out(self, model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
@@ -106,7 +106,7 @@ class Preference(CrossEntropy):
 
 
 def outputs(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Hidden states (B, S, H) before the output layer, and logits (B, S, V)."""
+    """Return hidden states (B, S, H) before the output layer, and logits (B, S, V)."""
     kept: list[Tensor] = []
     hook = model.get_submodule("final_norm").register_forward_hook(lambda module, inputs, output: kept.append(output))
     try:
@@ -117,7 +117,7 @@ def outputs(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = Non
 
 
 def margins(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None) -> Tensor:
-    """(pairs,): log-probability of the chosen answer less that of the rejected one, nats."""
+    """Return log-probability of the chosen minus that of the rejected answer, (pairs,), in nats."""
     logits = model(batch.inputs, None, samples, batch.documents)
     logs = -F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
     sums = _by_answer(batch, logs.view_as(batch.targets))
@@ -125,7 +125,7 @@ def margins(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = Non
 
 
 def _by_answer(batch: Batch[Tensor], values: Tensor) -> Tensor:
-    """(B, pairs, 2): sums of values (B, S) over each answer's targets."""
+    """Return sums of `values` (B, S) over the targets of each answer, (B, pairs, 2)."""
     assert batch.documents is not None
     documents = batch.documents.long()
     pairs = int(documents.max()) // 2 + 1
@@ -134,13 +134,13 @@ def _by_answer(batch: Batch[Tensor], values: Tensor) -> Tensor:
 
 
 def _pairs(batch: Batch[Tensor]) -> Tensor:
-    """(B, pairs) bool: both answers are there, which padding has not."""
+    """Return a mask (B, pairs) of pairs with both answers, which excludes padding."""
     return (_by_answer(batch, torch.ones_like(batch.targets)) > 0).all(-1)
 
 
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[nn.Module]:
-    """The base, without dropout."""
+    """Context in which `model` is its base, without adapters and dropout."""
     layers, training = list(adapted_layers(model).values()), model.training
     model.eval()
     for layer in layers:
@@ -191,6 +191,6 @@ OBJECTIVES: dict[str, Callable[[RunConfig, torch.device], CrossEntropy]] = {
 
 
 def objective_of(config: RunConfig, device: torch.device) -> CrossEntropy:
-    """UserError where what it needs beside the model is not there."""
-    with torch.random.fork_rng(devices=[]):  # a second model is drawn before it is read
+    """Return the configured objective. Raises UserError if a second model is missing or does not match."""
+    with torch.random.fork_rng(devices=[]):  # a second model is initialized at random before it is read
         return OBJECTIVES[config.objective.kind](config, device)

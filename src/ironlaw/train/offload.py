@@ -1,9 +1,9 @@
-"""What waits for the backward pass waits in the host's memory: copied out and back while the device computes.
+"""Offloads activations to host memory until the backward pass, with copies that overlap with computation.
 
-Packing starts a copy of the whole storage behind a tensor (queries, keys and values are views of one) and keeps the
-device's until that is done; when more than `ahead_bytes` are on their way, the device waits for the oldest, so that
-memory is bounded by bytes and not by luck. Unpacking starts the copies back of what was saved before, which is wanted
-next, again up to `ahead_bytes`. The last block is left alone: its tensors would come back as soon as they have left.
+Packing starts a copy of the whole storage of a tensor (queries, keys and values are views of one) and releases the
+device memory when it is done. If more than `ahead_bytes` are being copied, the device waits for the oldest copy, which
+bounds memory. Unpacking starts to copy back the tensors saved before, which are needed next, also up to `ahead_bytes`.
+The last block is not offloaded, since its tensors are needed again at once.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.transfer import Arrival, TransferStream
 
-SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
+SMALLEST_BYTES = 2**20  # smaller tensors are not offloaded
 
 
 @dataclass(eq=False)
 class _Kept:
-    """One storage, as bytes: on its way out, on the host, or on its way back."""
+    """A storage, as bytes: being copied out, on the host, or being copied back."""
 
     number: int  # in the order of saving
     bytes: int
     host: Tensor
     out: Arrival
-    leaving: Tensor | None  # the device's, until the copy is done
+    leaving: Tensor | None  # the device's storage, until the copy is done
     back: Tensor | None = None
     arrival: Arrival | None = None
-    wanted: int = 0  # views of it that the backward pass has not asked for yet
+    wanted: int = 0  # number of its views still needed by the backward pass
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ActivationOffload:
         smallest_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.blocks, self.stream = device, len(model.blocks), stream
-        # Weights, rotary tables and so on are there anyway.
+        # Weights, rotary tables and so on stay on the device.
         self._stay = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self.ahead_bytes = ahead_bytes
         self.smallest_bytes = SMALLEST_BYTES if smallest_bytes is None else smallest_bytes
@@ -64,8 +64,8 @@ class ActivationOffload:
         self._order: list[_Kept] = []
         self._leaving: deque[_Kept] = deque()
         self._leaving_bytes = self._ahead = self.moved_bytes = 0
-        self._by_storage: dict[tuple[int, int], _Kept] = {}  # of those whose device memory is still held
-        self._next_back = -1  # the newest that has not been sent for
+        self._by_storage: dict[tuple[int, int], _Kept] = {}  # those still on the device
+        self._next_back = -1  # the next to copy back; all later ones have been requested
 
     def around(self, block: int) -> Any:
         if block == self.blocks - 1 or not torch.is_grad_enabled():
@@ -95,10 +95,10 @@ class ActivationOffload:
         return _View(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _let_go(self) -> None:
-        """Of what has left, and of the oldest while too much is on its way: the device waits for that."""
+        """Release storages whose copies are done, and the oldest while too much is in flight, after a device wait."""
         while self._leaving and (self._leaving_bytes > self.ahead_bytes or self._leaving[0].out.done()):
             kept = self._leaving.popleft()
-            kept.out.wait_on_device()  # the computation that gets this memory next comes after the copy
+            kept.out.wait_on_device()  # this memory must not be reused before the copy is done
             kept.leaving = None
             self._leaving_bytes -= kept.bytes
             self._by_storage = {key: other for key, other in self._by_storage.items() if other is not kept}
@@ -109,7 +109,7 @@ class ActivationOffload:
         if isinstance(packed, Tensor):
             return packed
         kept = packed.kept
-        if kept.leaving is not None:  # still here: nothing has to come back
+        if kept.leaving is not None:  # still on the device
             whole = kept.leaving
         else:
             self._send_for(kept)

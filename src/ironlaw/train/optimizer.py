@@ -1,4 +1,4 @@
-"""From `[optimizer]` to an optimizer: PyTorch's or a library's, with every tensor in the group it is assigned to."""
+"""Builds the optimizer from `[optimizer]`: PyTorch's or a library's, with parameter groups."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def build_optimizer(
     model: nn.Module, config: OptimizerConfig, *, stream: TransferStream | None = None,
     whole: Sequence[Parameter] | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it.
+    """Return the optimizer of `model`. `set_learning_rate` multiplies the rate of each group by its `lr_scale`.
 
-    `stream`: state and update on the host that it leads to (`train/host_optimizer.py`). `whole`: of a model that ranks
-    divide, its tensors before that. A fused update takes those of one mesh only, so that each has its groups.
+    `stream`: keep the state and update on the host, with this transfer stream (`train/host_optimizer.py`). `whole`: the
+    parameters before they were sharded. Fused updates need tensors of one device mesh, so each mesh has its own groups.
     """
     whole = described(model) if whole is None else whole
     assigned = {parameter.name: to for parameter, to in zip(whole, assign(whole, config), strict=True)}
     groups: dict[tuple[Assignment, Any], list[nn.Parameter]] = {}
     for name, tensor in trained_parameters(model):
-        name = re.sub(r"\.qkv\.(query|key|value)\.", ".qkv.", name)  # which a division takes apart
-        to = assigned[name if name in assigned else "embedding.weight"]  # the copy of a tied one, on the last stage
+        name = re.sub(r"\.qkv\.(query|key|value)\.", ".qkv.", name)  # tensor parallelism splits qkv
+        to = assigned[name if name in assigned else "embedding.weight"]  # copy of a tied embedding, on the last stage
         groups.setdefault((to, getattr(tensor, "device_mesh", None)), []).append(tensor)
 
     def of(matrix: bool) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def build_optimizer(
 
 
 def grouped(parameters: Sequence[Parameter], config: OptimizerConfig) -> dict[Assignment, list[str]]:
-    """Names in the groups of one process's optimizer."""
+    """Return the parameter names in each group of a single process's optimizer."""
     groups: dict[Assignment, list[str]] = {}
     for parameter, to in zip(parameters, assign(parameters, config), strict=True):
         groups.setdefault(to, []).append(parameter.name)
@@ -62,13 +62,13 @@ def grouped(parameters: Sequence[Parameter], config: OptimizerConfig) -> dict[As
 
 
 def described(model: nn.Module) -> list[Parameter]:
-    """The module's tensors that are trained, as the workload describes them."""
+    """Return the trained tensors of a module as `Parameter` descriptions."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in trained_parameters(model)]
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All, or of a model with adapters theirs."""
+    """Return the parameters that require gradients: all, or those of the adapters, if any."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
@@ -79,8 +79,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     betas, lr, eps = (config.beta1, config.beta2), config.lr, config.eps
-    # Fused where there is one: one kernel over all parameters. Measured 3 times faster than the loop on CPU, and it
-    # needs no temporaries. PyTorch has none of SGD for distributed tensors.
+    # Fused where available: one kernel over all parameters, measured 3 times faster than the loop on CPU and without
+    # temporaries. PyTorch has no fused SGD for distributed tensors.
     fused = None if any(hasattr(p, "to_local") for group in groups for p in group["params"]) else True
     match name:
         case "sgd":
@@ -100,7 +100,7 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         case "galore":
             return GaLore(groups, lr, betas, eps, config.rank, config.projection_steps, config.projection_scale)
         case "muon":
-            # Updates as large as AdamW's, so that one learning rate serves both (arXiv 2502.16982).
+            # Scaled to AdamW's update size, so that both can share a learning rate (arXiv 2502.16982).
             momentum = 0.95 if config.momentum is None else config.momentum
             return torch.optim.Muon(groups, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         case _:
@@ -111,13 +111,13 @@ BITSANDBYTES = {"adam8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_ada
 
 
 def check_library(name: str) -> None:
-    """UserError where the optimizer is a library's that is not installed."""
+    """Raise UserError if the optimizer needs a library that is not installed."""
     if name in BITSANDBYTES:
         _bitsandbytes(name)
 
 
 def _bitsandbytes(name: str) -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it complains about kernels that nobody asked for
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # suppress warnings about unused kernels
     try:
         import bitsandbytes.optim
     except ImportError:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT's files: `adapter_config.json` and `adapter_model.safetensors`, written and read."""
+"""Reads and writes adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ironlaw.workload.finetune import AdapterTarget, FinetuneConfig, adapters_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# What changes what an adapter computes or where it lies, and the one value of each that we have.
+# Fields that change what an adapter computes or where it is applied, each with the only value supported here.
 _ONLY = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False,
     "layers_to_transform": None, "exclude_modules": None, "layer_replication": None, "lora_bias": False,
@@ -33,7 +33,7 @@ _ONLY = {
 def write_adapter(
     folder: Path, trained: Mapping[str, Tensor], config: ModelConfig, names: Names, finetune: FinetuneConfig, base: str
 ) -> None:
-    """`trained`: whole tensors by their names here. `base`: the model that they are for, as PEFT names it."""
+    """Write PEFT's two files. `trained`: unsharded tensors by our names; `base`: name or path of the base model."""
     chosen = adapters_of(config, names, finetune)
     targets = chosen.targets
     found: dict[str, list[tuple[AdapterTarget, dict[str, Tensor]]]] = {}
@@ -43,7 +43,7 @@ def write_adapter(
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for theirs, adapters in found.items():
-        # Several of ours in one matrix of theirs are one adapter of several times the rank, each with its own rows.
+        # Several of our adapters on one PEFT matrix become one adapter: the ranks add up, and each keeps its own rows.
         count = adapters[0][0].count
         if count != len(adapters):
             raise UserError(f"{theirs} is {count} matrices here: give finetune.targets all of them")
@@ -58,7 +58,7 @@ def write_adapter(
     whole: dict[str, Tensor] = {}
     for entry in chosen.saved:
         entry.put(trained[entry.ours].detach(), whole)
-    if config.tied and whole:  # PEFT trains copies of the two
+    if config.tied and whole:  # PEFT trains separate copies of the embedding and the output layer
         whole[f"{names.head}.weight"] = whole[f"{names.embedding}.weight"]
     tensors |= {PREFIX + name: tensor for name, tensor in whole.items()}
     save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS,
@@ -80,7 +80,7 @@ def write_adapter(
 
 
 def _module_names(targets: Sequence[AdapterTarget], there: Sequence[AdapterTarget]) -> list[str]:
-    """The last part of a name, or as much as it takes that no other matrix is meant."""
+    """Return the shortest suffixes of the targets' module names that match no other matrix."""
     chosen, found = {target.theirs for target in targets}, set()
     others = [target.theirs for target in there if target.theirs not in chosen]
     for target in targets:
@@ -99,14 +99,14 @@ def _whole(number: float) -> float:
 
 
 def _theirs(target: AdapterTarget, rows: Tensor) -> Tensor:
-    """Rows of ours in the order of theirs."""
+    """Permute `rows` from our order into PEFT's."""
     if not target.order:
         return rows
     return torch.empty_like(rows).index_copy_(0, torch.tensor(target.order, device=rows.device), rows.detach())
 
 
 def check_adapter(folder: Path, finetune: FinetuneConfig) -> None:
-    """UserError unless `folder` holds an adapter of this rank, alpha and method."""
+    """Raise UserError unless `folder` holds an adapter of this rank, alpha and method."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise UserError(f"no adapter in {folder}: give a directory with {CONFIG} and {WEIGHTS}")
     try:
@@ -135,7 +135,7 @@ def _check_fields(folder: Path, fields: dict[str, Any], finetune: FinetuneConfig
 
 @torch.no_grad()
 def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Names, finetune: FinetuneConfig) -> None:
-    """PEFT's tensors into the adapters of `model`. UserError where they are not those of these targets."""
+    """Copy PEFT's tensors into the adapters of `model`. Raises UserError if they do not match the targets."""
     check_adapter(folder, finetune)
     try:
         there = load_file(folder / WEIGHTS)
@@ -169,7 +169,7 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
                 raise UserError(f"the adapter in {folder} has no {name}: give finetune.targets the modules it has")
             known.add(name)
             tensor = there[name]
-            with suppress(IndexError):  # of another shape, which is said below
+            with suppress(IndexError):  # wrong shape, reported below
                 tensor = _ours(target, tensor, finetune.rank, rows=part != "lora_A.weight")
             if tensor.shape != ours.shape:
                 raise UserError(f"{name} in {folder} has shape {list(there[name].shape)}, of another rank or model")
@@ -182,9 +182,9 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
 
 
 def _ours(target: AdapterTarget, tensor: Tensor, rank: int, rows: bool) -> Tensor:
-    """Of a tensor of theirs what is our target's: a part where theirs is several of ours, rows in our order."""
+    """Return the part of a PEFT tensor that belongs to `target`: one of `count` slices, rows permuted to our order."""
     first, size = target.which, target.stop - target.start
-    # Of an adapter that `write_adapter` put together; PEFT's own is shared.
+    # For an adapter merged by `write_adapter`; in PEFT's own adapters the low-rank side is shared.
     own = slice(first * rank, (first + 1) * rank)
     if target.count > 1 and rows:
         tensor = tensor[first * size : (first + 1) * size]

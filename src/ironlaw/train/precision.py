@@ -1,6 +1,6 @@
-"""The arithmetic of a run: autocast, TF32, few bits through torchao or emulated, and the loss scale that fp16 needs.
+"""The arithmetic of a run: autocast, TF32, low-precision products by torchao or emulated, and loss scaling for fp16.
 
-Weights, gradients, optimizer state and reductions are fp32 in every one of them.
+Weights, gradients, optimizer state and reductions are fp32 in all of them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ironlaw.workload.conventions import whole_tiles
 
 
 def product_type(precision: str) -> torch.dtype | None:
-    """What autocast makes of a product's operands; None: it is off."""
+    """Return the type to which autocast converts a product's operands, or None if autocast is off."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(number_format(precision).held_as)
 
 
 def autocast(device: torch.device, precision: str) -> Any:
-    """A context in which products run in `precision`."""
+    """Return a context in which matrix products run in `precision`."""
     dtype = product_type(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
@@ -38,8 +38,8 @@ def autocast(device: torch.device, precision: str) -> Any:
 def prepare(
     model: nn.Module, blocks: nn.ModuleList, device: torch.device, precision: str, train: TrainConfig
 ) -> Moment | None:
-    """What has to be set once. Of a recipe that the device does not multiply the products are emulated to the bit, and
-    the `Moment` that its rounding is drawn from is returned. UserError where hardware or torchao is missing."""
+    """Prepare a model for `precision`, once. Products of a recipe that the device does not support are emulated bit
+    for bit; then the `Moment` that seeds their rounding is returned. UserError if hardware or torchao is missing."""
     if train.qat is not None:
         hold_as(blocks, train.qat)
     if device.type == "cuda":
@@ -58,7 +58,7 @@ def prepare(
 
 
 def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
-    """The linear layers of the recipe's blocks multiply by torchao; the output layer does not, which costs accuracy."""
+    """Run the linear layers of the recipe's blocks by torchao. The output layer is left out, as it costs accuracy."""
     layers = nn.ModuleList(list(blocks)[: rules.blocks(len(blocks))])
     try:
         if rules.name in PRODUCTS:
@@ -73,11 +73,11 @@ def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""x (M, K) and weight (N, K), of one type -> x weight^T (M, N), with its derivatives."""
+"""x (M, K), weight (N, K), both of one type -> x weight^T (M, N). Differentiable."""
 
 
 def mxfp8_product(kernels: str = "auto") -> Product:
-    """torchao's, with the specification's scales."""
+    """Return torchao's MXFP8 product, with scales as in the OCP MX specification."""
     from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -87,15 +87,15 @@ def mxfp8_product(kernels: str = "auto") -> Product:
 
 
 def nvfp4_product() -> Product:
-    """The same of NVFP4: square blocks of weights, stochastic gradients, a rotation along the tokens."""
+    """Return torchao's NVFP4 product: square weight blocks, stochastically rounded gradients, rotation along tokens."""
     from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
 
-    signs = rotation(16, ROTATION_SEED, torch.device("cpu"))[:, 0].sign()  # of the emulation's rotation
+    signs = rotation(16, ROTATION_SEED, torch.device("cpu"))[:, 0].sign()  # the same rotation as in the emulation
     return partial(nvfp4_linear, sign_vector=tuple(signs.int().tolist()))
 
 
 def fp8_block_product() -> Product:
-    """The same of blocks of 128; by Triton where cuBLAS, which has them on Hopper alone, does not multiply them."""
+    """Return torchao's fp8 product in blocks of 128. Uses Triton except on Hopper, the only one cuBLAS supports."""
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -110,20 +110,20 @@ PRODUCTS: dict[str, Callable[[], Product]] = {
 
 
 class LibraryLinear(RoundedLinear):
-    """`Linear` whose product is a library's. The library's layers would put wrappers or buffers among the weights."""
+    """A `Linear` that calls a library's product. The library's own layers would add wrappers or buffers to weights."""
 
     multiply: Product
     tile: int
 
     def product(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        missing = -len(rows) % self.tile  # rows of zeros add nothing to a gradient
+        missing = -len(rows) % self.tile  # padding rows of zeros do not affect gradients
         found = self.multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, self.weight.to(rows.dtype))
         return found[: len(rows)].unflatten(0, x.shape[:-1])
 
 
 def hand_over(blocks: nn.Module, product: Product, rules: PrecisionRecipe) -> None:
-    """Layers of whole tiles multiply by `product`; the others keep PyTorch's."""
+    """Make layers whose sizes are multiples of the tile use `product`; other layers keep PyTorch's."""
     for module in blocks.modules():
         if isinstance(module, Linear) and reached(module, rules):
             layer = become(module, LibraryLinear)
@@ -145,7 +145,7 @@ class LossScale(torch.amp.GradScaler):
         self.skipped_steps = 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Update the weights, or not when a gradient overflowed; False then."""
+        """Update the weights unless a gradient overflowed. Returns whether they were updated."""
         before = self.get_scale()
         super().step(optimizer)
         self.update()
@@ -154,7 +154,7 @@ class LossScale(torch.amp.GradScaler):
         return done
 
     def decided(self, overflowed: bool) -> None:
-        """After a step that ranks have decided together to take or to skip: what `update` does with its own finding."""
+        """Update the scale after ranks have jointly decided to take or skip a step, in place of `update`."""
         state = super().state_dict()
         if overflowed:
             state |= {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}

@@ -1,8 +1,8 @@
-"""A checkpoint whose weights are codes and scales: what `ironlaw compress` writes and everything that reads runs reads.
+"""A checkpoint with quantized weights, written by `ironlaw compress` and read by everything that reads runs.
 
-In one safetensors file: of a weight NAME in few bits the tensors NAME.codes, NAME.scales, NAME.tensor_scale and
-NAME.bitmap, as far as its format has them; other weights whole, under their names. The file's metadata say of each
-weight in few bits its format, its shape and its block (docs/formats.md).
+One safetensors file holds, for each quantized weight NAME, the tensors NAME.codes, NAME.scales, NAME.tensor_scale and
+NAME.bitmap, as far as its format has them, and all other weights under their names. The file's metadata hold the
+format, shape and block of each quantized weight (docs/formats.md).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PARTS = ("codes", "scales", "tensor_scale", "bitmap")
 
 @dataclass
 class QuantizedFiles:
-    """A store (`checkpoint.Store`) of weights alone: nothing to go on training from.
+    """A store (`checkpoint.Store`) that holds weights only, so that training cannot be resumed from it.
 
-    held:  the compressed weights, by name; only `take` and `write` need them.
-    wide:  what the other weights are kept in.
+    held:  the compressed weights, by name; used only by `take` and `write`.
+    wide:  data type of the other weights.
     """
 
     held: Mapping[str, Quantized]
@@ -41,7 +41,7 @@ class QuantizedFiles:
     name: str = "quantized"
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> dict[str, Tensor]:
-        """The weights that are not held in few bits."""
+        """Return the weights that are not quantized."""
         found = {name: tensor for name, tensor in unique_weights(model).items() if name not in self.held}
         return {n: t.to(self.wide) if t.is_floating_point() else t for n, t in found.items()}
 
@@ -72,7 +72,7 @@ def no_training(folder: Path) -> str:
 
 
 def read_held(folder: Path) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """The weights of a compressed checkpoint, one after the other: as tensors, or as they are held."""
+    """Yield the weights of a compressed checkpoint one by one, as plain or quantized tensors."""
     with safe_open(folder / FILE, framework="pt") as file:
         about: dict[str, dict[str, Any]] = json.loads(file.metadata()["quantized"])
         names = set(file.keys())

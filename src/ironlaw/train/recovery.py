@@ -1,13 +1,13 @@
-"""Loss spikes: recognise one, go back to a checkpoint before it, and go on without the batches around it.
+"""Loss spikes: detect one, go back to a checkpoint before it, and continue without the batches around it.
 
-As on large runs: PaLM restarted from a checkpoint about 100 steps before the spike and skipped some 200 to 500 batches,
-and found that the same batches did no harm from another state (arXiv 2204.02311, section 5.1); the OPT-175B logbook
-records the same by hand (arXiv 2205.01068). Every decision here is a pure function of logged numbers (losses, gradient
-norms, earlier events), so that every rank, and a run killed in the middle of it, decides alike.
+This follows practice on large runs. PaLM was restarted from a checkpoint about 100 steps before a spike and skipped
+some 200 to 500 batches; the same batches did no harm from another state (arXiv 2204.02311, section 5.1). The OPT-175B
+logbook records the same procedure by hand (arXiv 2205.01068). Every decision is a pure function of logged numbers
+(losses, gradient norms, earlier events), so that all ranks, and a run resumed after a kill, decide alike.
 
-The batches are numbered in the loader's order; `Skips` maps steps to batches. The answer to a spike, which checkpoint
-to go back to, is in `events.jsonl`, written and on the disk before anything else changes: what it says holds, also for
-a run that goes on from there.
+Batches are numbered in the loader's order; `Skips` maps steps to batches. The decision about a spike, including the
+checkpoint to go back to, is written to `events.jsonl` and synced before anything else changes, and is binding for a
+run that is resumed later.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ironlaw.files import read_json
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint
 
-SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+SIGMA = 1.4826  # standard deviation of a normal distribution in median absolute deviations
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step as the metrics have it. `step` counts from 1."""
+    """The metrics of one step. `step` counts from 1."""
 
     step: int
     loss: float
@@ -46,7 +46,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Spike:
-    """Steps `first` to `last` are out of line with the ones before. `typical` and `spread` are theirs, in nats."""
+    """Outlying steps `first` to `last`. `typical` and `spread` describe the loss of the steps before, in nats."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class Spike:
 
 
 class Skips:
-    """Batches left out, as half-open ranges of their numbers; which batch a step takes follows from them."""
+    """Skipped batches, as half-open ranges of batch numbers. They determine the batch of each step."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         merged: list[list[int]] = []
@@ -66,7 +66,7 @@ class Skips:
             elif first < end:
                 merged.append([first, end])
         self.ranges = [(first, end) for first, end in merged]
-        # The step (from 0) at which each range is jumped over, and how many batches were left out by then.
+        # The step (from 0) at which each range is skipped, and the number of batches skipped up to and including it.
         self._steps: list[int] = []
         self._lost: list[int] = []
         lost = 0
@@ -76,7 +76,7 @@ class Skips:
             self._lost.append(lost)
 
     def batch(self, step: int) -> int:
-        """The number of the batch that step `step` (from 0) trains on."""
+        """Return the number of the batch for step `step` (from 0)."""
         passed = bisect_right(self._steps, step)
         return step + (self._lost[passed - 1] if passed else 0)
 
@@ -85,11 +85,11 @@ class Skips:
 
 
 def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike | None:
-    """Whether the run, as of the last entry of `history`, is in a spike.
+    """Return the spike in which the last entry of `history` lies, if any.
 
-    A loss that is not finite is one at once. Otherwise the last `patience` steps must all be out of line with the
-    `window` before them: by `threshold` robust standard deviations (from medians, which the spike itself cannot move)
-    and by `minimum_rise`; a gradient norm that is out of line halves what the loss must show.
+    A loss that is not finite is a spike at once. Otherwise the last `patience` steps must all be outliers with respect
+    to the `window` before them: by `threshold` robust standard deviations (based on medians, which the spike itself
+    cannot shift) and by `minimum_rise`. An outlying gradient norm halves both thresholds for the loss.
     """
     if not history:
         return None
@@ -116,7 +116,7 @@ def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike
     if not all(out(m) for m in recent):
         return None
     first = recent[0].step
-    for m in reversed(before[-config.patience :]):  # gradients often break out a few steps before the loss does
+    for m in reversed(before[-config.patience :]):  # gradient norms often rise a few steps before the loss
         if not rough(m):
             break
         first = m.step
@@ -126,10 +126,10 @@ def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike
 
 
 def _robust(values: Sequence[float]) -> tuple[float, float]:
-    """The median of the latest eighth, and the standard deviation around the trend.
+    """Return the median of the latest eighth of `values`, and their standard deviation around the trend.
 
-    Told from the differences of neighbours, so that a loss that falls fast, as it does early on, does not count as one
-    that scatters. Not let down to 0 by numbers that hardly vary.
+    The deviation is computed from differences of neighbours, so that the fast decrease of the loss early in a run does
+    not count as scatter. It has a lower bound, for values that hardly vary.
     """
     middle = statistics.median(values[-max(4, len(values) // 8) :])
     steps = [abs(later - earlier) for earlier, later in itertools.pairwise(values)]
@@ -139,7 +139,7 @@ def _robust(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Rollback:
-    """What to do about a spike. `to_step` None: no checkpoint from before it. `strike` counts from 1."""
+    """The response to a spike. `to_step` is None if no checkpoint precedes it. `strike` counts from 1."""
 
     spike: Spike
     to_step: int | None
@@ -159,7 +159,7 @@ class Recovery:
         self.history: list[MeasuredStep] = []
 
     def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
-        """The history as the metrics have it, after a rollback or at the start."""
+        """Set the history to the latest metrics, at the start or after a rollback."""
         self.history = [MeasuredStep.of(entry) for entry in metrics][-self._reach :]
 
     @property
@@ -167,7 +167,7 @@ class Recovery:
         return self.config.window + 2 * self.config.patience
 
     def observe(self, step: int, loss: float, grad_norm: float) -> Spike | None:
-        """Take in one step; a Spike when the run is in one."""
+        """Add a step to the history. Returns a Spike if the run is in one."""
         self.history.append(MeasuredStep(step, loss, grad_norm))
         del self.history[: -self._reach]
         if self.config.enabled or not math.isfinite(loss + grad_norm):
@@ -175,11 +175,11 @@ class Recovery:
         return None
 
     def usable(self, step: int, turns: int) -> bool:
-        """Whether a checkpoint of `step`, made when there had been so many turns, lies on the branch that counts."""
+        """Whether no rollback after the first `turns` went back to before `step`, the step of a checkpoint."""
         return all(step <= event["to_step"] for event in self.turns[turns:])
 
     def decide(self, spike: Spike, checkpoints: Sequence[int]) -> Rollback:
-        """`checkpoints`: the steps of the intact and usable ones."""
+        """Choose the response to a spike. `checkpoints`: the steps of the intact and usable ones."""
         config, before = self.config, [step for step in checkpoints if step < spike.first]
         far = [step for step in before if step <= spike.first - 1 - config.rewind]
         target = max(far) if far else min(before) if before else None
@@ -190,7 +190,7 @@ class Recovery:
         return Rollback(spike, target, (first, end), self._strike(spike))
 
     def _strike(self, spike: Spike) -> int:
-        """One more than the spikes that followed one another within `forgive_steps`, since the run was last stopped."""
+        """Return 1 plus the number of spikes in a row, each within `forgive_steps` of the next, since the last stop."""
         strike, later = 1, spike.first
         for event in reversed(self.turns):
             if event["event"] == "stop" or later - event["spike"]["first_step"] > self.config.forgive_steps:
@@ -199,7 +199,7 @@ class Recovery:
         return strike
 
     def event(self, decision: Rollback) -> dict[str, Any]:
-        """What `events.jsonl` says of it, evidence included."""
+        """Return the record of a decision for `events.jsonl`, including the evidence."""
         spike = decision.spike
         return {
             "event": "stop" if decision.strike >= self.config.strikes else "rollback",
@@ -217,14 +217,14 @@ class Recovery:
         }  # fmt: skip
 
     def take(self, event: dict[str, Any]) -> None:
-        """The event is on the disk: from here on it holds."""
+        """Apply a decision whose event is on disk."""
         self.turns.append(event)
         if event["event"] == "rollback":
             self.skips = self.skips.also(*event["skipped_batches"])
 
 
 def _is_turn(event: dict[str, Any]) -> bool:
-    """Whether a line of the events, which anybody may have written, says all that a rollback has to."""
+    """Whether an event, which may have been edited by hand, has all fields of a rollback."""
     skipped, spike = event.get("skipped_batches"), event.get("spike")
     steps = [event.get("to_step"), spike.get("first_step") if isinstance(spike, dict) else None]
     numbers = [*steps, *(skipped if isinstance(skipped, list) and len(skipped) == 2 else [None])]
@@ -235,7 +235,7 @@ _MILDER = "lower optimizer.lr or train with train.precision = fp32"
 
 
 class GoBack(Exception):
-    """Raised out of the steps: the run goes on from `target`."""
+    """Raised by a step to make the run continue from `target`."""
 
     def __init__(self, target: Checkpoint) -> None:
         self.target = target
@@ -244,16 +244,16 @@ class GoBack(Exception):
 def answer(
     spike: Spike, recovery: Recovery, folder: Path, event: Callable[..., None], say: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The checkpoint to go back to, decided and logged; None when there is none and the run can go on as it is.
+    """Decide on a spike and log it. Returns the checkpoint to go back to, or None if the run continues without one.
 
-    Raises UserError when the run has to stop: the last strike, or a loss that is not finite with nothing to go back to.
+    Raises UserError if the run must stop: at the last strike, or with a loss that is not finite and no checkpoint.
     """
     if not recovery.config.enabled:
         raise UserError(f"{spike.reason} in step {spike.last}: {_MILDER}, or allow recovery.enabled")
     decision, target = _choose(spike, recovery, folder)
     record = recovery.event(decision)
     if record["event"] == "stop":
-        # Checkpoints from within the spike must not be what a resumed run starts from.
+        # A resumed run must not start from a checkpoint within the spike.
         record["to_step"] = spike.first - 1 if decision.to_step is None else decision.to_step
         _write(event, record)
         recovery.take(record)
@@ -279,7 +279,7 @@ def answer(
 
 
 def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[Rollback, Checkpoint | None]:
-    """Checksums are read of the chosen one only; if they do not hold, of the next best."""
+    """Choose a checkpoint. Checksums are verified for the chosen one only; if they fail, the next best is tried."""
     steps = {}
     for path in disk.complete(folder):
         try:
@@ -299,7 +299,7 @@ def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[Rollback, C
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Checkpoints of the branch that was given up."""
+    """Delete the checkpoints after `step`, which belong to the discarded branch."""
     for path in disk.complete(folder):
         if disk.step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)
@@ -316,7 +316,7 @@ def _write(event: Callable[..., None], record: dict[str, Any]) -> None:
 
 
 def _report(recovery: Recovery, decision: Rollback) -> str:
-    """All strikes of the row in one line: where each was, and that skipping batches did not help."""
+    """Return a one-line report of all strikes: where they occurred, and that skipping batches did not help."""
     row = [event["spike"]["first_step"] for event in recovery.turns[-decision.strike :]]
     spikes = ", ".join(str(step) for step in row)
     return (

@@ -1,5 +1,5 @@
-"""From a checkpoint on disk back into a model and its states, whichever way it was stored; and the first weights of a
-run that does not start from random ones."""
+"""Restores a model and its states from a checkpoint in any storage format, and reads the initial weights of a run that
+does not start from random ones."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from ironlaw.train.state import Stateful
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
 _FOREIGN = (SafetensorError, UnpicklingError, AssertionError, KeyError, TypeError, RuntimeError)
-"""What files whose checksums hold can end in: objects that are never loaded, other names and shapes."""
+"""Errors of files with valid checksums but foreign content: unsafe pickles, other names or shapes."""
 
 STORES: dict[str, Store] = {one.name: one for one in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))}
 
 
 def check_resumable(checkpoint: Checkpoint) -> None:
-    """UserError when it holds nothing to go on training from."""
+    """Raise UserError if training cannot be resumed from the checkpoint."""
     if checkpoint.index.get("store") == QuantizedFiles.name:
         raise UserError(no_training(checkpoint.path))
 
@@ -46,10 +46,10 @@ def check_resumable(checkpoint: Checkpoint) -> None:
 def load(
     checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, states: Mapping[str, Stateful] | None = None
 ) -> list[str]:
-    """Restore the weights and the named `states`; returns the names of those that the checkpoint does not hold."""
+    """Restore the weights and the named `states`. Returns the names of states that the checkpoint does not hold."""
     check_model(checkpoint, config)
     name = checkpoint.index.get("store", WholeFiles.name)
-    if name == "sharded":  # loaded only here: its imports take a second
+    if name == "sharded":  # imported here because it takes a second
         from ironlaw.train.parallel.store import ShardedFiles
 
         return ShardedFiles().read(checkpoint.path, model, states or {})
@@ -71,7 +71,7 @@ def load(
 
 
 def check_first_weights(source: str, config: ModelConfig) -> None:
-    """UserError, before anything is written, when `source` does not hold the weights of this model."""
+    """Raise UserError, before anything is written, if `source` does not hold the weights of this model."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
         check_model(newest_of(folder), config)
@@ -82,7 +82,7 @@ def check_first_weights(source: str, config: ModelConfig) -> None:
 
 
 def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
-    """Weights only: the optimizer, the schedule and the step count start anew."""
+    """Load weights only: the optimizer, the schedule and the step count start anew."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
         load(newest_of(folder), model, config)
@@ -91,7 +91,7 @@ def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> No
 
 
 def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None) -> None:
-    """UserError, before anything is written, when there is no base, or not the one that `start` was trained on."""
+    """Raise UserError, before anything is written, if the base is missing or is not the one `start` was trained on."""
     if source is None:
         raise UserError(
             f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
@@ -105,26 +105,26 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
 
 
 def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> FinetuneConfig:
-    """The base and the adapters of a checkpoint into a plain `model`."""
+    """Load the base and the adapters of a checkpoint into a `model` without adapters."""
     index: Mapping[str, Any] = checkpoint.index
     finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
     check_base(finetune, source, config, checkpoint)
     load_first_weights(source, model, config)
-    with torch.random.fork_rng(devices=[]):  # adapters are drawn, and then read
+    with torch.random.fork_rng(devices=[]):  # adapters are initialized at random before they are read
         add_adapters(model, config, finetune, source)
     AdapterFiles().read(checkpoint.path, model, {})
     return finetune
 
 
 def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transformer:
-    """The checkpoint's model, in evaluation mode."""
+    """Return the checkpoint's model in evaluation mode."""
     model = Transformer(config)
     load(checkpoint, model, config)
     return model.eval()
 
 
 def held_weights(checkpoint: Checkpoint) -> dict[str, Quantized]:
-    """Of a compressed checkpoint, what its weights in few bits are held as; of others nothing."""
+    """Return the quantized weights of a compressed checkpoint, {} for other checkpoints."""
     if checkpoint.index.get("store") != QuantizedFiles.name:
         return {}
     return {name: weight for name, weight in read_held(checkpoint.path) if not isinstance(weight, Tensor)}
@@ -132,21 +132,21 @@ def held_weights(checkpoint: Checkpoint) -> dict[str, Quantized]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to use. `step` is that of its checkpoint; `passed_over` says which newer ones are damaged."""
+    """A model for inference. `step` is its checkpoint's; `passed_over` describes newer checkpoints that are damaged."""
 
     model: Transformer
     tokenizer: Tokenizer | None  # None for a run on mock data
     step: int | None = None
     passed_over: tuple[str, ...] = ()
-    held: Mapping[str, Quantized] = field(default_factory=dict)  # in few bits, by name: of a compressed run
+    held: Mapping[str, Quantized] = field(default_factory=dict)  # quantized weights of a compressed run
 
     def about(self) -> dict[str, Any]:
-        """For JSON: which checkpoint of a run this is."""
+        """Return the JSON fields that identify the checkpoint of a run."""
         return {} if self.step is None else {"step": self.step, "passed_over": list(self.passed_over)}
 
 
 def load_run(path: Path) -> Trained:
-    """The model of the newest intact checkpoint of a run's directory."""
+    """Load the newest intact checkpoint of a run directory."""
     run = RunDirectory(path)
     if not run.is_run:
         raise UserError(f"{path} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
@@ -160,7 +160,7 @@ def load_run(path: Path) -> Trained:
 
 
 def load_trained(path: Path, needs_text: bool = True) -> Trained:
-    """The model of a run's directory, or of a Hugging Face one; that one may lack a tokenizer where nobody needs it."""
+    """Load a model from a run or Hugging Face directory. The latter may lack a tokenizer unless `needs_text`."""
     if RunDirectory(path).is_run or not is_config_file(path):
         return load_run(path)
     config = read_config(path)

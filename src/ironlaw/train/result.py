@@ -1,4 +1,4 @@
-"""What a run has come to: its loss on held-out text, and when it is over its ledger."""
+"""Results of a run: its loss on held-out text, and its ledger at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ironlaw.workload.program import batch_bytes
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a watcher of the run is told after each step."""
+    """The values passed to a watcher of the run after each step."""
 
     step: int
     steps: int
@@ -36,13 +36,13 @@ class StepReport:
     seconds: float
     data_seconds: float
     resident_bytes: int
-    recorded: bool  # under the profiler, hence slower than it should be
-    attention: str | None = None  # the kernel that runs
+    recorded: bool  # under the profiler, hence slower
+    attention: str | None = None  # name of the attention kernel
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended: `interrupted` is the signal's name when one ended it early."""
+    """The result of a run. `interrupted` is the name of the signal that ended it early, if any."""
 
     ledger: Ledger
     step: int
@@ -53,14 +53,14 @@ class Outcome:
 def validate(
     step: Step, loader: Loader, mesh: Mesh, to_device: Callable[[Batch[Any]], Batch[Tensor]], most: int
 ) -> float:
-    """Mean loss of held-out text of all replicas, which share the batches; `most`: of them, in global ones.
+    """Return the mean loss on held-out text over all replicas, which share the batches. `most`: global batches at most.
 
-    Collectives need every rank: one without a batch of its own works on another's, and does not count it.
+    Evaluation uses collectives on every rank: a rank without a batch of its own evaluates another's and ignores it.
     """
-    pipelined = step.schedule is not None  # evaluates batches of the step's own size only
+    pipelined = step.schedule is not None  # a pipeline evaluates only batches of the training step's size
     rows, count = (step.share, 1) if pipelined else (step.micro_batch, step.micro_batches)
     batches = list(loader.validation(rows, most * count * mesh.dp))
-    if pipelined:  # of less text than one batch: none
+    if pipelined:  # drop an incomplete batch, even if it is the only one
         batches = [batch for batch in batches if len(batch.inputs) == rows]
     total, tokens = 0.0, 0.0
     with step.evaluating():
@@ -74,7 +74,7 @@ def validate(
 
 
 def in_other_units(loss: float, bits_per_byte: float | None) -> dict[str, float]:
-    """Perplexity, and bits per byte of text where the data says how many bytes its tokens stand for."""
+    """Return perplexity and, if the data have a byte count for their tokens, bits per byte of text."""
     result = {"perplexity": math.exp(min(loss, 700.0))}
     return result if bits_per_byte is None else result | {"bits_per_byte": bits_per_byte}
 
@@ -83,7 +83,7 @@ def finished_ledger(
     observed: Observations, plan: Ledger, config: RunConfig, step: Step, unigram_loss: float | None, *,
     train_loss: float, validation_loss: float, **facts: Any,
 ) -> Ledger:  # fmt: skip
-    """Of all sessions of the run, on its first rank. `facts`: how it ended, and what its data were."""
+    """Return the ledger of all sessions, on rank 0. `facts` describe the run's end and its data."""
     facts |= {
         "machine_slowdown": interference.middle(observed.probes), "other_load": interference.others(observed.probes),
         "virtual": host.is_virtual(), "started": facts["sessions"][0]["started"], "finished": now(),

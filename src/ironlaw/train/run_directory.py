@@ -1,4 +1,4 @@
-"""A run is a directory; this module is the only one that knows its file names."""
+"""The run directory. All names of its files are defined here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ironlaw.files import as_name, lock_file, write_text
 from ironlaw.train.jsonl import read_lines
 
 LOCK = ".lock"
-_held: set[Path] = set()  # by this process: the system's locks do not stand between its own threads
+_held: set[Path] = set()  # locked by this process: file locks do not exclude other threads of the process
 
 
 class _Inside:
-    """A path within the run's directory."""
+    """Descriptor for a path within the run directory."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,10 +50,10 @@ class RunDirectory:
     ledger_file = _Inside("ledger.json")
     compression_file = _Inside("compression.json")
     tokenizer_file = _Inside("tokenizer.json")
-    chat_file = _Inside("tokenizer_config.json")  # of conversations: their template and what it names
+    chat_file = _Inside("tokenizer_config.json")  # chat template and its special tokens
     checkpoints = _Inside("checkpoints")
     adapter = _Inside("adapter")
-    # The step of the newest checkpoint that was ever complete: says that there was one when all are gone.
+    # Step of the newest complete checkpoint ever written, which shows that there was one even if all are deleted.
     last_checkpoint_file = _Inside("last_checkpoint")
 
     @property
@@ -61,7 +61,7 @@ class RunDirectory:
         return self.config_file.is_file()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Complete lines only: a run that was killed may have left half of its last one."""
+        """Return the complete metrics lines; a killed run may have left a partial last line, which is ignored."""
         entries = read_lines(self.metrics_file)
         for number, entry in enumerate(entries, 1):
             if not isinstance(entry.get("step"), int) or "seconds" not in entry or not _has_numbers(entry):
@@ -75,21 +75,21 @@ class RunDirectory:
 
 
 def _has_numbers(entry: dict[str, Any]) -> bool:
-    """Where a session that goes on reads them; those that are not finite are text."""
+    """Whether all fields that a resumed session reads are numbers; non-finite ones are stored as strings."""
     names = ("loss", "grad_norm", "resident_bytes", "seconds")
     read = [value for name, value in entry.items() if name in names or name.endswith("_seconds")]
     return all(isinstance(value, float | int) or value in ("nan", "inf", "-inf") for value in read)
 
 
 def beside(path: Path, word: str) -> Path:
-    """Where what is made of a run or a directory of weights goes unless told: next to it, under its name and a word."""
+    """Return the default output path for something made from a run or model: `path` with `-word` appended."""
     whole = path.resolve()
     return (path if path.name == whole.name else whole).with_name(f"{whole.name}-{as_name(word)}")
 
 
 def default_name(model: str) -> Path:
-    """A directory for a new run, made so that another run begun in the same second gets another; gone at exit where
-    nothing came into it."""
+    """Create and return a directory for a new run, unique even among runs started in the same second. It is removed at
+    exit if it is still empty."""
     path = first = Path("runs") / f"{as_name(model)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(2):
         try:
@@ -97,7 +97,7 @@ def default_name(model: str) -> Path:
             break
         except FileExistsError:
             path = first.with_name(f"{first.name}-{number}")
-        except OSError:  # said when the run is created
+        except OSError:  # reported when the run is created
             break
     atexit.register(_remove_empty, path.absolute())
     return path
@@ -109,9 +109,9 @@ def _remove_empty(folder: Path) -> None:
 
 
 def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
-    """The directory of a new run, or with `resume` also of the run that is there. Only looks: nothing is written.
+    """Return the directory of a new run or, with `resume`, of an existing one. Writes nothing.
 
-    Raises UserError when it exists without `resume`, or holds something else than this run.
+    Raises UserError if the directory exists without `resume`, or holds something other than this run.
     """
     run = RunDirectory(path)
     for there in (path, *path.parents):
@@ -128,7 +128,7 @@ def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
 
 
 def create_run(run: RunDirectory, config: RunConfig) -> None:
-    """Make the directory and write its config: the first trace of a run on disk, once its input is known to work."""
+    """Create the directory and write the config. This is the first write of a run, after its input has been checked."""
     try:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         remove_torn(run.path)
@@ -141,13 +141,13 @@ def create_run(run: RunDirectory, config: RunConfig) -> None:
 
 
 def existing_folder(path: Path) -> Path:
-    """`path` or the nearest folder above it that exists."""
+    """Return `path` or its nearest existing parent folder."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def remove_torn(folder: Path) -> None:
-    """Delete what processes that are gone left half-written: after many kills they would fill the disk."""
+    """Delete partial files of terminated processes, which would otherwise fill the disk after many kills."""
     for path in folder.glob(".*.partial"):
         process = path.name.split(".")[-2]
         if _is_torn(path) and not (process.isdecimal() and psutil.pid_exists(int(process))):
@@ -159,12 +159,12 @@ def remove_torn(folder: Path) -> None:
 
 @contextlib.contextmanager
 def complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """A directory to fill beside `folder`, which gets that name once the block has ended well."""
+    """Yield a temporary directory beside `folder` that is renamed to `folder` if the block succeeds."""
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
         yield partial
-        partial.rename(folder)  # also over an empty directory
+        partial.rename(folder)  # also replaces an empty directory
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror or error}; give a directory you can write to"
@@ -174,16 +174,16 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 def _is_torn(path: Path) -> bool:
-    """What an atomic write leaves when it is killed: `.NAME.PROCESS.partial`."""
+    """Whether `path` is left from an interrupted atomic write: `.NAME.PROCESS.partial`."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
 _STATE = ("name", "rank", "groups", "no_decay")
-"""Keys of an optimizer that decide what its state is, and of which tensors."""
+"""Fields of an optimizer's config that determine its state and which tensors have it."""
 
 
 def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
-    """What decides the weights and the order of samples must not change between sessions of one run."""
+    """Raise UserError if a setting that determines weights or the order of samples has changed."""
     fixed = {
         "model": (before.model, now.model),
         "data": (before.data.samples_key(), now.data.samples_key()),
@@ -201,7 +201,7 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until what a folder lists is on the disk: a power cut must not undo a rename."""
+    """Sync a directory to disk, so that a power failure cannot undo a rename in it."""
     if os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -213,8 +213,8 @@ def sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold `folder`, which exists, for this process, whose workers do not inherit the lock. UserError when another
-    holds it. The file's content only names the holder."""
+    """Lock the existing directory `folder` for this process; its workers do not inherit the lock. Raises UserError if
+    it is locked already. The content of the lock file only names the holder."""
     path = folder.absolute() / LOCK
     if path in _held:
         raise UserError(f"{folder} is in use by this process: give another --out")
@@ -238,7 +238,7 @@ def locked(folder: Path) -> Iterator[None]:
         _held.add(path)
         held.callback(_held.discard, path)
         started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        with contextlib.suppress(OSError):  # a full disk: locked all the same, without a name
+        with contextlib.suppress(OSError):  # if the disk is full, the lock holds but names no holder
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
         yield

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ironlaw.config import RunConfig
 
 
 def peak_rate(config: RunConfig) -> float:
-    """`optimizer.lr`, scaled with the batch: linearly (arXiv 1706.02677) or by its root (arXiv 2205.10287 for Adam)."""
+    """`optimizer.lr` scaled with the batch: linearly (arXiv 1706.02677) or by its root (arXiv 2205.10287 for Adam)."""
     ratio = config.train.global_batch / config.schedule.reference_batch
     factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
     return config.optimizer.lr * factors[config.schedule.lr_scaling]
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Linear warmup from 0, then the schedule. `step` counts from 0.
+    """Return the learning rate of `step`, counted from 0: linear warmup, then the schedule.
 
-    The first step already learns a little, so that no batch is wasted.
+    Warmup starts at peak / warmup rather than 0, so that the first batch is not wasted.
     """
     peak, warmup = peak_rate(config), config.warmup_steps
     if step < warmup:
@@ -27,7 +27,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 def _after_warmup(config: RunConfig, peak: float, steps: int, progress: float) -> float:
-    """`steps` since the warmup, which are `progress` (0 to 1) of all there are."""
+    """Return the rate `steps` after the warmup; `progress` (0 to 1) is their fraction of all steps after it."""
     schedule = config.schedule
     floor = peak * schedule.min_lr_fraction
     match schedule.kind:

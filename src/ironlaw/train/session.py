@@ -1,4 +1,4 @@
-"""From a config to a finished run directory: prepare the data, plan, train, write both ledgers."""
+"""Runs a training session: prepare the data, plan, train, write both ledgers into the run directory."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def run_training(
     watch: Callable[[StepReport], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Train `config` into the directory `out`, on every rank of `strategy`; `planned` is shown the plan before the
-    first step. The callbacks are the first rank's, and only its outcome has a ledger.
+    """Train `config` into the directory `out`, on every rank of `strategy`. `planned` is called with the plan before
+    the first step. Callbacks are called on rank 0 only, and only its outcome has a ledger.
 
-    Raises UserError when the input cannot work (no text, no room, another model), before anything is written to `out`.
+    Raises UserError if the input cannot work (no text, no space, another model), before anything is written to `out`.
     """
     if strategy is None and config.layout is not None and (ranks := config.layout.ranks) > 1:
         raise UserError(
@@ -68,7 +68,7 @@ def run_training(
     with contextlib.ExitStack() as held:
         lock = lambda: held.enter_context(locked(run.path))  # noqa: E731
         there = mesh.first_does(run.path.is_dir)
-        if there:  # before its checkpoints are looked at; a new run is locked once there is a directory
+        if there:  # lock before its checkpoints are read; a new run is locked when its directory exists
             mesh.first_does(lock)
         plan = strategy.plan(config, profile)
         mesh.first_does(lambda: check_library(config.optimizer.name))
@@ -117,7 +117,7 @@ def _train(
     if mesh.first:
         outcome.ledger.save(run.ledger_file)
     mesh.barrier()
-    if mesh.size == 1:  # what is learned for the next plan is of one process
+    if mesh.size == 1:  # the records that improve later plans are of single processes only
         interference.remember(profile, trainer.observed.probes)
         _remember(plan, outcome, profile, run)
         supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
@@ -127,7 +127,7 @@ def _train(
 def check_start(
     config: RunConfig, dataset: Dataset, run: RunDirectory, say: Callable[[str], None]
 ) -> checkpoint.Checkpoint | None:
-    """Everything that can be wrong before the first step; returns the checkpoint to start from, if there is one."""
+    """Check everything that can fail before the first step. Returns the checkpoint to start from, if there is one."""
     if dataset.vocab > config.model.vocab:
         raise UserError(
             f"the tokenizer has {dataset.vocab} entries, model.vocab = {config.model.vocab}: "
@@ -158,10 +158,10 @@ def check_start(
 
 
 def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:
-    """A complete run adds to what the next plan's interval is learned from."""
+    """Record planned and measured step times of a complete run, from which intervals of later plans are computed."""
     measured = outcome.ledger.totals.get("step_seconds")
-    others = outcome.ledger.facts.get("other_load") or 0.0  # a run beside other programs says nothing of the planner
+    others = outcome.ledger.facts.get("other_load") or 0.0  # other programs' load makes a run unfit for comparison
     if others > interference.MOST_OTHERS or is_emulated(plan.decided.precision, profile):
-        return  # rounding of emulated products is not planned
+        return  # the plan does not include the rounding of emulated products
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         totals.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: named parts with a `state_dict`, and copies of them that no later step can change."""
+"""The state that a checkpoint saves: named parts with a `state_dict`, and copies that later steps cannot change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 
 
 class Stateful(Protocol):
-    """A part of the training state: the optimizer, the loss scaler, averaged weights, random generators, ...
+    """A part of the training state, such as the optimizer, the loss scaler, averaged weights or random generators.
 
-    `state_dict` returns tensors, numbers, text, None, and dicts, lists and tuples of them: what
-    `torch.load(weights_only=True)` reads back.
+    `state_dict` returns tensors, numbers, strings, None, and dicts, lists and tuples of them, which
+    `torch.load(weights_only=True)` can read.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -23,14 +23,14 @@ class Stateful(Protocol):
 
 
 def seed_everything(seed: int) -> None:
-    """The generators that `RandomState` saves."""
+    """Seed the generators that `RandomState` saves."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 class RandomState:
-    """Every generator that a step may draw from: torch's on each device, numpy's and Python's."""
+    """The state of every random generator that a step may use: torch's on each device, NumPy's and Python's."""
 
     def state_dict(self) -> dict[str, Any]:
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
@@ -56,9 +56,9 @@ class RandomState:
 
 
 def host_copy(tree: Any) -> Any:
-    """The same nesting with every tensor copied to this host's memory. Shared tensors stay shared.
+    """Return `tree` with every tensor copied to host memory. Shared tensors stay shared.
 
-    From CUDA the copies go to pinned memory without waiting for each other; the call returns when all are done.
+    Copies from CUDA go to pinned memory asynchronously; the function returns when all are complete.
     """
     seen: dict[tuple[Any, ...], Tensor] = {}
     waiting: set[torch.device] = set()
@@ -84,7 +84,7 @@ def _copied(tensor: Tensor, waiting: set[torch.device]) -> Tensor:
 
 
 def unique_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict without second names of shared tensors and without the names that compilation inserts."""
+    """Return the state dict with one name for each shared tensor, without the prefixes added by compilation."""
     seen: set[int] = set()
     weights = {}
     for name, tensor in model.state_dict().items():

@@ -1,8 +1,8 @@
-"""One optimizer step: forward and backward over the micro-batches, clip, update.
+"""One optimizer step: forward and backward passes over the micro-batches, gradient clipping, update.
 
-Everything that changes what a step computes is held here: precision and loss scale, accumulation, recomputation,
-offloading, the average of the weights, the noise scale. The loop around it decides when. What a layout of many ranks
-changes is in the methods that `LayoutStep` has of its own (`train/parallel/step.py`).
+`Step` holds everything that affects what a step computes: precision and loss scale, accumulation, recomputation,
+offloading, the average of the weights, the noise scale. The training loop decides when a step is taken. `LayoutStep`
+(`train/parallel/step.py`) overrides the methods that differ for a layout of many ranks.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ from ironlaw.workload.sections import FROZEN
 
 
 class Step:
-    """`loss = step.forward_backward(batch, number)`, then `step.update(loss, number)`; steps are numbered from 0.
+    """An optimizer step: `loss = step.forward_backward(batch, number)`, then `step.update(loss, number)`.
 
-    `clock` is told of the passes; `recording`: marks are pushed that the profiler's reader looks for.
+    Steps are numbered from 0. `clock` times the phases. While `recording`, the step emits marks for the profile reader.
     """
 
     optimizer: torch.optim.Optimizer
     store: Store
     objective = CrossEntropy()
-    attention: str | None = None  # the kernel that computes it, where that is known
+    attention: str | None = None  # the attention kernel in use, if known
     offload: ActivationOffload | None = None
-    schedule: Any = None  # of a pipeline
-    plugins: Sequence[Any] = ()  # what a job of many ranks adds (`train/parallel/plugin.py`)
-    delayed = False  # scales of numbers in few bits are made of micro-batches before
-    moment: Any = None  # where rounding is drawn by step and micro-batch
+    schedule: Any = None  # pipeline schedule, if any
+    plugins: Sequence[Any] = ()  # used on many ranks (`train/parallel/plugin.py`)
+    delayed = False  # delayed scaling: quantization scales come from earlier micro-batches
+    moment: Any = None  # current step and micro-batch, which seed stochastic rounding
 
     def __init__(
         self, config: RunConfig, decisions: Decisions, mesh: Mesh, *, onednn: bool = False, fresh: bool = True,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:  # fmt: skip
-        """`fresh`: no checkpoint follows, so that first weights are drawn or read from `train.start_from`. `onednn`:
-        that library multiplies fp32."""
+        """`fresh`: no checkpoint will be loaded, so weights are initialized or read from `train.start_from`.
+        `onednn`: fp32 matrix products use oneDNN."""
         self.config, self.decisions, self.mesh, self.device, self.say = config, decisions, mesh, mesh.device, say
         self.precision: str = decisions.precision
-        self.share = config.train.global_batch // mesh.dp  # sequences of this replica
-        self.about: dict[str, Any] = {}  # for the index of checkpoints: of adapters, their base
+        self.share = config.train.global_batch // mesh.dp  # sequences per replica
+        self.about: dict[str, Any] = {}  # extra fields of a checkpoint's index: the base of adapters
         self.clock, self.recording = StepClock(), False
-        self.gradient_pointers: set[int] = set()  # of the last recorded step
-        self.small_square: tuple[int, float] | None = None  # sequences, squared norm of their gradient
+        self.gradient_pointers: set[int] = set()  # addresses in the last profiled step
+        self.small_square: tuple[int, float] | None = None  # sequences of a small batch, squared norm of its gradient
         self._norm = 0.0
-        self.writers = mesh  # who write a checkpoint together
+        self.writers = mesh  # ranks that write a checkpoint together
         self._expert_load: ExpertLoad | None = None
         self._build(onednn, fresh)
         self.scale = precision.LossScale(self.device, self.precision, config.scaler)
@@ -83,7 +83,7 @@ class Step:
         self.noise = NoiseScale()
 
     def _build(self, onednn: bool, fresh: bool) -> None:
-        """Model, optimizer, and how checkpoints lie on the disk."""
+        """Create the model, the optimizer and the checkpoint store."""
         config, device, plan = self.config, self.device, self.decisions
         self.model = self._first_model(read=fresh or config.finetune.adapts)
         self.micro_batch, self.micro_batches = config.micro_batch, config.accumulation
@@ -108,7 +108,7 @@ class Step:
         self.store = AdapterFiles() if config.finetune.adapts else WholeFiles()
 
     def _first_model(self, read: bool) -> Transformer:
-        """Drawn, or with `read` the weights of `train.start_from`; with its adapters."""
+        """Return a model with initial weights, or those of `train.start_from` if `read`, and its adapters, if any."""
         config, source = self.config, self.config.train.start_from
         model = Transformer(config.model)
         if source and read:
@@ -119,7 +119,7 @@ class Step:
         return model
 
     def compile(self) -> bool:
-        """Where the config asks for it and it works here."""
+        """Compile the blocks if the config asks for it. Returns whether compilation succeeded."""
         wanted = self.config.train.compile
         if wanted == "off" or (wanted == "auto" and self.device.type != "cuda"):
             return False
@@ -130,7 +130,7 @@ class Step:
         return precision.autocast(self.device, self.precision)
 
     def states(self) -> dict[str, Stateful]:
-        """What must be as it was when a run goes on, beside the weights."""
+        """Return the states that a checkpoint holds beside the weights."""
         states: dict[str, Stateful] = {"optimizer": self.optimizer}
         if self.scale.is_enabled():
             states["loss scale"] = self.scale
@@ -143,18 +143,18 @@ class Step:
         return states | {plugin.name: plugin for plugin in self.plugins}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
-        """Weights and states from the disk; the names of those that are not there."""
+        """Load weights and states from disk. Returns the names of states that the checkpoint lacks."""
         return load(checkpoint, self.model, self.config.model, states)
 
     def trained(self) -> dict[str, Tensor]:
-        """Whole tensors that are trained, by name, for the rank that writes them."""
+        """Return the unsharded trained tensors by name, on the rank that writes them."""
         return dict(trained_parameters(self.model))
 
     # -- forward and backward --------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch[Tensor], number: int) -> Tensor:
-        """Gradients of the mean loss over all targets that count. Returns this rank's part of that mean, still on the
-        device: the mean over ranks is the whole."""
+        """Accumulate gradients of the mean loss over all targets. Returns this rank's part of that mean as a tensor
+        on the device; the mean of the parts over ranks is the loss of the batch."""
         every = self.config.train.noise_scale_every
         loss = self._gradients(batch, number, every > 0 and (number + 1) % every == 0)
         if self.recording:
@@ -163,12 +163,12 @@ class Step:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """For the clock, and for the reader of a profile."""
+        """Time a phase and mark it in the profile."""
         with self.clock.phase(phase), scope(f"{PHASE_SCOPE}{phase}", self.recording):
             yield
 
     def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
-        # Padding and the ends of documents are no targets; without them every micro-batch has as many as any other.
+        # Padding and document ends are not targets; without them all micro-batches have the same number of targets.
         uneven = batch.documents is not None or self.config.data.packing == "best_fit"
         uneven = uneven or self.config.objective.needs_logits
         counted = self.objective.count(batch).clamp(min=1) if uneven else None
@@ -182,7 +182,7 @@ class Step:
         return self._micro_batches(len(batch.inputs), number, loss_of, self._look_at_first if estimating else None)
 
     def _samples(self, number: int) -> Tensor | None:
-        """Numbers of this replica's sequences within the run, where dropout is drawn by them, as on any layout."""
+        """Return the indices of this replica's sequences in the run, which seed the same dropout on any layout."""
         if self.config.layout is None or not self.config.model.dropout:
             return None
         first = number * self.config.train.global_batch + self.mesh.index("dp") * self.share
@@ -192,7 +192,7 @@ class Step:
         self, sequences: int, number: int, loss_of: Callable[[slice], Tensor],
         after_first: Callable[[int, int], None] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Forward and backward of so many sequences; `loss_of` some of them what they add to the mean."""
+        """Run forward and backward on all sequences. `loss_of` returns the share of a micro-batch in the mean loss."""
         losses = []
         starts = range(0, sequences, self.micro_batch)
         for index, start in enumerate(starts):
@@ -206,18 +206,18 @@ class Step:
                     self._scaled(loss).backward()
                     self._after_backward()
                     losses.append(loss.detach())
-                    del loss  # frees what is left of the graph, which is the backward pass's to pay
+                    del loss  # frees the rest of the graph, as part of the backward pass
             if index == 0 and after_first is not None:
                 after_first(rows.stop - rows.start, sequences)
         with self.clock.phase(Phase.HOST):
             return torch.stack(losses).sum()
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """Around each micro-batch: gradients are reduced over replicas with the last one."""
+        """Return the context for a micro-batch. Gradients are reduced over replicas in the last one."""
         return nullcontext()
 
     def _after_backward(self) -> None:
-        """When a micro-batch's gradients are there."""
+        """Called when the gradients of a micro-batch have been computed."""
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return self.scale.scale(loss)
@@ -225,8 +225,8 @@ class Step:
     def _share_of_loss(
         self, micro: Batch[Tensor], batch: Batch[Tensor], counted: Tensor | None, samples: Tensor | None
     ) -> Tensor:
-        """Shares add up to the mean over the whole batch, however unevenly its targets are spread."""
-        if counted is not None and self.config.model.moe:  # balance losses belong to a mean
+        """Return a micro-batch's share of the loss. Shares add up to the batch mean even if targets are uneven."""
+        if counted is not None and self.config.model.moe:  # load-balancing losses need a mean, not a sum
             return self.objective(self.model, micro, samples) * self.objective.count(micro) / counted
         if counted is not None:
             return self.objective(self.model, micro, samples, "sum") / counted
@@ -236,15 +236,15 @@ class Step:
         return loss / self.micro_batches
 
     def _look_at_first(self, sequences: int, of: int) -> None:
-        """The gradient of the first micro-batch by itself, for the noise scale."""
+        """Record the gradient norm of the first micro-batch alone, for the noise scale."""
         norm = float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         self.small_square = sequences, (norm / self.scale.get_scale()) ** 2 * (of / sequences) ** 2
 
     # -- update ----------------------------------------------------------------------------------------------
 
     def update(self, loss: Tensor, number: int, stop: bool = False, numbers: Sequence[float] = ()) -> Agreed:
-        """Clip by global norm, update, clear gradients. Every rank gets the same: `loss` over all ranks, the norm,
-        whether any of them is to `stop`, the sums of their `numbers`."""
+        """Clip gradients by their global norm, update the weights and clear the gradients. Every rank returns the same:
+        `loss` over all ranks, the norm, whether any rank requests a `stop`, and the sums of `numbers`."""
         recording = self.recording
         alone = self.mesh.size == 1 or self.device.type == "cpu"
         with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
@@ -259,7 +259,7 @@ class Step:
             if self.config.model.moe:
                 self._expert_load = self._balance_experts()
             self.optimizer.zero_grad(set_to_none=True)
-            if done:  # a skipped step overflowed, which is no news of the gradient
+            if done:  # a skipped step overflowed: its gradient norm has no meaning
                 self._norm = float(norm)
                 if self.small_square is not None:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
@@ -272,13 +272,13 @@ class Step:
         return agreed
 
     def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[Any, Any, bool, list[float]]:
-        """As `Agreed`, but for tensors that nobody has waited for. Clips the gradients."""
+        """Clip the gradients. Returns the fields of `Agreed`, with tensors not yet synchronized to the host."""
         self.scale.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         return loss, norm, stop, list(numbers)
 
     def _step_optimizer(self) -> bool:
-        """False for a gradient that overflowed, which changes nothing."""
+        """Step the optimizer. Returns False if the gradient overflowed and the update was skipped."""
         return self.scale.step(self.optimizer)
 
     def _balance_experts(self) -> ExpertLoad | None:
@@ -293,34 +293,34 @@ class Step:
         self.model.train()
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
-        """Sum of the losses of what counts in this rank's part, and its number."""
+        """Return the sum of the losses over this rank's targets, and the number of targets."""
         return self.objective.held_out(self.model, batch, self.autocast)
 
-    # -- what is known of it ---------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> int:
-        """Of tensors that are held between steps."""
+        """Return the bytes of tensors held between steps."""
         return sum(self.held().values())
 
     def held(self) -> dict[str, int]:
-        """Of them, by what they are."""
+        """Return the bytes of tensors held between steps, by kind."""
         found = held_bytes(self.model, self.optimizer, self.average.tensors if self.average else ())
         second = self.objective.second
         return found if second is None else found | {FROZEN: tree_bytes([*second.parameters(), *second.buffers()])}
 
     def host_bytes(self) -> int | None:
-        """What offloading holds in the host's memory, None where nothing is offloaded."""
+        """Return the host memory that offloading holds, or None if nothing is offloaded."""
         if self.offload is None and not isinstance(self.optimizer, HostOptimizer):
             return None
         moved = self.offload.moved_bytes if self.offload is not None else 0
         return moved + (self.optimizer.host_bytes() if isinstance(self.optimizer, HostOptimizer) else 0)
 
     def setting(self) -> dict[str, Any]:
-        """What must be alike for the step times of two sessions to be comparable."""
+        """Return the settings that must be equal for step times of two sessions to be comparable."""
         return {"micro_batch": self.micro_batch}
 
     def facts(self) -> dict[str, Any]:
-        """For the ledger of the run."""
+        """Return facts for the ledger of the run."""
         rows = self.micro_batch * self.config.sequence
         return {
             "attention": self.attention, "host_bytes": self.host_bytes(),
@@ -330,7 +330,7 @@ class Step:
         }  # fmt: skip
 
     def metrics(self) -> dict[str, Any]:
-        """What of this is worth a line per step."""
+        """Return the values to log at each step."""
         result: dict[str, Any] = {}
         if self.scale.is_enabled():
             result |= {"loss_scale": self.scale.get_scale(), "skipped_steps": self.scale.skipped_steps}

@@ -1,4 +1,4 @@
-"""How a run is planned, its data prepared, a step made and watched: in one process here, on ranks in `parallel/`."""
+"""How a run is planned, fed, stepped and observed: in one process here, on many ranks in `parallel/`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.step import Step
 
-LOOK_SECONDS = 0.6  # at the machine's speed before a run, where that is under so much of it
-WORTH_A_LOOK = 0.02
+LOOK_SECONDS = 0.6  # of probing the machine's current speed before a run
+WORTH_A_LOOK = 0.02  # the most that probing may take of the planned run
 
 
 class Strategy:
@@ -32,7 +32,7 @@ class Strategy:
         self.mesh = mesh
 
     def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        """UserError for a config that cannot run."""
+        """Plan the run. Raises UserError for a config that cannot run."""
         plan = plan_run(config, profile)
         worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
         if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
@@ -52,11 +52,11 @@ class Strategy:
         return prepare(config.data, config.model.vocab, progress, say)
 
     def step(self, config: RunConfig, plan: Ledger, profile: Profile, **named: Any) -> Step:
-        """The model and what trains it, as this rank holds it."""
+        """Create the step with this rank's model and optimizer."""
         return self.step_class(config, plan.decided, self.mesh, onednn=profile.fp32_products == "onednn", **named)
 
     def observer(self, run: RunDirectory) -> AbstractContextManager[Observer]:
-        """What looks at the steps of this rank."""
+        """Return the observer of this rank's steps."""
         return Observer()
 
 

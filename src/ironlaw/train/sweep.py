@@ -1,4 +1,4 @@
-"""`ironlaw compress --sweep`: every format and method within a time, and which of them nothing else beats.
+"""`ironlaw compress --sweep`: measures every format and method within a time budget, and finds the Pareto frontier.
 
 found = sweep_formats(Path("runs/demo"), engine_decoder, budget_seconds=600)
 found["points"][0]["loss"], found["points"][0]["frontier"], found["left_out"]
@@ -20,18 +20,18 @@ from ironlaw.numerics.compression import check_method
 from ironlaw.numerics.quantized_linear import KERNELS
 from ironlaw.train.compression import MakeDecoder, compressed, open_source
 
-Candidate = tuple[str, Method, bool]  # what `--to` takes, the method, embedding and output layer too
+Candidate = tuple[str, Method, bool]  # format as for `--to`, method, whether embedding and output layer are included
 
 
 def candidates() -> list[Candidate]:
-    """Formats with a kernel first; of one format rounding to nearest first, then what takes longer. Of formats that
-    hold the same weights, which differ in how a step finds its scales, the first one of the table."""
+    """Return the candidates, with fast kernels and fast methods first. Formats with equal stored weights, which differ
+    only in how training finds scales, are represented by the first one of the table."""
     fast = list(dict.fromkeys(kernel.format for kernel in KERNELS))
     apart = {number_format(name).of_weights: name for name in reversed(weight_formats())}.values()
     formats = [*fast, *(name for name in apart if name not in fast)]
     plain: list[Candidate] = [(name, "rtn", False) for name in formats]
     whole: list[Candidate] = [(name, "rtn", True) for name in fast]
-    narrow = [name for name in formats if number_format(name).bits < 8]  # of 8 bits nothing is left to win back
+    narrow = [name for name in formats if number_format(name).bits < 8]  # at 8 bits there is hardly a loss to reduce
     measured: list[Candidate] = [(name, method, False) for method in METHODS[1:] for name in narrow]
     return [
         *plain,
@@ -47,12 +47,12 @@ def sweep_formats(
     path: Path, decoder: MakeDecoder, budget_seconds: float, *, data: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Points as JSON, the model as it is first: `to`, `method`, `whole`, `bytes`, `loss` (nats per held-out token, by
-    the kernels that decode), `tokens_per_second` (the model's median, times what each was faster in turns with it),
-    `bytes_read` per token, `kernels`, `frontier`.
+    """Return JSON with a list of `points`, the original model first: `to`, `method`, `whole`, `bytes`, `loss` (nats per
+    held-out token, with the decoding kernels), `tokens_per_second` (the original's median times the speedup measured in
+    turns with it), `bytes_read` per token, `kernels`, `frontier`.
 
-    A candidate begins only where the longest of its method so far still fits; `left_out` names the others. UserError as
-    `compress_run` has them.
+    A candidate starts only if the longest run of its method so far fits in the remaining time; `left_out` lists the
+    others. Raises UserError as `compress_run` does.
     """
     say = say or (lambda message: None)
     began = time.monotonic()
@@ -65,7 +65,7 @@ def sweep_formats(
         target, started = read_target(to), time.monotonic()
         try:
             check_method(source.model, target, method)
-        except UserError:  # a method that this format or model does not take is no candidate
+        except UserError:  # the format or model does not support the method
             continue
         if points and started - began + longest.get(method, max(longest.values())) > budget_seconds:
             left_out.append(_name(to, method, whole))
@@ -81,7 +81,7 @@ def sweep_formats(
         })  # fmt: skip
         longest[method] = max(longest.get(method, 0.0), time.monotonic() - started)
     usual = statistics.median(p["tokens_per_second_before"] for p in points)
-    for point in points:  # both took turns: what else ran on the machine meanwhile is in both
+    for point in points:  # speeds were measured in turns, so that other load on the machine cancels in the ratio
         point["tokens_per_second"] *= usual / point["tokens_per_second_before"]
     points.insert(0, {
         "name": f"as it is ({result.precision_before})", "to": None, "method": None, "whole": True, "kernels": {},
@@ -102,7 +102,7 @@ def _name(to: str, method: str, whole: bool) -> str:
 
 
 def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Nowhere worse and somewhere better. Of what no kernel multiplies speed is the model's, and says nothing."""
+    """Whether `one` is nowhere worse and somewhere better. Speed counts only if either is decoded by a kernel."""
     gains = [other["bytes"] - one["bytes"], other["loss"] - one["loss"]]
     if one["kernels"] or other["kernels"]:
         gains.append(one["tokens_per_second"] - other["tokens_per_second"])
@@ -110,7 +110,7 @@ def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _read_rate() -> float | None:
-    """Bytes per second that this machine copies at, of `ironlaw measure`; None where nobody measured it."""
+    """Return the copy bandwidth in bytes/s from `ironlaw measure`, or None if the machine has not been measured."""
     try:
         return load_profile().copy_bytes_per_second
     except UserError:

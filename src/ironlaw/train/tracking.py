@@ -1,7 +1,7 @@
-"""Metrics to TensorBoard, Weights & Biases and MLflow, beside `metrics.jsonl`, which is always written.
+"""Sends metrics to TensorBoard, Weights & Biases and MLflow, in addition to `metrics.jsonl`.
 
-A tracker works in a thread of its own with a bounded queue, so that a slow server never holds up a step; one that
-fails is dropped with a line, and the run goes on. One that is not installed is an error before the run starts.
+Trackers run in one thread with a bounded queue, so that a slow server never delays a step. A tracker that fails is
+dropped with a message, and the run continues. A missing package is an error before the run starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ironlaw.config import RunConfig, TrackingConfig
 from ironlaw.errors import UserError
 
-WAITING = 1000  # steps; beyond, the newest is dropped rather than the run held up
+WAITING = 1000  # queued steps; further ones are dropped rather than delay the run
 
 
 class Tracker(NamedTuple):
@@ -26,7 +26,7 @@ class Tracker(NamedTuple):
 
 
 def check_installed(config: TrackingConfig) -> None:
-    """UserError for a tracker whose package is missing."""
+    """Raise UserError if the package of a configured tracker is missing."""
     for name in config.to:
         if importlib.util.find_spec(name) is None:
             raise UserError(
@@ -37,7 +37,7 @@ def check_installed(config: TrackingConfig) -> None:
 def _tensorboard(config: RunConfig, folder: Path, first_step: int) -> Tracker:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    # Steps that a killed session wrote and this one takes again are hidden by `purge_step`.
+    # `purge_step` hides steps that a killed session wrote and that this session repeats.
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
     writer.add_text("config", f"```\n{config.to_toml()}\n```", first_step)
 
@@ -59,7 +59,7 @@ def _weights_and_biases(config: RunConfig, folder: Path, first_step: int) -> Tra
 
 
 def _mlflow(config: RunConfig, folder: Path, first_step: int) -> Tracker:
-    if "MLFLOW_TRACKING_URI" not in os.environ:  # a folder in the run, as the other files are
+    if "MLFLOW_TRACKING_URI" not in os.environ:  # store files in the run directory
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 
@@ -68,7 +68,7 @@ def _mlflow(config: RunConfig, folder: Path, first_step: int) -> Tracker:
     found = client.get_experiment_by_name(config.tracking.project)
     experiment = found.experiment_id if found else client.create_experiment(config.tracking.project)
     known = folder / ".mlflow-run"
-    if known.is_file():  # a resumed run goes on in the same place
+    if known.is_file():  # a resumed run continues the same MLflow run
         run = known.read_text(encoding="utf-8").strip()
     else:
         run = client.create_run(experiment, run_name=config.tracking.name or folder.name).info.run_id
@@ -85,7 +85,7 @@ def _mlflow(config: RunConfig, folder: Path, first_step: int) -> Tracker:
 
 
 def _run_id(folder: Path) -> str:
-    """The same id for every session of a run."""
+    """Return an id that is the same for all sessions of a run."""
     file = folder / ".wandb-run"
     if not file.is_file():
         file.write_text(os.urandom(6).hex(), encoding="utf-8")
@@ -96,7 +96,7 @@ TRACKERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases, "mlflow":
 
 
 class Tracking:
-    """All trackers of a run, behind one queue. Everything here is safe to call whatever a tracker does."""
+    """All trackers of a run, behind one queue. No method raises an error of a tracker."""
 
     def __init__(self, config: RunConfig, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         self._config, self._folder, self._first, self._say = config, folder, first_step, say
@@ -109,7 +109,7 @@ class Tracking:
             self._thread.start()
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """One line of the metrics; validated steps always, others every `tracking.every`."""
+        """Queue a metrics entry: always if it has a validation loss, otherwise every `tracking.every` steps."""
         if self._thread is None or (entry["step"] % self._every and "validation_loss" not in entry):
             return
         values = {name: float(value) for name, value in entry.items() if _number(value) and name != "step"}
@@ -119,7 +119,7 @@ class Tracking:
             self._dropped += 1
 
     def close(self, seconds: float = 30.0) -> None:
-        """Give the trackers some time to hand over what waits, and no more."""
+        """Wait at most about `seconds` for the trackers to send queued entries."""
         if self._thread is None:
             return
         try:
@@ -149,7 +149,7 @@ class Tracking:
     def _safely(self, name: str, trackers: dict[str, Tracker], call: Callable[..., object], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # whatever a tracker does, the run is worth more
+        except Exception as error:  # no failure of a tracker may end the run
             trackers.pop(name, None)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._say(f"tracking to {name} stopped: {reason}; metrics.jsonl goes on")

@@ -1,7 +1,7 @@
-"""The way between a device and its host's memory: copies on streams of their own, beside the computation.
+"""Copies between a device and host memory, on streams of their own that overlap with computation.
 
-What moves data out and back is given a `TransferStream`, so that its order of copies and waits is tested on a CPU, with
-one that is slow on purpose. Batches go one way, in the loader's thread: the step that uses one finds it there.
+Offloading code receives a `TransferStream`, so that CPU tests can check its order of copies and waits with one that is
+slow on purpose. Batches are copied one way, in the loader's thread, and are complete before a step uses them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ironlaw.data.batch import Batch
 
 
 class Transfer:
-    """Callable: numpy batch to tensors on `device`.
+    """Callable that moves a NumPy batch to tensors on `device`.
 
-    On CUDA the batch is copied from page-locked memory on a stream of its own, while the step computes on another;
-    without `pin_memory` the copy is an ordinary one and waits for the host. Elsewhere nothing is copied.
+    On CUDA the batch is copied from page-locked memory on a separate stream while the step computes; without
+    `pin_memory` the copy is a blocking one. On other devices nothing is copied.
     """
 
     def __init__(self, device: torch.device, pin_memory: bool = True):
@@ -36,7 +36,7 @@ class Transfer:
 
         def copy(tensor: Tensor) -> Tensor:
             moved = (tensor.pin_memory() if self._pin else tensor).to(self._device, non_blocking=self._pin)
-            moved.record_stream(main)  # its memory is not given to a later batch while a step still reads it
+            moved.record_stream(main)  # a later batch must not reuse the memory while a step still reads it
             return moved
 
         with torch.cuda.stream(self._stream):
@@ -46,7 +46,7 @@ class Transfer:
 
 
 class Arrival:
-    """A copy under way."""
+    """A copy in progress."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -59,27 +59,27 @@ class Arrival:
         self._event.synchronize()
 
     def wait_on_device(self) -> None:
-        """What the device is given from now on waits for the copy; this thread does not."""
+        """Make work queued on the device from now on wait for the copy, without blocking this thread."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class TransferStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # One each way: the link carries both at once.
+        # One stream per direction: the link transfers in both at once.
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """Memory on the host, contiguous, that copies can reach without the processor's help."""
+        """Allocate a contiguous tensor in page-locked host memory, which allows asynchronous copies."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def out(self, tensor: Tensor, host: Tensor) -> Arrival:
-        """Start to copy a device's tensor, as what was asked of the device before leaves it."""
+        """Start to copy a tensor from the device to `host`, after all work already queued on the device."""
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         return self._copied(self._out, lambda: host.copy_(tensor, non_blocking=True))
 
     def back(self, host: Tensor) -> tuple[Tensor, Arrival]:
-        """Start to copy to a new tensor on the device."""
+        """Start to copy from `host` to a new tensor on the device."""
         with torch.cuda.stream(self._back):
             tensor = torch.empty_like(host, device=self.device, pin_memory=False)
         arrival = self.back_into(host, tensor)
@@ -87,8 +87,8 @@ class TransferStream:
         return tensor, arrival
 
     def back_into(self, host: Tensor, tensor: Tensor) -> Arrival:
-        """Start to copy to a tensor that is there."""
-        # Memory that the allocator gave to this stream may still be read by the computation before.
+        """Start to copy from `host` to an existing tensor on the device."""
+        # The allocator may have given this stream memory that earlier computation still reads.
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         return self._copied(self._back, lambda: tensor.copy_(host, non_blocking=True))
 

@@ -1,9 +1,9 @@
-"""One layout, many ranks: everything below is PyTorch's own distributed engine.
+"""Training on many ranks with a layout, based on PyTorch's distributed engine.
 
-job.py           a job of ranks as torchrun starts it
-ranks.py         the mesh of many processes: process groups, what this rank is
-apply.py         the layout put on the model, in a fixed order
-tensor.py, partition.py, pipeline.py, experts.py   what each of the parallelisms changes
-step.py          what a layout changes in a step: reductions, stages, what all ranks agree on
-observer.py      who sends what, who waits, who is slow, who hangs; the ledger of all ranks
+job.py           a job of ranks started by torchrun
+ranks.py         the mesh of many processes: process groups and this rank's coordinates
+apply.py         applies the layout to the model, in a fixed order
+tensor.py, partition.py, pipeline.py, experts.py   the individual kinds of parallelism
+step.py          what a layout changes in a step: reductions, stages, agreement among ranks
+observer.py      communication, waiting, slow and hanging ranks; the ledger of all ranks
 """

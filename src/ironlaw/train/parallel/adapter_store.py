@@ -1,4 +1,4 @@
-"""Checkpoints of adapters that ranks share: whole, as one process writes them, so that any layout goes on from them."""
+"""Checkpoints of adapters trained on many ranks, in the format of one process, so that any layout can resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ironlaw.workload.optimizers import OptimizerConfig
 
 
 def _orders(model: nn.Module) -> dict[str, Tensor]:
-    """Of trained tensors whose rows ranks hold in another order, which rows those are."""
+    """Return the original row indices of trained tensors whose rows are held in another order on ranks."""
     found: dict[str, Tensor] = {}
     for layer_name, layer in adapted_layers(model).items():
         for name, adapter in layer.adapters.items():
@@ -36,7 +36,7 @@ def _orders(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` by their names on disk: whole, on the host. Every rank calls it."""
+    """Return unsharded copies of `tensors` on the host, with rows in the order on disk. Every rank calls it."""
     orders, found = _orders(model), {}
     for name, tensor in tensors.items():
         whole = tensor.detach()
@@ -49,21 +49,21 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 class SharedAdapterFiles(ShardedFiles):
-    """Of ranks that share adapters: the first one writes what one process would, and every rank reads its part."""
+    """The store of ranks that share adapters: rank 0 writes what one process would, and every rank reads its part."""
 
     name = AdapterFiles.name
 
     def __init__(self, whole: Sequence[Parameter], config: OptimizerConfig, writers: Ranks) -> None:
-        """`whole`: what is trained, as one process has it."""
+        """`whole`: the trained parameters before they are divided."""
         super().__init__(writers.writing, config)
         self.whole, self.writers = whole, writers
-        self.speaks = writers.index("tp") == writers.index("cp") == writers.index("dp") == 0  # for its stage
+        self.speaks = writers.index("tp") == writers.index("cp") == writers.index("dp") == 0  # sends a stage's tensors
         self.names = [parameter.name for parameter in whole]
         self.groups = grouped(whole, config)
-        self.order = list(chain.from_iterable(self.groups.values()))  # as an optimizer of one process counts them
+        self.order = list(chain.from_iterable(self.groups.values()))  # parameter order of one process's optimizer
 
     def gather(self, model: nn.Module, states: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """Whole tensors of all stages by their names on disk, on the first rank."""
+        """Return the unsharded tensors of all stages on rank 0, by their names on disk."""
         states = states or {}
         held = dict(named_tensors(model, states.get("optimizer")))
         if "average" in states:

@@ -1,5 +1,5 @@
-"""A layout put on a model, in this order (the order is the point: each line says why it stands where it does), and
-what a rank then holds."""
+"""Applies a layout to a model. The order of the steps matters, and a comment at each step gives the reason. The result
+is what a rank holds."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ironlaw.workload.sharding import shards_hidden
 
 @dataclass
 class Applied:
-    """What this rank holds: `parts` by stage number as they are called, `plain` the transformers within."""
+    """The model as held by this rank: callable `parts` by stage number, and the `plain` transformers inside them."""
 
     ranks: Ranks
     parts: dict[int, nn.Module]
     plain: dict[int, Transformer]
-    partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
+    partial: list[nn.Parameter] = field(default_factory=list)  # parameters whose gradients are summed over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
-    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
+    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert weights, whose gradients cover all ep ranks
 
     def __post_init__(self) -> None:
-        self.model = pipeline.joined(self.plain)  # everything here under the names of the whole model
+        self.model = pipeline.joined(self.plain)  # all local parameters under their names in the whole model
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.plain.values() for parameter in part.parameters()]
@@ -48,35 +48,35 @@ def apply(
     model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False,
     drawn: bool = True,
 ) -> Applied:  # fmt: skip
-    """Divide `model`, the same on every rank or its shapes alone, as the layout says.
+    """Divide `model` according to the layout. It must be equal on every rank, or on the meta device.
 
-    `policies`: what each layer recomputes; `compiled`: blocks go through torch.compile. `drawn`: of shapes
-    alone, the first weights are drawn; otherwise they must be read from somewhere.
+    `policies`: recomputation of each layer; `compiled`: compile the blocks. `drawn`: initialize a model that is on the
+    meta device at random; otherwise its weights must be read from a checkpoint.
     """
     layout = ranks.config
     model.dropout_seed = config.train.seed
 
-    # First what a rank computes of sequences and heads: everything below only moves weights.
+    # First the parts of sequences and heads that a rank computes: all later steps only distribute weights.
     if layout.tp > 1 or layout.cp > 1:
         model.partition = partition = RankPartition(ranks)
         for block in tensor.blocks_of(model):
             block.attention.partition = partition
 
-    # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
+    # Split the fused projection in three if rows are divided, since a shard of it would mix queries and values.
     fsdp = layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp * layout.ep > 1)
-    # Adapters may lie on more than one of them, and divide by what they lie on.
+    # Not with adapters, which may span several projections and are divided together with them.
     adapts = config.finetune.adapts
     if (layout.tp > 1 or fsdp) and not adapts:
         tensor.split_projections(model)
 
-    # Whom experts count and exchange with: every layer asks, wherever it comes to lie.
+    # Process groups of the experts: every layer needs them, whichever stage it is in.
     if config.model.moe is not None:
         experts.share(model, config, ranks)
 
-    # Stages before anything else is divided: no rank should divide, or hold, layers that are not its own.
+    # Cut the stages before anything is divided, so that no rank divides or holds layers of other stages.
     plain = _stages(model, ranks)
 
-    # Tensor parallel on whole weights: FSDP afterwards shards each rank's part, and gathers only that.
+    # Tensor parallelism divides full weights; FSDP then shards each rank's part and gathers only that.
     if layout.tp > 1:
         for part in plain.values():
             if adapts:
@@ -88,17 +88,17 @@ def apply(
         for layer in (layer for part in plain.values() for layer in expert_layers(part)):
             experts.divide(layer.experts, ranks)
 
-    # Then what a block keeps and how it runs: FSDP gathers around the block, for the recomputation too.
+    # Then recomputation and compilation: FSDP must gather around the block, for the recomputation too.
     for part in plain.values():
         layers = [int(name) for name, _ in part.blocks.named_children()]
         recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())
         for called in part.blocks if compiled else ():
             called.forward = torch.compile(called.forward)
 
-    # Data parallel last, around everything: its units are the blocks as the ranks compute them.
+    # Data parallelism last, around everything: its units are the blocks in their final form.
     parts = _replicated(model, plain, config, ranks, drawn, fsdp)
 
-    # Read only now: FSDP has put its own parameters in place of the model's.
+    # Collected only now, since FSDP replaces the model's parameters by its own.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
     last = plain.get(layout.pp * layout.virtual_stages - 1) if layout.pp > 1 and config.model.tied else None
     copied = None if last is None else cast(nn.Parameter, last.head.weight)
@@ -107,7 +107,7 @@ def apply(
 
 
 def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
-    """The model as this rank of a pipeline has it, by number of stage."""
+    """Return this rank's pipeline stages of the model, by stage number."""
     layout = ranks.config
     if layout.pp == 1:
         return {0: model}
@@ -119,20 +119,20 @@ def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
 def _replicated(
     model: Transformer, plain: dict[int, Transformer], config: RunConfig, ranks: Ranks, drawn: bool, fsdp: bool
 ) -> dict[int, nn.Module]:
-    # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
+    # Memory is allocated as late as possible: after FSDP, which can divide tensors on the meta device.
     deferred = any(parameter.is_meta for parameter in model.parameters())
     for part in plain.values() if not deferred else ():
         part.to(ranks.device)
     for part in plain.values() if fsdp else ():
-        reduced = torch.bfloat16 if config.communication.gradients == "bf16" else None  # weights stay as they are
+        reduced = torch.bfloat16 if config.communication.gradients == "bf16" else None  # weights keep their type
         shard(part, ranks, MixedPrecisionPolicy(reduce_dtype=reduced))
     if deferred:
         materialize.materialize(plain.values(), ranks.device, drawn)
     if fsdp or ranks.size_of("replicate") == 1:
         return dict(plain)
-    # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
+    # DDP if nothing else divides the weights: it reduces gradients in buckets during the backward pass.
     group = ranks.group("replicate")
-    with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
+    with warnings.catch_warnings():  # PyTorch 2.11 lacks the option that replaces broadcast_buffers
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = DistributedDataParallel(
             model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
@@ -141,19 +141,19 @@ def _replicated(
 
 
 def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
-    """FSDP2 (arXiv 2304.11277): a block is gathered at a time, the ends of the model for themselves.
+    """Shard a part with FSDP2 (arXiv 2304.11277): one unit per block, and units for both ends of the model.
 
-    ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
-    parallel or pipelined models) the shard dimension is 1, and only gradients are reduced.
+    ZeRO 3 frees gathered weights after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor-parallel
+    or pipelined models) the shard dimension has size 1, and only gradients are reduced.
     """
     frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
-    if frozen and ranks.config.zero == 3:  # what is frozen is divided too; else only what is trained
+    if frozen and ranks.config.zero == 3:  # shard frozen parameters too; otherwise only trained ones
         adapted.share_codes(part)
         frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     again = ranks.config.zero == 3
     for layer in expert_layers(part) if ranks.experts is not None else ():
-        # Their gradients are averaged over the ranks that hold the same ones, fewer than there are replicas.
+        # Expert gradients are averaged over the ranks that hold the same experts, fewer than there are replicas.
         dimensions = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
         fully_shard(
@@ -168,10 +168,10 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
             ignored_params=frozen,
         )  # fmt: skip
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
-    # A tied weight is used at both ends: it stays with the root, which is gathered throughout.
+    # A tied weight is used at both ends, so it belongs to the root unit, which stays gathered.
     if not tied and not frozen:
         if part.embedding is not None:
             fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
-        if part.head is not None and not part.loss_chunk:  # whose weight the chunked loss takes by itself
+        if part.head is not None and not part.loss_chunk:  # the chunked loss uses the head's weight directly
             fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)

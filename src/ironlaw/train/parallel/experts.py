@@ -1,12 +1,12 @@
-"""Experts on many ranks: who counts together, and the exchange of rows with the ranks that hold their experts.
+"""Experts on many ranks: shared token counts, and the exchange of rows with the ranks that hold their experts.
 
-Expert parallel ranks (GShard, arXiv 2006.16668) keep E / ep experts of every layer each and send every row to the rank
-of its expert: one all-to-all there, one back, and the same again in the backward pass. Without a capacity their sizes
-change from layer to layer, and are exchanged before; with one they are fixed. Tensor parallel ranks hold a part of
-every expert and compute all rows with it.
+Expert-parallel ranks (GShard, arXiv 2006.16668) each hold E / ep experts of every layer and send every row to the rank
+of its expert: one all-to-all there, one back, and the same in the backward pass. Without a capacity the sizes of the
+exchange vary by layer and are exchanged first; with one they are fixed. Tensor-parallel ranks hold a part of every
+expert and compute all rows with it.
 
-What one process counts over a micro-batch (choices for the balancing loss, places within a capacity) is counted over
-the ranks that share it: those of one sequence, and replicas with less than a micro-batch each.
+Counts that one process takes over a micro-batch (choices for the balancing loss, positions within a capacity) are taken
+over the ranks that share it: those of one sequence, and replicas with less than a micro-batch each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
 
 
 class SharedPeers(Peers):
-    """`counting`: the group that shares a micro-batch; `exchanging`: the one that holds all experts. None: this rank
-    alone. `sequence`: tokens of one."""
+    """Process groups of a layer of experts: `counting` shares a micro-batch, `exchanging` holds all experts; None means
+    this rank alone. `sequence`: tokens per sequence."""
 
     def __init__(
         self, counting: dist.ProcessGroup | None, exchanging: dist.ProcessGroup | None, ranks: Ranks, sequence: int
@@ -51,13 +51,13 @@ class SharedPeers(Peers):
             return numbers(chosen, experts)
         everybodys = chosen.new_empty(self.ranks * chosen.shape[0], chosen.shape[1])
         dist.all_gather_into_tensor(everybodys, chosen.contiguous(), group=self.counting)
-        order = self._order(chosen.shape[0]).to(chosen.device)  # as one process has the tokens
+        order = self._order(chosen.shape[0]).to(chosen.device)  # token order of a single process
         number = torch.empty_like(everybodys)
         number[order] = numbers(everybodys[order], experts)
         return number.view(self.ranks, *chosen.shape)[dist.get_rank(self.counting)]
 
     def _order(self, tokens: int) -> Tensor:
-        """Which of the gathered tokens is the first of the micro-batch, the second, ..."""
+        """Return the indices of gathered tokens in the order of the micro-batch."""
         rows = tokens // (self.sequence // self.cp)
         positions = [positions_of(rank, self.cp, self.sequence) for rank in range(self.cp)]
         place = torch.cat(
@@ -77,8 +77,8 @@ class SharedPeers(Peers):
         if rows.dim() == 3:
             return self._fixed(experts, rows, counts)
         ep = self.exchanging.size()
-        there = counts.view(ep, -1)  # rows from here, by rank and its experts
-        here = there.clone()  # rows for the experts here, by rank they come from and expert
+        there = counts.view(ep, -1)  # rows to send: (destination rank, expert there)
+        here = there.clone()  # rows to receive: (source rank, expert here)
         dist.all_to_all_single(here, there.contiguous(), group=self.exchanging)
         sent, received = there.sum(1).tolist(), here.sum(1).tolist()
         arrived: Tensor = _Exchange.apply(rows, received, sent, self.exchanging)
@@ -90,7 +90,7 @@ class SharedPeers(Peers):
         return returned
 
     def _fixed(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-        """(E, C, H): every rank has C rows for every expert."""
+        """Compute rows (E, C, H) with a capacity: every rank has C rows for every expert."""
         assert self.exchanging is not None
         ep, (count, capacity, hidden) = self.exchanging.size(), rows.shape
         arrived: Tensor = _Exchange.apply(rows, None, None, self.exchanging)
@@ -102,7 +102,7 @@ class SharedPeers(Peers):
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all of rows; backward the same the other way. Sizes by rank, or None for equal parts."""
+    """An all-to-all of rows. The backward pass is the reverse one. Sizes are per rank, or None for equal parts."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ def _all_to_all(
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order, read by index in both directions."""
+    """A permutation of rows, by indexing in both directions."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Permute(torch.autograd.Function):
 
 
 def form_groups(config: RunConfig, ranks: Ranks) -> None:
-    """The process groups of a model with experts, where there are none yet."""
+    """Create the process groups for a model with experts, unless they exist."""
     if ranks.groups or config.model.moe is None:
         return
     together = replicas_per_micro_batch(config, ranks.dp) * ranks.config.cp
@@ -157,14 +157,14 @@ def form_groups(config: RunConfig, ranks: Ranks) -> None:
 
 
 def share(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
-    """Tell every layer of experts whom it computes with."""
+    """Set the process groups of every layer of experts."""
     form_groups(config, ranks)
     for layer in expert_layers(model):
         layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
 
 
 def divide(experts: Experts, ranks: Ranks) -> None:
-    """Experts over ep, the inner width of each over tp."""
+    """Divide the experts over ep and the inner width of each over tp."""
     for name, inner in (("gate", 1), ("up", 1), ("down", 2)):
         linear = getattr(experts, name)
         if not isinstance(linear, ExpertLinear):
@@ -180,7 +180,7 @@ def divide(experts: Experts, ranks: Ranks) -> None:
 
 
 def hidden_dimension(module: nn.Module) -> Callable[[nn.Parameter], Shard | None]:
-    """What FSDP divides of the experts' matrices in a module: the dimension that nothing else divides. None: rows."""
+    """Return FSDP's placement function: for expert matrices, the dimension not divided yet; None (rows) for others."""
     found: dict[int, Shard] = {}
     for experts in (one for one in module.modules() if isinstance(one, Experts)):
         for linear in (experts.gate, experts.up, experts.down):  # (E, F, H), (E, F, H), (E, H, F)
@@ -191,7 +191,7 @@ def hidden_dimension(module: nn.Module) -> Callable[[nn.Parameter], Shard | None
 
 @torch.no_grad()
 def balance(model: nn.Module, ranks: Ranks) -> ExpertLoad | None:
-    """After the optimizer's step: loads added up over all replicas, biases moved, the mean load of all layers."""
+    """After the optimizer step, sum the loads over replicas and update the biases. Returns the mean load of layers."""
     layers = list(expert_layers(model))
     if layers:
         loads = torch.stack([torch.cat((layer.load, layer.dropped.reshape(1))) for layer in layers])

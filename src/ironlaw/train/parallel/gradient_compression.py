@@ -1,9 +1,9 @@
-"""Gradients that travel as less than fp32, by PyTorch's own hooks: bf16, or PowerSGD (arXiv 1905.13727).
+"""Gradient reduction in fewer than 32 bits, by PyTorch's communication hooks: bf16, or PowerSGD (arXiv 1905.13727).
 
-DDP takes a hook; FSDP2 is told another type for its reductions. PowerSGD keeps per rank what it left out of the last
-step, and its matrices, by bucket: its state is saved rank by rank and goes on to the bit on as many ranks.
+DDP takes a hook, FSDP2 a type for its reductions. PowerSGD keeps its matrices and, per rank, the error of the last
+step, by bucket. This state is saved rank by rank; a run resumed on the same number of ranks continues bit for bit.
 
-DDP compares the annotations of hooks with types, so they are not strings in this file.
+DDP compares the annotations of hooks with types, so annotations must not be strings in this file.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from ironlaw.train.parallel.communication import bucket_hook
 from ironlaw.train.parallel.plugin import StepPlugin
 
 EPSILON = 1e-8
-"""Added to a column's length: gradients of a rank below PowerSGD's have columns of zeros."""
+"""Added to the norm of a column: gradients of a lower rank than PowerSGD's have zero columns."""
 
 
 def of(applied: Applied, config: RunConfig) -> "PowerSGD | None":
-    """Put the asked hook on DDP; its own reduction, too, is a hook, so that it can be observed."""
+    """Register the configured hook on DDP. The default reduction is a hook, too, so that it can be observed."""
     model, communication = next(iter(applied.parts.values())), config.communication
     if not isinstance(model, DistributedDataParallel):
         return None
@@ -41,12 +41,12 @@ def of(applied: Applied, config: RunConfig) -> "PowerSGD | None":
 
 
 def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """PyTorch's hook under another name: DDP refuses that one without NCCL, though gloo adds bf16 up as well."""
+    """PyTorch's hook under another name: DDP rejects the original without NCCL, although gloo can sum bf16."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
 class PowerSGD(StepPlugin):
-    """PyTorch's hook and its state. DDP regroups its buckets after a first pass, and the state is kept by bucket."""
+    """PyTorch's PowerSGD hook and its state, which is kept by bucket. DDP regroups buckets after the first pass."""
 
     name = "powersgd"
 
@@ -61,13 +61,13 @@ class PowerSGD(StepPlugin):
             return default_hooks.allreduce_hook(self.group, bucket)
         future = powerSGD_hook.powerSGD_hook(self.state, bucket)
         if bucket.buffer().device.type == "cpu":
-            # gloo runs the hook's later parts on its own few threads, and they wait there for further reductions: two
-            # buckets at once could wait for each other for ever.
+            # gloo runs the rest of the hook on its few threads, where it waits for further reductions: two buckets at
+            # once could deadlock.
             future.wait()
         return future
 
     def begin(self, part: nn.Module, tokens: Tensor) -> None:
-        """A pass whose gradients are thrown away: from here on, the buckets are what they will always be."""
+        """Run a pass and discard its gradients, after which DDP's buckets no longer change."""
         part.eval()
         part(tokens, tokens).backward()
         part.zero_grad(set_to_none=True)
@@ -86,7 +86,7 @@ class PowerSGD(StepPlugin):
         self.state.iter = int(state["steps"])
 
     def _named(self) -> dict[str, dict[int, Tensor]]:
-        """The matrices are the same on all ranks; what was left out is each rank's own."""
+        """Return the state by name. The matrices are equal on all ranks; the errors belong to each rank."""
         own = f"powersgd/left_out/{dist.get_rank(self.group)}of{dist.get_world_size(self.group)}"
         state = self.state
         return {own: state.error_dict, "powersgd/p": state.p_memory_dict, "powersgd/q": state.q_memory_dict}
@@ -96,13 +96,13 @@ class PowerSGD(StepPlugin):
         return tensors | own
 
     def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Room for what the checkpoint has. Of another number of ranks: nothing, what was left out then is lost."""
+        """Allocate the state that the checkpoint has. For another number of ranks it is not read: errors are lost."""
         found: dict[str, Tensor] = {}
         for name, kept in self._named().items():
             kept.clear()
             for bucket in (int(key.removeprefix(name + "/")) for key in known if key.startswith(name + "/")):
                 kept[bucket] = found[f"{name}/{bucket}"] = torch.empty(known[f"{name}/{bucket}"])
-        if not self.state.error_dict:  # then the matrices start anew too
+        if not self.state.error_dict:  # the matrices start anew too
             found = {}
             self.state.p_memory_dict.clear()
             self.state.q_memory_dict.clear()

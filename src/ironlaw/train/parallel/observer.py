@@ -1,7 +1,7 @@
-"""What the ranks of a job see of each other: communication, who is slow, who hangs; and their measured ledger.
+"""Observes the ranks of a job: communication, slow and hanging ranks, and their measured ledger.
 
-Beside the trainer's loop stand the timed calls of `communication.py`, the thread of `watcher.py`, and the comparison of
-ranks of `straggler.py`. At the end rank 0 puts together what every rank saw.
+It uses the timed calls of `communication.py`, the thread of `watcher.py` and the comparison of ranks in `straggler.py`.
+At the end rank 0 merges the observations of all ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.watcher import Watcher
 
 OTHER = "between collectives"
-"""Exposed communication that no collective was seen in: what is done for them while the step is in that phase."""
+"""Ledger line for communication time outside the observed collectives: work done for them in that phase."""
 
 
 class RankObserver(Observer):
-    """Enter it before the model is built: calls are timed where PyTorch and the trainer make them."""
+    """The observer of one rank. Enter it before the model is built, since it replaces PyTorch's collectives."""
 
     def __init__(self, ranks: Ranks, config: RunConfig, watcher: Watcher) -> None:
         self.ranks, self.watcher, self.every = ranks, watcher, config.recovery.straggler_every
@@ -41,8 +41,8 @@ class RankObserver(Observer):
         stages = [rank // per_stage for rank in range(ranks.size)]
         self.straggling = Straggling(stages, config.recovery.straggler_threshold)
         self._everybodys: list[dict[str, Any]] = []
-        self._first_ended_ns = 0  # of the recorded steps
-        self.peak_bytes: int | None = None  # of tensors held in one
+        self._first_ended_ns = 0  # end of the first profiled step
+        self.peak_bytes: int | None = None  # of tensors, within one step
         self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> RankObserver:
@@ -62,17 +62,17 @@ class RankObserver(Observer):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Collectives are waited for where they are called; what is counted meanwhile is not told."""
+        """Wait for each collective where it is called. Counts of these steps are dropped."""
         self.traffic.settle, self._first_ended_ns = True, 0
         try:
             yield
-        finally:  # a loss spike may end it, and the run goes on
+        finally:  # a loss spike may end the profile while the run continues
             self.traffic.settle = False
             self.traffic.start_over()
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
-        """Operations are those of a mean rank. The peak is that of the first of the steps, before anything is done
-        between steps; which of it are gradients and activations, the reader of one process cannot tell of ranks."""
+        """Average the operations over ranks. The peak is that of the first profiled step, before any work between
+        steps. It is not split into gradients and activations, for which there is no reader on many ranks."""
         allocated = Recorded(recorded_allocations(profiler)).peak_bytes(end=self._first_ended_ns)
         self.peak_bytes = persistent_bytes + allocated
         profile.lines = mean_lines(self.ranks.gather(profile.lines))
@@ -84,7 +84,7 @@ class RankObserver(Observer):
         return self.every > 0 and number % self.every == 0
 
     def numbers(self, number: int) -> list[float]:
-        """Wall seconds of the steps since the last comparison, then own ones: of this rank in its place."""
+        """Return this rank's share of the wall seconds since the last comparison, and its own seconds by rank."""
         if not self._comparing(number):
             return []
         own, wall = self.watcher.own.take()
@@ -92,7 +92,7 @@ class RankObserver(Observer):
         return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
 
     def told(self, agreed: Agreed, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
-        """The same numbers on every rank; rank 0 writes down what they say."""
+        """Report slow ranks. All ranks get the same numbers; rank 0 writes the report."""
         if not self.ranks.first or not self._comparing(number):
             return
         wall, *own = agreed.added
@@ -111,14 +111,14 @@ class RankObserver(Observer):
     # -- the ledger ------------------------------------------------------------------------------------------
 
     def gather(self, observed: Observations) -> None:
-        # Rank 0 says which steps count for all, so that their phases are those of the same steps.
+        # Rank 0 selects the steps, so that the phases of all ranks refer to the same steps.
         kept = {id(step) for step in typical(observed.steps)}
         chosen = self.ranks.first_does(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
         steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
         self._everybodys = self.ranks.gather(self._seen(steps))
 
     def _seen(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
-        """This rank's part, as plain data: seconds per step, counts and bytes per step."""
+        """Return this rank's observations as plain data: seconds, counts and bytes per step."""
         traffic, count = self.traffic, max(1, self.traffic.steps)
         exposed = means([s.waited_seconds for s in steps])
         communication = [
@@ -144,7 +144,7 @@ class RankObserver(Observer):
 
 
 def mean_lines(everybodys: Sequence[Sequence[Line]]) -> list[Line]:
-    """Of a mean rank, as a plan has them: what a rank does not do takes it no time."""
+    """Average ledger lines over ranks, as in a plan. An operation that a rank lacks takes it no time."""
     found: dict[Key, list[Line]] = {}
     for line in (line for lines in everybodys for line in lines):
         found.setdefault(line.key, []).append(line)
@@ -159,13 +159,13 @@ def mean_lines(everybodys: Sequence[Sequence[Line]]) -> list[Line]:
 
 
 def means(rows: Sequence[Mapping[Any, float]]) -> dict[str, float]:
-    """Of every name, over all rows; where a row lacks it, it has 0."""
+    """Return the mean of every name over all rows. A missing value counts as 0."""
     names = {name for row in rows for name in row}
     return {str(name): float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
 
 
 def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
-    """Phases become those of a mean rank; each collective a line of the communication phase, as the plan has it."""
+    """Set phases to means over ranks, and add one communication line per kind of collective, as in a plan."""
     count = len(everybodys)
     found = {Phase(name) for one in everybodys for name in one["phase_seconds"]}
     if found:
@@ -202,7 +202,7 @@ def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
 
 
 def spread(everybodys: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per phase, which rank took least and which most."""
+    """Return the fastest and the slowest rank of each phase."""
     result = []
     for phase in STEP_PHASES:
         times = [(one["phase_seconds"][str(phase)], one["rank"]) for one in everybodys

@@ -1,4 +1,4 @@
-"""Which part of every sequence, of the heads and of the vocabulary a rank computes, under tensor, sequence and context
+"""The parts of sequences, heads and vocabulary that a rank computes under tensor, sequence and context
 parallelism."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ironlaw.train.parallel.ranks import Ranks
 
 
 def positions_of(rank: int, cp: int, sequence: int) -> Tensor:
-    """Positions of a sequence that context parallel rank `rank` has, in its order."""
+    """Return the positions of a sequence that context-parallel rank `rank` holds, in its order."""
     if cp == 1:
         return torch.arange(sequence)
     chunk = sequence // (2 * cp)
@@ -26,8 +26,8 @@ def positions_of(rank: int, cp: int, sequence: int) -> Tensor:
 
 
 class RankPartition(ComputePartition):
-    """A rank's part. Context parallel ranks take the r-th and the r-th last of 2 cp chunks of every sequence: under a
-    causal mask each then has the same work (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+    """A rank's part. Context-parallel rank r takes the r-th and the r-th last of 2 cp chunks of every sequence, so that
+    all ranks have the same work under a causal mask (Llama 3, arXiv 2407.21783, section 3.3.2)."""
 
     def __init__(self, ranks: Ranks) -> None:
         config = ranks.config
@@ -38,7 +38,7 @@ class RankPartition(ComputePartition):
         self.tensor_mesh = ranks.mesh["tp"]
 
     def sequence(self, tokens: Tensor) -> int:
-        divided = self.tp if self.sp and tokens.dim() == 3 else 1  # hidden states come divided from the stage before
+        divided = self.tp if self.sp and tokens.dim() == 3 else 1  # hidden states of the previous stage are divided
         return tokens.shape[1] * self.cp * divided
 
     def positions(self, sequence: int) -> Rows:
@@ -73,7 +73,7 @@ class RankPartition(ComputePartition):
         if self.tp == 1:
             return super().chunked_loss(x, weight, targets, chunk, reduction, onednn)
         assert isinstance(weight, DTensor)
-        # Every rank needs all hidden states for its words, and has a part of their gradient.
+        # Every rank needs all hidden states for its part of the vocabulary, and has a part of their gradient.
         stream: Placement = Shard(1) if self.sp else Replicate()
         here = DTensor.from_local(x, self.tensor_mesh, [stream], run_check=False)
         x = here.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).flatten(0, 1)
@@ -85,7 +85,7 @@ class RankPartition(ComputePartition):
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        """One of the two chunks against the keys up to its end: what is masked for all of it is not computed."""
+        """Compute attention of one of the two chunks with the keys up to its end; all later keys are masked."""
         chunk, sequence = query.shape[2], key.shape[2]
         place = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)[index]
         end = (place + 1) * chunk
@@ -101,7 +101,7 @@ class RankPartition(ComputePartition):
         )  # fmt: skip
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole sequence, in order: one all-gather, whose backward is one reduce-scatter."""
+        """Return keys and values of the whole sequence, in order: an all-gather, with a reduce-scatter as backward."""
         assert self.mesh is not None
         both = torch.stack((key, value))  # (2, B, K, S / cp, D)
         whole = DTensor.from_local(both, self.mesh, [Shard(3)], run_check=False).redistribute(placements=[Replicate()])
@@ -112,10 +112,10 @@ class RankPartition(ComputePartition):
 
 
 class Divided(Vocabulary):
-    """Words from `first` on, as many as the weight has rows; `group` has the others (arXiv 1909.08053).
+    """The token ids from `first` on, one per row of the weight; `group` holds all parts (arXiv 1909.08053).
 
-    Of every chunk's logits a rank computes those of its words. Two all-reduces of a few bytes per token tell all ranks
-    the largest logit, and the sum of exponentials and the target's own logit: then each knows the loss, and the
+    A rank computes the logits of its part for every chunk. Two all-reduces of a few bytes per token share the largest
+    logit, and the sum of exponentials with the target's own logit, from which each rank computes the loss and the
     gradient of its logits.
     """
 
@@ -123,12 +123,12 @@ class Divided(Vocabulary):
         self.first, self.group = first, group
 
     def loss_and_gradient(self, logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        logits = logits.float()  # (T, words here)
+        logits = logits.float()  # (T, size of this part)
         most = logits.amax(-1)
         dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
         logits.sub_(most.unsqueeze(1))
         word = targets - self.first
-        here = (word >= 0) & (word < logits.shape[1])  # never of targets that do not count, which are negative
+        here = (word >= 0) & (word < logits.shape[1])  # False for ignored targets, which are negative
         place = word.clamp(0, logits.shape[1] - 1).unsqueeze(1)
         own = logits.gather(1, place).squeeze(1) * here
         exponentials = logits.exp_()

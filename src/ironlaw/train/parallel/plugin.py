@@ -1,7 +1,7 @@
-"""What a setting of `[communication]` adds to a step on many ranks: the step asks each plug-in, and knows none by name.
+"""Plug-ins by which settings of `[communication]` extend a step on many ranks. The step refers to none by name.
 
-Its state lies in checkpoints under `name`, its tensors rank by rank, by names of their own (`store.py`); so does an
-average of the weights, on one process too.
+The state of a plug-in is in checkpoints under `name`, and its tensors are saved rank by rank under its own names
+(`store.py`). The average of the weights is a plug-in too, also on one process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class StepPlugin:
     name: str
 
     def begin(self, part: nn.Module, tokens: Tensor) -> None:
-        """Before the first step: the model as it is called, and a micro-batch of it."""
+        """Called before the first step with the callable model and the tokens of a micro-batch."""
 
     def after(self, step: int) -> None:
-        """When `step` steps are done, on every rank."""
+        """Called on every rank after `step` steps."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around evaluations and checkpoints' readers."""
+        """Return the context for evaluations and for reading weights."""
         return nullcontext()
 
     def held(self) -> Any:
-        """Nested tensors that it holds between steps."""
+        """Return the tensors, nested in any way, that it holds between steps."""
         return ()
 
     # -- checkpoints -----------------------------------------------------------------------------------------
@@ -37,15 +37,15 @@ class StepPlugin:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """What is small; tensors have been read by name."""
+        """Load small values. Tensors have already been read by name."""
 
     def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is written for `tensors` (weights and optimizer state), own ones included; copies."""
+        """Return copies of the tensors to write for `tensors` (weights and optimizer state), and of its own."""
         return tensors
 
     def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """What is read for `tensors` from a checkpoint that has the names `known`, into which tensors."""
+        """Return the tensors into which a checkpoint with the names `known` is read, in place of `tensors`."""
         return tensors
 
     def after_read(self) -> None:
-        """What was wanted is there."""
+        """Called when the wanted tensors have been read."""
