@@ -8,8 +8,8 @@
     with ironlaw.observe(model, optimizer, out="runs/mine"): ...
     with ironlaw.serve(run) as server: server.complete("def ")
 
-Each of the five is also the room of that name: a package that can be called (`ironlaw.api` has the functions). Nothing
-is imported before it is used, so that a plan never waits for PyTorch.
+Each of the five is a subpackage that can be called; `ironlaw.api` holds the functions. Nothing is imported before its
+first use, so that a plan never waits for PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m ironlaw` is `ironlaw`."""
+"""Entry point of `python -m ironlaw`."""
 
 from ironlaw.cli.main import main
 

@@ -1,4 +1,4 @@
-"""How many cores and threads this process may use, and what its control group allows: the only place that decides."""
+"""The number of cores and threads this process may use, by its affinity mask and its control group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def group_limits(name: str) -> Iterator[list[str]]:
-    """Words of a file of this process's control group (version 2) and of those above it; a container sees its own on
-    top."""
+    """Yield the words of the file `name` in this process's control group (version 2) and in each of its parents; in a
+    container, the topmost visible one is the container's own."""
     try:
         lines = OWN_GROUP.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -29,15 +29,15 @@ def group_limits(name: str) -> Iterator[list[str]]:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: those of its affinity mask, or as many as its control group's quota pays for (a
-    container with `--cpus 2` sees all cores of its host, and is stopped when it uses more)."""
+    """Return the number of cores this process may use: those of its affinity mask, at most its control group's quota
+    (a container with `--cpus 2` sees all cores of its host, but is throttled when it uses more than two)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     paid = [math.ceil(int(quota) / int(period)) for quota, period in group_limits("cpu.max") if quota != "max"]
     return max(1, min([cores, *paid]))
 
 
 def torchrun_says(name: str, otherwise: int = 1) -> int:
-    """A number of this process's job from the environment, where torchrun leaves it; `otherwise` without torchrun."""
+    """Return an integer that torchrun puts into the environment, such as RANK; `otherwise` if it is absent."""
     said = os.environ.get(name) or str(otherwise)
     if not said.isdecimal() or (name.endswith("SIZE") and not int(said)):
         raise UserError(
@@ -47,10 +47,10 @@ def torchrun_says(name: str, otherwise: int = 1) -> int:
 
 
 def usable_threads() -> int:
-    """Threads to compute with: one per usable core, or as many fewer as OMP_NUM_THREADS asks for.
+    """Return the number of compute threads: one per usable core, or OMP_NUM_THREADS if that is fewer.
 
-    torchrun sets that variable to 1 where nobody has, for programs that would take all cores in every rank. Ranks
-    here share them, so its 1 is no wish.
+    torchrun sets an unset OMP_NUM_THREADS to 1, because most programs would take all cores in every rank. Here the
+    ranks share the cores, so torchrun's 1 is ignored.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     of_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ

@@ -1,4 +1,4 @@
-"""The one error type that reaches a user, and what makes a user's own words fit to show."""
+"""The error types shown to users, and helpers that put a user's input safely into a message."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 LARGEST = 2**53
-"""Of whole numbers: beyond it neighbours are one number in floating point."""
+"""Largest integer accepted: above it, neighbouring integers have the same float64."""
 
-LONGEST = 4096  # characters, as the longest path
+LONGEST = 4096  # characters, the limit of a path on Linux
 
 
 class UserError(ValueError):
-    """Wrong input. The message is one line: what is wrong, and what to write instead. Exit code 2."""
+    """Wrong input. The one-line message states what is wrong and what to write instead. Exit code 2."""
 
 
 class InvalidConfig(UserError):
-    """A `config.json` of a known architecture with values that none has: building it all the same would be a guess."""
+    """A `config.json` of a known architecture with values that no such model has: building it would be a guess."""
 
 
 class JobFailed(Exception):
-    """What was started here has failed, and has said why itself. Exit code 1."""
+    """A child process or job failed after printing its own reason. Exit code 1."""
 
 
-# Terminals obey control characters, and characters of direction make a text read as another.
+# Terminals act on control characters, and bidirectional control characters change the order in which text is read.
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: what a terminal would obey is spelt out. Lines and tabs stay."""
+    """Return `text` with control characters escaped, for a terminal. Newlines and tabs stay."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shortened(text: str, at_most: int = 60) -> str:
-    """The beginning of a text for a message of one line."""
+    """Return the first `at_most` characters of `text`, with an ellipsis where it is longer."""
     return text if len(text) <= at_most else text[: at_most - 1] + "…"
 
 
 def as_given(value: object) -> str:
-    """What somebody gave, for a message of one line."""
+    """Return the repr of a user's value, shortened for a one-line message."""
     return shortened(" ".join(repr(value).split()))
 
 
 def refuse_options(given: Mapping[str, object], subjects: Mapping[str, Sequence[str]], *here: str) -> None:
-    """UserError for an option that is given where none of its subjects is. `subjects`: of an option, what it is for."""
+    """UserError for an option given where none of its `subjects`, the things it applies to, is among `here`."""
     for option, known in subjects.items():
         if given.get(option) and not set(known).intersection(here):
             raise UserError(f"--{option.replace('_', '-')} is for {'; '.join(known)}: leave it out")
 
 
 def words_of(text: str, where: str, known: Iterable[str], example: str) -> dict[str, str]:
-    """Words `key=value` of a text, with blanks or commas between them. UserError for one that is none, whose key is not
-    known, or that comes twice."""
+    """Parse `key=value` words separated by blanks or commas. UserError for a malformed word, an unknown key or a
+    repeated key."""
     found: dict[str, str] = {}
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
@@ -67,9 +67,9 @@ def words_of(text: str, where: str, known: Iterable[str], example: str) -> dict[
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = "") -> str:
-    """The tail of an error message: the nearest known names, or all of them when nothing is near.
+    """Return the tail of an error message: the known names nearest to `name`, or the first 12 when none is near.
 
-    `prefix` is put before each: compared with it, every key of a section would look near.
+    `prefix` is put before each name after the comparison: included in it, every key of a section would look near.
     """
     choices = sorted(set(known))
     begun = [choice for choice in choices if name and choice.lower().startswith(name.lower())]

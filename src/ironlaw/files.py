@@ -1,7 +1,7 @@
-"""Users' files: read as text, TOML or JSON in one place, and written in one, so that every verb meets them alike.
+"""Reading and writing of users' files as text, TOML or JSON, so that every verb treats them alike.
 
-What a file holds may be anything: a UserError says what is wrong with it. What the system refuses (no such file, no
-permission, a full disk) stays an OSError, which the command line turns into one line.
+Invalid content raises a UserError that describes the problem. Errors of the operating system (no such file, no
+permission, a full disk) stay OSErrors, which the command line prints in one line.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import IO, Any
 from ironlaw.errors import UserError, as_given
 
 TEXT_LIMIT_BYTES = 2**28
-"""Of a file that is read whole: configs, profiles, tables of runs. The largest known are some megabytes."""
+"""Largest file that is read whole (configs, profiles, tables of runs); real ones have a few megabytes at most."""
 
 LINE_LIMIT_BYTES = 2**24
-"""Of metrics and records; a longer line is none of ours."""
+"""Longest line of a JSON Lines file (metrics, records) that is parsed; Ironlaw writes no longer ones."""
 
 
 def as_path(given: object, what: str) -> Path:
-    """The path that somebody gave from Python for `what`."""
+    """Return a path given as a Python argument named `what`; UserError if it is not a path."""
     if isinstance(given, Path) or (isinstance(given, str) and given and "\0" not in given):
         return Path(given)
     raise UserError(f"{what} = {as_given(given)} is no path: give text or a pathlib.Path")
 
 
 def at_home(path: str | Path) -> Path:
-    """A path of the user's with `~` as the home directory that it stands for."""
+    """Expand `~` in a user's path; UserError if that home directory is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -44,7 +44,7 @@ def at_home(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Ironlaw's folder in the user's cache directory."""
+    """Return Ironlaw's folder in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return at_home(base) / "ironlaw"
@@ -53,7 +53,7 @@ def cache_folder() -> Path:
 
 
 def cache_problem() -> str | None:
-    """Why nothing can be kept there, and what to do about it."""
+    """Return why the cache folder cannot be written and the remedy, or None if it can."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def cache_problem() -> str | None:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """A file to read. A pipe is refused, whose writer may never come, and so is a device, which may never end."""
+    """Open a regular file for reading. Pipes and devices are refused: reading them may never end."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -74,13 +74,13 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
+    """Return the hex digest of a file's content."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def read_bytes(path: Path, what: str = "text") -> bytes:
-    """All of a file that should be `what`, which is for the message where it is too large for that."""
+    """Read a whole file. UserError above `TEXT_LIMIT_BYTES`; `what` names the expected content in its message."""
     with open_file(path) as file:
         data = file.read(TEXT_LIMIT_BYTES + 1)
     if len(data) > TEXT_LIMIT_BYTES:
@@ -89,7 +89,7 @@ def read_bytes(path: Path, what: str = "text") -> bytes:
 
 
 def read_text(path: Path, what: str = "text") -> str:
-    """A file's text, without a byte order mark."""
+    """Read a UTF-8 file, without its byte order mark. UserError if it is not UTF-8."""
     data = read_bytes(path, what)
     try:
         return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
@@ -98,12 +98,12 @@ def read_text(path: Path, what: str = "text") -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Read the object in a JSON file."""
     return parse_json(read_text(path, "JSON"), path)
 
 
 def known_json(path: Path) -> dict[str, Any]:
-    """The same; nothing where there is no such file, or none that can be read."""
+    """Read the object in a JSON file; an empty one if the file is missing or unreadable."""
     try:
         return read_json(path)
     except (OSError, UserError):
@@ -111,7 +111,7 @@ def known_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, path: Path | str) -> dict[str, Any]:
-    """The object in a JSON text; `path` is where it came from."""
+    """Parse a JSON object; `path` names its source in error messages."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -122,7 +122,7 @@ def parse_json(text: str | bytes, path: Path | str) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of one JSON object per line; whatever else is in it is passed over, a half line too."""
+    """Read a file of one JSON object per line. Any other line, such as one cut off, is skipped."""
     found = []
     try:
         with open_file(path) as file:
@@ -135,14 +135,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_json_line(path: Path, entry: dict[str, Any]) -> None:
-    """One more object at the end of such a file, which may not be there."""
+    """Append one object to a JSON Lines file, which is created if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Read the tables of a TOML file."""
     text = read_text(path, "TOML")
     try:
         return tomllib.loads(text)
@@ -156,19 +156,19 @@ def _problem(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes its place when all of it is on the disk: old content or new, never half of it.
+    """Open a temporary file that replaces `path` once it is complete on disk: readers see old or new content, no mix.
 
-    A link of that name is replaced, not followed: what it points to may be somebody else's.
+    A symbolic link at `path` is replaced, not followed: its target may belong to another user.
     """
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # of a process that is gone, with the same number
+    partial.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
         with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:  # a name that the user knows
+    except OSError as error:  # name the user's file, not the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
@@ -176,13 +176,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def lock_file(path: Path, lock: Callable[[int], None]) -> Iterator[int]:
-    """The descriptor of a file that is there while somebody holds it, once `lock` has taken the system's lock on it,
-    which ends with its process, however that ends."""
+    """Create a file, take the system's lock on it with `lock`, yield its descriptor, and remove the file at the end.
+    The system releases the lock when the process ends, however it ends."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             lock(descriptor)
-            if not _is_at(path, descriptor):  # removed by the holder before: nobody else can see this lock
+            if not _is_at(path, descriptor):  # removed by the previous holder: no other process can see this lock
                 continue
             try:
                 yield descriptor
@@ -202,7 +202,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as a whole."""
+    """Write a text file atomically."""
     with replacing(path) as file:
         file.write(text.encode("utf-8", "surrogateescape"))
 
@@ -212,5 +212,5 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def as_name(text: str, at_most: int = 64) -> str:
-    """`text` as one component of a path: no separators, no spaces, no leading dot or dash."""
+    """Return `text` as one component of a path: no separators, no spaces, no leading dot or dash."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:at_most].strip(".-") or "unnamed"

@@ -1,4 +1,4 @@
-"""What the package says of itself: its version, and which of its rooms can be called."""
+"""The package's version, and its subpackages that can be called as functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALLABLE = ("plan", "train", "explain", "observe", "serve")
 
 
 class Room(ModuleType):
-    """A package that is called as the function of its name in `ironlaw.api`."""
+    """A subpackage whose call is forwarded to the function of its name in `ironlaw.api`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         package, _, name = self.__name__.partition(".")
@@ -20,5 +20,5 @@ class Room(ModuleType):
 
 
 def callable_room(name: str) -> None:
-    """Called by the rooms of `CALLABLE`, in their first line."""
+    """Make the module `name` callable; each subpackage in `CALLABLE` calls this in its first line."""
     sys.modules[name].__class__ = Room

@@ -1,4 +1,4 @@
-"""Settings of a run that do not go with one another, and what to write instead, in the order in which they are told."""
+"""Combinations of settings that a run does not support, each with its error message, in the order they are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ironlaw.schema import Refusals
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS
 
 Run = Any
-"""A `RunConfig`, whose module imports this one."""
+"""A `RunConfig`, untyped because its module imports this one."""
 
 
 def refusals(run: Run) -> Refusals:
@@ -121,5 +121,5 @@ def _of_lengths(run: Run) -> Refusals:
 
 
 def _rounds(run: Run) -> bool:
-    """Whether the precision rounds what is multiplied to few bits."""
+    """Whether the precision rounds the operands of matrix products to a narrow format, such as FP8."""
     return run.train.precision != "auto" and precision_recipe(run.train.precision) is not None

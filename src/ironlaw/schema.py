@@ -1,4 +1,4 @@
-"""What all tables of a config have in common: what is not known, not of its type or not finite is an error."""
+"""The base of all config tables: unknown keys, wrong types and non-finite numbers are errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ironlaw.errors import LARGEST, LONGEST, UserError, as_given
 
 Refusals = Iterator[tuple[object, str]]
-"""What must not hold of a config, and where it does, what is wrong and what to write instead."""
+"""Pairs of a condition that makes a config invalid, and the error message for it."""
 
 
 P = ParamSpec("P")
@@ -22,29 +22,29 @@ Count = Annotated[int, Field(gt=0, le=LARGEST)]
 
 
 class Section(BaseModel):
-    """A table of a config. Types are strict: `true` is no number, 1 is no switch, "3" is text."""
+    """A table of a config. Types are strict: `true` is not a number, 1 is not a boolean, "3" is text."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(),
-        defer_build=True,  # at the first use: most tables are only ever read as parts of a whole config
+        defer_build=True,  # until the first use: most tables are only parsed as parts of a whole config
     )  # fmt: skip
 
     @model_validator(mode="before")
     @classmethod
     def _as_written(cls, values: Any) -> Any:
-        """What every type shares is looked at here, before any other."""
+        """Apply the checks common to all types before pydantic's own."""
         if not isinstance(values, dict):
             return values
         return {key: _as_meant(key, value) for key, value in values.items()}
 
 
 def section() -> Any:
-    """A table that may be left out: it then has its defaults."""
+    """Return a field for a table that may be left out and then has its defaults."""
     return Field(default_factory=dict, validate_default=True)
 
 
 def _as_meant(key: str, value: Any) -> Any:
-    """TOML and JSON have lists for tuples, and people write 1e6 for a whole number."""
+    """Convert lists to tuples, which TOML and JSON lack, and whole floats such as 1e6 to integers."""
     if isinstance(value, list):
         return tuple(_as_meant(key, item) for item in value)
     if isinstance(value, int) and abs(value) > LARGEST:
@@ -60,14 +60,14 @@ def _as_meant(key: str, value: Any) -> Any:
 
 
 def refuse(refusals: Refusals) -> None:
-    """ValueError of the first that holds."""
+    """Raise ValueError with the message of the first condition that holds."""
     for holds, message in refusals:
         if holds:
             raise ValueError(message)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose arguments must have the types that it is annotated with: else a UserError of one line."""
+    """Wrap `function` to check its arguments against its annotations; a mismatch is a one-line UserError."""
     strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, defer_build=True)
     call, names = validate_call(config=strict)(function), list(inspect.signature(function).parameters)
 

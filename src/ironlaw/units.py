@@ -11,7 +11,7 @@ NOT_KNOWN = "–"
 
 
 def parse_bytes(text: str) -> int:
-    """ "20GiB", "1.5 GB", "4096" in bytes. ValueError says what would do."""
+    """Parse "20GiB", "1.5 GB" or "4096" into bytes. ValueError with an example if `text` is none of these."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGTPEZY]?)(i?)(B?)\s*", text)
     try:
         assert match is not None
@@ -23,12 +23,12 @@ def parse_bytes(text: str) -> int:
 
 
 def _rounded(value: float, digits: int = 3) -> float:
-    """As it will be printed: units are chosen by this, so that 999.7 k is 1.00 M and not 1,000 k."""
+    """Round to the printed digits. Units are chosen after rounding, so that 999.7 k prints as 1.00 M, not 1,000 k."""
     return float(f"{value:.{digits}g}")
 
 
 def _significant(value: float, digits: int = 3) -> str:
-    """Three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1,234."""
+    """Format with three significant digits and no exponent: 0.0123, 1.23, 12.3, 123, 1,234."""
     magnitude = abs(_rounded(value, digits))
     if magnitude == 0:
         return "0"
@@ -47,11 +47,11 @@ def si(value: float | None, unit: str = "") -> str:
 
 
 def bytes_(value: float | None) -> str:
-    """Binary multiples, because that is how memory is sold and how allocators report it."""
+    """Format with binary multiples, in which memory is sold and allocators report."""
     if value is None:
         return NOT_KNOWN
     for factor, prefix in _BINARY:
-        if abs(value) >= factor * (1 - 0.5 / 1024):  # below, it is not yet printed as 1,024 of the smaller unit
+        if abs(value) >= factor * (1 - 0.5 / 1024):  # from here it would print as 1,024 of the smaller unit
             return f"{_significant(value / factor)} {prefix}"
     return f"{value:.0f} B"
 
@@ -61,7 +61,7 @@ def rate(value: float | None, unit: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """From nanoseconds to years, in the unit a person would use."""
+    """Format a duration, from nanoseconds to years."""
     if value is None:
         return NOT_KNOWN
     if value == 0:
@@ -77,7 +77,7 @@ def seconds(value: float | None) -> str:
 
 
 def energy(joules: float | None) -> str:
-    """In watt-hours, so that the ends of an interval have one unit."""
+    """Format in watt-hours, so that both ends of an interval have the same unit."""
     return NOT_KNOWN if joules is None else si(joules / 3600, "Wh")
 
 
@@ -94,7 +94,7 @@ def signed_percent(fraction: float | None, digits: int = 1) -> str:
 
 
 def dollars(value: float | None) -> str:
-    """US dollars: cents below 100, then whole, thousands and millions."""
+    """Format US dollars: with cents from 1 to 1,000, else with three significant digits and k, M or B."""
     if value is None:
         return NOT_KNOWN
     for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -104,7 +104,7 @@ def dollars(value: float | None) -> str:
 
 
 def mass(kilograms: float | None) -> str:
-    """Grams below a kilogram, tonnes above a thousand."""
+    """Format in grams below 1 kg, in tonnes from 1,000 kg."""
     if kilograms is None:
         return NOT_KNOWN
     for factor, unit in ((1e3, "t"), (1.0, "kg")):
@@ -114,7 +114,7 @@ def mass(kilograms: float | None) -> str:
 
 
 def tokens(value: float | None) -> str:
-    """Billions and trillions as people write them: 1.00T, 500B."""
+    """Format a token count as in the literature: 1.00T, 500B."""
     if value is None:
         return NOT_KNOWN
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
