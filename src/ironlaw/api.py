@@ -1,7 +1,7 @@
-"""Ironlaw from Python: five functions, each with one typed result that prints as a report and shows in a notebook.
+"""The Python API: five functions, each returning one typed result that prints as a report and displays in a notebook.
 
-Names and units are those of the ledger and the JSON documents: seconds, bytes, FLOPs, fractions, nats per token. Bad
-input raises `ironlaw.UserError` with one line that says what to write instead.
+Names and units are those of the ledger and the JSON documents: seconds, bytes, FLOPs, fractions, nats per token.
+Invalid input raises `ironlaw.UserError` with one line that states what to write instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ironlaw.report.document import Document
 
 Settings = Mapping[str, Any]
-"""Dotted config keys to values: `{"train.steps": 200, "optimizer.lr": 3e-4}`."""
+"""Config values by dotted key: `{"train.steps": 200, "optimizer.lr": 3e-4}`."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -43,7 +43,7 @@ PRE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;font-family:
 
 
 class Shown:
-    """`print(result)` writes what the command would print; a notebook shows the same in colour."""
+    """A result whose `str` is the command's terminal report; a notebook displays the same in colour."""
 
     def _show(self, console: Console) -> None:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Shown:
 
 
 class Total:
-    """One total of a result's ledger: an `Estimate` (value, low, high, origin, basis), None where it is not known."""
+    """A descriptor for one total of a result's ledger: an `Estimate`, or None if unknown."""
 
     def __init__(self, doc: str) -> None:
         self.__doc__ = doc
@@ -73,7 +73,7 @@ class Total:
 
 
 class PlanResult(PlanOutcome, Shown):
-    """What `ironlaw.plan` answers: `fits`, `ledger`, and `more`, the sections beside it in `ironlaw plan --json`."""
+    """The result of `ironlaw.plan`: `fits`, `ledger`, and `more`, the other sections of `ironlaw plan --json`."""
 
     parameters = Total("Exact count.")
     flops_per_step = Total("FLOPs of matrix products of one optimizer step; exact.")
@@ -96,7 +96,7 @@ class PlanResult(PlanOutcome, Shown):
 
 @dataclass(frozen=True, repr=False)
 class TrainResult(Shown):
-    """A finished or interrupted run of `ironlaw.train`. `interrupted`: the signal's name, or None."""
+    """A finished or interrupted run of `ironlaw.train`. `interrupted` is the signal's name, or None."""
 
     path: Path
     steps: int
@@ -112,7 +112,7 @@ class TrainResult(Shown):
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """`metrics.jsonl`: a table per step with loss, seconds, learning rate."""
+        """The entries of `metrics.jsonl`: loss, seconds, learning rate and more of each step."""
         return list(read_json_lines(self.path / "metrics.jsonl"))
 
     def _show(self, console: Console) -> None:
@@ -123,24 +123,24 @@ class TrainResult(Shown):
 
 @dataclass(frozen=True, repr=False)
 class ExplainResult(Shown):
-    """What `ironlaw.explain` found. `document` is that of `ironlaw explain --json`."""
+    """The result of `ironlaw.explain`. `document` is the one `ironlaw explain --json` prints."""
 
     document: dict[str, Any] = field(repr=False)
     _view: Document = field(repr=False)
 
     @property
     def bottleneck(self) -> str:
-        """One sentence: what binds, or for two runs why one is faster."""
+        """One sentence: the bottleneck of a run, or why one of two runs is faster."""
         return str(next(self.document[key] for key in ("bottleneck", "sentence", "binds") if key in self.document))
 
     @property
     def remedies(self) -> list[dict[str, Any]]:
-        """What to change, best first, each with its planned gain and the settings that apply it."""
+        """Recommended changes, best first, each with its planned gain and the settings that apply it."""
         return list(self.document.get("remedies", []))
 
     @checked
     def write_html(self, path: str | Path) -> Path:
-        """The report with charts, as one page that opens offline."""
+        """Write the report with charts as a self-contained HTML page. UserError if the result has no such page."""
         from ironlaw.report.page import write
         from ironlaw.report.run_view import FOOTER, page_name
 
@@ -155,7 +155,7 @@ class ExplainResult(Shown):
 
 
 class RunningServer(Shown):
-    """A model served over HTTP from a thread of this process, until `close` or the end of a `with` block."""
+    """A model served over HTTP by a thread of this process until `close` or the end of a `with` block."""
 
     def __init__(self, path: Path, settings: Sequence[str], port: int) -> None:
         from ironlaw.serve.config import serve_config
@@ -181,7 +181,7 @@ class RunningServer(Shown):
 
     @checked
     def complete(self, prompt: str, *, max_tokens: Count = 64, temperature: float = 1.0, **more: Any) -> str:
-        """The text after `prompt`, by the server's own `/v1/completions`; `more` are its other fields."""
+        """Return the completion of `prompt` from the server's `/v1/completions`; `more` are other request fields."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         try:
             data = json.dumps(body | more, allow_nan=False).encode()
@@ -196,7 +196,7 @@ class RunningServer(Shown):
             raise UserError(f"complete: {error}: give fields of a JSON request") from None
 
     def close(self) -> None:
-        """What runs is finished, what comes is refused."""
+        """Finish running requests, refuse new ones, and stop the server."""
         self.engine.is_draining = True
         self._server.should_exit = True
         self._thread.join()
@@ -234,9 +234,9 @@ def plan(
 ) -> PlanResult:
     """Plan a run before it starts, or with `serve="input=1024 output=256 rate=10/s"` a served model.
 
-    `what`: a config file, tables of one or a `RunConfig`, a catalogued model, a Hugging Face config. `on`: this machine
-    unless given, or `"8xh100-sxm-80gb"`. The other arguments are the options of `ironlaw plan`; None: not said.
-    Imports no PyTorch.
+    `what` is a config file, its tables, a `RunConfig`, a catalogued model or a Hugging Face config. `on` is hardware
+    such as `"8xh100-sxm-80gb"`, by default this machine. The other arguments are the options of `ironlaw plan`; None
+    leaves one out. PyTorch is not imported.
     """
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request, resolve
@@ -268,10 +268,10 @@ def train(
     resume: bool = False,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train in this process into the directory `out`, `runs/MODEL-DATE` unless given.
+    """Train in this process and write the run to the directory `out`, by default `runs/MODEL-DATE`.
 
-    A machine that nobody measured is measured first. Progress goes to stderr, unless `quiet`. Ctrl-C saves and returns.
-    """
+    A machine without a stored profile is measured first. Progress goes to stderr unless `quiet`. Ctrl-C saves a
+    checkpoint and returns."""
     from ironlaw.machine.keep import this_machine
     from ironlaw.report.console import messages, progress
     from ironlaw.report.live import LiveRun
@@ -293,12 +293,12 @@ def train(
 def explain(
     run: str | Path | TrainResult | Watch, other: str | Path | TrainResult | Watch | None = None
 ) -> ExplainResult:
-    """A run beside its plan, a profiler's trace, a load that `bench --out` kept; or why `other` is faster or slower."""
+    """Explain a run against its plan, a profiler trace or a load saved by `bench --out`, or compare with `other`."""
     return ExplainResult(*explained(_path(run), None if other is None else _path(other)))
 
 
 def explained(run: Path, other: Path | None = None) -> tuple[dict[str, Any], Document]:
-    """The document of a run, a trace or a served load, or of why `other` is faster or slower; and how it is shown."""
+    """Return the JSON document and the view of a run, trace or served load, or of its comparison with `other`."""
     from ironlaw.explain.runs import explain_path
     from ironlaw.explain.serving import explain_serving, is_serving_run
 
@@ -326,8 +326,8 @@ def explained(run: Path, other: Path | None = None) -> tuple[dict[str, Any], Doc
 
 @checked
 def serve(path: str | Path | TrainResult, *, port: Port = 0, settings: Settings | None = None) -> RunningServer:
-    """Serve a run or a Hugging Face directory over HTTP in a thread; `port` 0 is any free one. Keys of `settings` are
-    those of `ironlaw serve --set`, such as `{"serve.batch": 16}`."""
+    """Serve a run or a Hugging Face directory over HTTP in a thread; `port` 0 picks a free port. The keys of `settings`
+    are those of `ironlaw serve --set`, such as `{"serve.batch": 16}`."""
     return RunningServer(_path(path), with_settings(settings), port)
 
 
@@ -340,10 +340,10 @@ def observe(
     plan: bool = True,
     name: str | None = None,
 ) -> Watch:
-    """Observe a training loop of your own: a context manager around it, which writes the run directory `out`.
+    """Return a context manager that observes your own training loop and writes the run directory `out`.
 
-    Several models and optimizers, as of a GAN, are given as lists. `profile_steps`: so many steps are recorded in
-    detail after the first few. `plan`: trace the module at the end, so that a plan can be put beside what was measured.
+    Pass several models and optimizers, as of a GAN, as lists. `profile_steps` is the number of steps profiled after
+    the first few. With `plan`, the module is traced at the end, to compare a plan with the measurement.
     """
     from ironlaw.observe.watch import Watch
 
@@ -359,5 +359,5 @@ def _config(config: str | Path | Settings | RunConfig, settings: Settings | None
 
 
 def _path(run: Any) -> Path:
-    """Of a run in any form: its directory or file."""
+    """Return the directory or file of a run given in any accepted form."""
     return as_path(getattr(run, "out", None) or getattr(run, "path", None) or run, "run")

@@ -1,4 +1,4 @@
-"""The one configuration of a run: a TOML file, then `--set section.key=value`, then Python. Unknown keys are errors."""
+"""The configuration of a run, from a TOML file, `--set section.key=value` or Python. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ Precision = Annotated[str, AfterValidator(_known_precision)]
 
 
 class TrainConfig(Section):
-    """One optimizer step: how much data, in which arithmetic."""
+    """The amount of data and the arithmetic of an optimizer step."""
 
     steps: int = Field(1000, gt=0, le=10**12)  # optimizer updates
     global_batch: int = Field(8, gt=0, le=2**30)  # sequences per optimizer step
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
     clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # global gradient norm; inf clips nothing
-    # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
+    # auto: the fastest for matrix products measured on this machine. Weights, optimizer state, reductions stay fp32.
     precision: Precision = "auto"
-    # Weights multiply as `ironlaw compress --to` would hold them: int4, 2:4, pruned=50%, int4,2:4.
+    # Quantization-aware training with the weight formats of `ironlaw compress --to`: int4, 2:4, pruned=50%, int4,2:4.
     qat: Annotated[str, AfterValidator(_read_qat)] | None = None
-    # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
+    # chunked: logits of a few hundred tokens at a time. auto: chunked if all logits would exceed 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
-    # fused: PyTorch's. native: Ironlaw's own (on a CPU, plain causal, one process). auto: what takes less time here,
-    # forward and backward, as measured.
+    # fused: PyTorch's kernel. native: Ironlaw's own (CPU, plain causal attention, one process). auto: the one with the
+    # shorter measured time of forward and backward pass on this machine.
     attention: Literal["auto", "fused", "native"] = "auto"
-    # torch.compile per block; auto: on CUDA only. graphs: and CUDA graphs, for steps that the host cannot keep up with.
+    # torch.compile per block; auto: on CUDA only. graphs: with CUDA graphs too, for steps limited by the host.
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
-    average_decay: float | None = Field(None, gt=0, lt=1)  # keep an exponential average of the weights, such as 0.999
+    average_decay: float | None = Field(None, gt=0, lt=1)  # of an exponential average of the weights, such as 0.999
     noise_scale_every: int = Field(0, ge=0)  # steps between estimates of the critical batch size; 0: none
-    offload: Literal["none", "activations", "optimizer", "both"] = "none"  # to the host's memory, on CUDA
+    offload: Literal["none", "activations", "optimizer", "both"] = "none"  # to host memory, on CUDA
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads; OMP_NUM_THREADS or all cores unless given
-    seed: int = Field(0, ge=0)  # of first weights, dropout and the order of samples
-    start_from: str | None = None  # first weights: a Hugging Face directory or a run; [model] from = "DIR" sets it too
+    seed: int = Field(0, ge=0)  # of initial weights, dropout and the order of samples
+    start_from: str | None = None  # initial weights: a Hugging Face directory or a run; [model] from = "DIR" sets this
     profile_steps: int = Field(5, ge=0, le=1000)  # steps recorded for the time by operation; 0 records none
 
     @property
@@ -86,33 +86,33 @@ WARMUP_STEPS = 100
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the steps, as a fraction of its peak."""
+    """The learning rate as a function of the step, relative to its peak."""
 
-    # cosine (arXiv 1608.03983), linear and exponential fall to min_lr_fraction at the last step; inverse_sqrt with the
-    # root of the step (arXiv 1706.03762); step falls by step_factor every step_every steps; wsd stays at the peak and
-    # falls linearly over the last decay_fraction of the steps (arXiv 2404.06395).
+    # cosine (arXiv 1608.03983), linear and exponential decay to min_lr_fraction at the last step; inverse_sqrt decays
+    # with the square root of the step (arXiv 1706.03762); step multiplies by step_factor every step_every steps; wsd
+    # stays at the peak and decays linearly over the last decay_fraction of the steps (arXiv 2404.06395).
     kind: Literal["cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd", "constant"] = "cosine"
-    # Linear from 0, as Adam's second moment needs some steps to settle; else 100, or the whole of a shorter run.
+    # Linear warmup from 0, while Adam's second moment settles; by default 100 steps, or all of a shorter run.
     warmup_steps: int | None = Field(None, ge=0)
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # of the peak: where the decay ends
-    decay_fraction: float = Field(0.2, gt=0, le=1)  # wsd: of the steps
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # final learning rate, as a fraction of the peak
+    decay_fraction: float = Field(0.2, gt=0, le=1)  # wsd: fraction of the steps that decay
     step_every: int = Field(1000, gt=0)  # step: steps between cuts
-    step_factor: float = Field(0.5, gt=0, lt=1)  # step: what a cut leaves of the rate
-    # The peak is optimizer.lr, or with a scaling (batch / reference_batch) or its square root times that.
+    step_factor: float = Field(0.5, gt=0, lt=1)  # step: factor on the rate at each cut
+    # Factor on the peak rate optimizer.lr: batch / reference_batch (linear) or its square root (sqrt).
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    reference_batch: int = Field(256, gt=0)  # sequences per step for which optimizer.lr is meant
+    reference_batch: int = Field(256, gt=0)  # sequences per step for which optimizer.lr was chosen
 
 
 class ScalerConfig(Section):
-    """Loss scaling, which keeps small gradients above the smallest fp16 number (train.precision = "fp16")."""
+    """Loss scaling, which keeps small gradients above fp16's underflow threshold (train.precision = "fp16")."""
 
     initial: float = Field(65536.0, gt=0)  # the first scale
-    growth: float = Field(2.0, gt=1)  # factor after growth_steps
-    growth_steps: int = Field(2000, gt=0)  # in a row without an overflow
-    backoff: float = Field(0.5, gt=0, lt=1)  # after a step that overflowed, which is skipped
+    growth: float = Field(2.0, gt=1)  # factor on the scale after growth_steps
+    growth_steps: int = Field(2000, gt=0)  # consecutive steps without an overflow
+    backoff: float = Field(0.5, gt=0, lt=1)  # factor on the scale after a step that overflowed; its update is skipped
 
 
-# Keys of earlier versions, and where they are now.
+# Keys of earlier versions -> their present names.
 MOVED = {f"train.{key}": f"optimizer.{key}" for key in ("lr", "beta1", "beta2", "eps", "weight_decay")} | {
     f"train.{key}": f"schedule.{key}" for key in ("warmup_steps", "min_lr_fraction")
 }
@@ -120,38 +120,38 @@ MOVED = {f"train.{key}": f"optimizer.{key}" for key in ("lr", "beta1", "beta2", 
 
 class CheckpointConfig(Section):
     every: int = Field(200, ge=0)  # steps; 0: only at the end and when interrupted
-    keep: int = Field(2, gt=0)  # the newest k
-    keep_every: int = Field(0, ge=0)  # and those of steps divisible by this, for ever; 0: none
-    keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
+    keep: int = Field(2, gt=0)  # number of newest checkpoints kept
+    keep_every: int = Field(0, ge=0)  # also keep those of steps divisible by this; 0: none
+    keep_best: int = Field(0, ge=0)  # also keep this many with the lowest validation loss
 
 
 class RecoveryConfig(Section):
-    """When a loss counts as a spike, and what is done about it (train/recovery.py)."""
+    """Detection of loss spikes, and the rollback that follows one (train/recovery.py)."""
 
-    enabled: bool = True  # false: only a loss that is not finite ends the run
-    window: int = Field(64, ge=16)  # steps that say what is normal
+    enabled: bool = True  # false: spikes are ignored, and a loss that is not finite ends the run
+    window: int = Field(64, ge=16)  # steps that define the normal loss
     threshold: float = Field(8.0, gt=0)  # robust standard deviations above the window's median
-    minimum_rise: float = Field(0.3, ge=0)  # nats above it as well: losses that hardly vary have large deviations
-    patience: int = Field(3, gt=0)  # steps in a row: a single hard batch is no spike
-    rewind: int = Field(10, ge=0)  # go back to a checkpoint at least so many steps before the spike
-    skip_before: int = Field(8, ge=0)  # batches before the spike that are left out with it
-    skip_after: int = Field(32, ge=0)  # and after it; PaLM left out 200 to 500 in all (arXiv 2204.02311)
-    strikes: int = Field(3, gt=0)  # the spike that stops the run
-    forgive_steps: int = Field(1000, gt=0, le=10**12)  # without a spike, after which the count starts again
-    # Of runs on several ranks (train/parallel/watcher.py):
-    collective_seconds: float = Field(300.0, gt=0)  # a collective that waits longer hangs: the job ends, and says who
-    straggler_every: int = Field(10, ge=0)  # steps between comparisons of the ranks' own times; 0: none
-    straggler_threshold: float = Field(0.15, gt=0, lt=1)  # of the step: what a slow rank takes more than the others
+    minimum_rise: float = Field(0.3, ge=0)  # nats above it too: a nearly constant loss has tiny deviations
+    patience: int = Field(3, gt=0)  # consecutive steps above both: one hard batch is not a spike
+    rewind: int = Field(10, ge=0)  # roll back to a checkpoint at least this many steps before the spike
+    skip_before: int = Field(8, ge=0)  # batches before the spike that are skipped with it
+    skip_after: int = Field(32, ge=0)  # batches after it; PaLM skipped 200 to 500 in all (arXiv 2204.02311)
+    strikes: int = Field(3, gt=0)  # number of spikes that stops the run
+    forgive_steps: int = Field(1000, gt=0, le=10**12)  # steps without a spike after which the count restarts
+    # The rest is for runs on several ranks (train/parallel/watcher.py).
+    collective_seconds: float = Field(300.0, gt=0)  # timeout of a collective; the error names the ranks that hang
+    straggler_every: int = Field(10, ge=0)  # steps between comparisons of the ranks' times; 0: none
+    straggler_threshold: float = Field(0.15, gt=0, lt=1)  # a slow rank's extra time, as a fraction of the step
 
 
 class TrackingConfig(Section):
-    """Where metrics go beside metrics.jsonl. Needs the extra `track`."""
+    """Trackers that receive metrics besides metrics.jsonl. Needs the extra `track`."""
 
-    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # none unless given
-    every: int = Field(10, gt=0)  # steps; validation losses go always
-    project: str = "ironlaw"  # of Weights & Biases; the experiment of MLflow
-    name: str | None = None  # of the run there; the run directory's unless given
-    batch_digests: bool = False  # metrics.jsonl also gets a checksum of each step's tokens: which were trained on
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # none by default
+    every: int = Field(10, gt=0)  # steps; validation losses are always sent
+    project: str = "ironlaw"  # project of Weights & Biases, experiment of MLflow
+    name: str | None = None  # name of the run there; the run directory's unless given
+    batch_digests: bool = False  # also write a checksum of each step's tokens to metrics.jsonl
 
 
 class EvaluationConfig(Section):
@@ -160,16 +160,16 @@ class EvaluationConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How the job is spread over processes, one per device: the planner's words (`workload/layout.py`).
+    """How the job is spread over processes, one per device, in the planner's terms (`workload/layout.py`).
 
-    With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
+    With a [layout] table, even an empty one, dropout masks depend on the sample only, so that all layouts train alike.
     """
 
-    dp: int | None = Field(None, gt=0, le=2**20)  # data parallel replicas; what the other degrees leave unless given
-    zero: int = Field(0, ge=0, le=3)  # what replicas shard: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
-    shard: int | None = Field(None, gt=0, le=2**20)  # replicas that share one sharded copy; all unless given
+    dp: int | None = Field(None, gt=0, le=2**20)  # data parallel replicas; all remaining ranks unless given
+    zero: int = Field(0, ge=0, le=3)  # sharded over replicas: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
+    shard: int | None = Field(None, gt=0, le=2**20)  # replicas over which one copy is sharded; all unless given
     tp: int = Field(1, gt=0, le=2**14)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
-    sp: bool = False  # sequence parallel: the residual stream too; less memory for the same traffic
+    sp: bool = False  # sequence parallel: tp ranks divide the residual stream too; less memory for the same traffic
     pp: int = Field(1, gt=0, le=2**14)  # pipeline stages
     virtual_stages: int = Field(1, gt=0, le=2**14)  # model chunks per pipeline rank: a smaller bubble, more messages
     schedule: Schedule = "1f1b"  # order of the stages' forward and backward passes
@@ -178,7 +178,7 @@ class LayoutConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """As far as it says."""
+        """The product of the degrees, where an absent `dp` counts as 1."""
         return (self.dp or 1) * self.tp * self.pp * self.cp * self.ep
 
 
@@ -239,7 +239,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (or a run directory's `config.toml`) and apply `section.key=value` overrides."""
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
-    brought = EXAMPLES / path.name  # by the wheel, whatever the folder it is in
+    brought = EXAMPLES / path.name  # the wheel contains the examples, so they are found from any working directory
     if not path.is_file() and path.parent == Path("examples") and brought.is_file():
         path = brought
     if not path.is_file():
@@ -248,7 +248,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def build_config(document: dict[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
-    """A RunConfig from plain tables and `section.key=value`; the first problem becomes a one-line UserError."""
+    """Build a RunConfig from plain tables and `section.key=value` overrides; the first problem raises a UserError."""
     if overrides:
         document = copy.deepcopy(document)
         for override in overrides:
@@ -276,7 +276,7 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
 
 
 def model_in(folder: Path, called: str) -> ModelConfig:
-    """Of a run or a Hugging Face directory; `called` is for the error where it is neither."""
+    """Read the model config of a run or Hugging Face directory; `called` names the folder in the error."""
     if (folder / "config.toml").is_file():
         return load_config(folder).model
     if is_config_file(folder):
@@ -285,7 +285,7 @@ def model_in(folder: Path, called: str) -> ModelConfig:
 
 
 def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -> dict[str, Any]:
-    """`[model] from = "DIR"`: the dimensions, the weights and the tokenizer of a Hugging Face directory or of a run."""
+    """Apply `[model] from = "DIR"`: take dimensions, weights and tokenizer from a Hugging Face directory or a run."""
     folder = at_home(str(model["from"]))
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
@@ -293,9 +293,9 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     there = model_in(folder, f"{where}: model.from = {model['from']!r}")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
-    if tables["model"]["name"] in model_names():  # a catalogued name would bring its own figures, now or when resumed
+    if tables["model"]["name"] in model_names():  # a catalogued name would replace the dimensions by the catalogue's
         tables["model"]["name"] += "-here"
-    # A new tokenizer would make other tokens than the weights know. A run without one was on mock data.
+    # The weights need the tokenizer they were trained with. A run without one was trained on mock data.
     tokenizer = folder / "tokenizer.json"
     tokenizer = tokenizer if tokenizer.is_file() else folder
     if (tokenizer.is_file() or not is_run) and "tokenizer" not in document.get("data", {}):
@@ -304,7 +304,7 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
 
 
 def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
-    """`{"train.steps": 200}` as `section.key=value`, which `--set` takes."""
+    """Return `{"train.steps": 200}` as a list of `section.key=value`, the form of `--set`."""
     for key, value in (settings or {}).items():
         if value is None:
             raise UserError(f"{key} = None says nothing: leave it out")
@@ -312,14 +312,14 @@ def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """`optimizer.lr=3e-4`, at any depth: the value is read as TOML, and as a plain string when it is not TOML."""
+    """Set a key of any depth, as in `optimizer.lr=3e-4`. The value is parsed as TOML, or else taken as a string."""
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
         raise UserError(f"--set {override!r} is not section.key=value: write for example --set optimizer.lr=3e-4")
     value = toml_value(text)
     if not isinstance(value, str) and _is_text(parts):
-        value = text  # data.path=2024 is a folder
+        value = text  # in data.path=2024 the value is a folder, not a number
     table = document
     for depth, part in enumerate(parts[:-1], start=1):
         table = table.setdefault(part, {})
@@ -337,18 +337,18 @@ def toml_value(text: str) -> Any:
 
 
 def _is_text(parts: Sequence[str]) -> bool:
-    """Whether this key holds any text (unknown keys do not: they are refused later, by name)."""
+    """Whether a key's type is free text; False for unknown keys, which are refused later."""
     kind = _section_type(parts[:-1])
     field = kind.model_fields.get(parts[-1]) if kind is not None else None
     return field is not None and field.annotation in (str, str | None)
 
 
 def _section_type(parts: Sequence[str]) -> type[BaseModel] | None:
-    """The type of a section by its path, also of one that may be absent; None where there is no such section."""
+    """Return the type of a section by its path, optional sections included; None if there is no such section."""
     kind: type[BaseModel] | None = RunConfig
     for part in parts:
         known = kind.model_fields.get(part) if kind is not None else None
-        # Of `X`, `X | None` and `tuple[X, ...]`.
+        # Finds the model X in `X`, `X | None` and `tuple[X, ...]`.
         kinds = (known.annotation, *get_args(known.annotation)) if known else ()
         kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
     return kind
@@ -363,9 +363,9 @@ def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> N
 
 
 def _explain(error: ValidationError) -> str:
-    """The first problem, with its key and, for an unknown key, the nearest valid one.
+    """Describe the first problem with its key and, for an unknown key, the nearest valid one.
 
-    Unknown keys come first: what seems to be missing is often there, misspelt.
+    Unknown keys are reported first, since a key that seems missing is often misspelt.
     """
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = [str(part) for part in problem["loc"]]

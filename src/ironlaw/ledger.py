@@ -1,8 +1,8 @@
 """The ledger: one table that a plan fills by calculation and a run fills by measurement.
 
-A line says which operation, in which phase, did how many FLOPs, moved how many bytes and took how long,
-per optimizer step. A plan and a run use the same keys (phase, kind, operation), so subtracting one from the
-other is meaningful. What a side cannot know is `None`, never 0: zero means "looked, and there was none".
+A line gives the FLOPs, bytes moved and seconds of one operation in one phase, per optimizer step. A plan and a run use
+the same keys (phase, kind, operation), so that one can be subtracted from the other. An unknown value is `None`, never
+0: zero means that it was looked for and there was none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 
 class Phase(StrEnum):
-    """Where in the step the time goes. The phases partition the wall time of a step."""
+    """A part of a step. The phases partition its wall time."""
 
     DATA = "data"  # waiting for the next batch
     TRANSFER = "transfer"  # host to device
@@ -28,16 +28,16 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     COMMUNICATION = "communication"  # exposed: not hidden behind compute
     OPTIMIZER = "optimizer"  # gradient clipping, the update, clearing gradients
-    PREFILL = "prefill"  # of a serving engine's step: prompts
-    DECODE = "decode"  # and the next token of every answer
-    SAMPLING = "sampling"  # and its choice
+    PREFILL = "prefill"  # serving: the forward pass of prompts
+    DECODE = "decode"  # serving: the forward pass for the next token of every answer
+    SAMPLING = "sampling"  # serving: choosing that token
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     HOST = "host"  # logging, the loop itself
     IDLE = "idle"
 
 
-# What one step of training consists of; evaluation and checkpoints happen between steps and are reported beside them.
+# Phases of a training step. Evaluation and checkpoints happen between steps and are reported separately.
 STEP_PHASES = (
     Phase.DATA,
     Phase.TRANSFER,
@@ -51,7 +51,7 @@ STEP_PHASES = (
 
 
 class Kind(StrEnum):
-    """What sort of work an operation is: each kind has its own ceiling."""
+    """A sort of operation; each has its own performance ceiling."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -74,15 +74,15 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with where it came from. `low` and `high` bound 80% of what was seen on comparable runs.
+    """A number with its origin. `low` and `high` bound 80% of the values observed on comparable runs.
 
-    Exact numbers have no interval. `basis` is one phrase a person can check: a formula, a source, a method.
+    Exact numbers have no interval. `basis` is one phrase that can be checked: a formula, a source or a method.
     """
 
     value: float  # SI
     origin: Origin  # calculated, measured or cited
     basis: str  # formula, source or method, in one phrase
-    low: float | None = None  # 80% of comparable runs lay between these two; null: exact
+    low: float | None = None  # 80% of comparable runs lie between low and high; null: exact
     high: float | None = None
 
     def scaled(self, factor: float, basis: str | None = None) -> Estimate:
@@ -91,7 +91,7 @@ class Estimate:
         return Estimate(self.value * factor, self.origin, basis or self.basis, low, high)
 
     def rate(self, work: float, basis: str, origin: Origin = Origin.CALCULATED) -> Estimate:
-        """So much work over these seconds: the bounds change places."""
+        """Return `work` divided by this duration; the bounds swap."""
         low = None if self.high is None else work / self.high
         high = None if self.low is None else work / self.low
         return Estimate(work / self.value, origin, basis, low, high)
@@ -111,14 +111,14 @@ class Line:
     """One operation in one phase, summed over a step (all layers and micro-batches; `count` executions)."""
 
     phase: Phase  # where in the step
-    kind: Kind  # what sort of work
-    operation: str  # its name, the same in a plan and a run
+    kind: Kind  # sort of work
+    operation: str  # name, the same in a plan and a run
     count: int | None = None  # executions
     flops: int | None = None  # of matrix products and attention, exact
     bytes_moved: float | None = None  # read and written, or sent by a collective
     seconds: float | None = None  # of all executions together
-    joules: float | None = None  # null: energy is measured of whole steps
-    bound: str | None = None  # "compute", "memory", "overhead", "network": which ceiling set the time
+    joules: float | None = None  # null if energy was measured for whole steps only
+    bound: str | None = None  # "compute", "memory", "overhead" or "network": the ceiling that set the time
     origin: Origin = Origin.CALCULATED  # calculated, measured or cited
 
     @property
@@ -128,12 +128,12 @@ class Line:
 
 Key = tuple[Phase, Kind, str]
 UNNAMED = "other"
-"""Operation of a line, of kind `OTHER`, for all in a phase that a plan has no name for. A plan lists everything that it
-knows, and so plans 0 seconds of it."""
+"""Operation of the line, of kind `OTHER`, that collects the operations of a phase that the plan does not list. The plan
+gives it 0 seconds."""
 
 
 def merged(lines: Iterable[Line]) -> list[Line]:
-    """Lines of the same key as one: what one of them does not know the others say; the longest says what bounds it."""
+    """Merge lines of the same key. Columns are summed over the lines that have them; the rest is the longest line's."""
     alike: dict[Key, list[Line]] = {}
     for line in lines:
         alike.setdefault(line.key, []).append(line)
@@ -152,7 +152,7 @@ def merged(lines: Iterable[Line]) -> list[Line]:
 
 
 def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
-    """Measured lines under the keys of a plan: what it has no name for is one line of its phase, where it plans one."""
+    """Sum measured lines whose keys the plan lacks into their phase's `UNNAMED` line, if the plan has that line."""
     keys = {line.key for line in planned}
     unnamed = {
         phase: Line(phase, kind, UNNAMED, seconds=0.0, origin=Origin.MEASURED)
@@ -171,24 +171,24 @@ def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Bytes held at the moment of the peak, by component (weights, gradients, optimizer, activations, ...)."""
+    """Bytes of one component (weights, gradients, optimizer, activations, ...) at the moment of peak memory."""
 
     component: str  # weights, gradients, activations, ...
-    bytes: float | None  # at that moment
+    bytes: float | None  # at the peak
     origin: Origin = Origin.CALCULATED  # calculated or measured
-    note: str = ""  # what it consists of
+    note: str = ""  # contents of the component
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a plan decides for the trainer where the config leaves it open; the reasons are among the facts."""
+    """A plan's choices where the config leaves them open. The reasons are in the ledger's facts."""
 
     precision: str  # of the matrix products
-    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all of a micro-batch
-    # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
+    loss_chunk: int = 0  # tokens whose logits are computed at a time; 0: all of a micro-batch
+    # For each layer, the expensive results it keeps (None: all). Empty: nothing is recomputed.
     recompute: tuple[frozenset[str] | None, ...] = ()
-    offload_ahead_bytes: int = 0  # of saved activations that may be on their way to or from the host
-    native_attention: bool = False  # kernels/attention.c in place of PyTorch's fused kernel
+    offload_ahead_bytes: int = 0  # saved activations that may be in transfer to or from the host
+    native_attention: bool = False  # use kernels/attention.c instead of PyTorch's fused kernel
 
     def to_json(self) -> dict[str, Any]:
         kept = [None if layer is None else sorted(layer) for layer in self.recompute]
@@ -202,30 +202,30 @@ class Decisions:
 
 @dataclass
 class Ledger:
-    """All lines of one plan or one run, and the totals that are not sums of lines."""
+    """The lines of one plan or one run, and the totals that are not sums of lines."""
 
     side: str  # "plan" or "run"
     lines: list[Line] = field(default_factory=list)  # operations
     memory: list[MemoryLine] = field(default_factory=list)  # components of the peak
     totals: dict[str, Estimate] = field(default_factory=dict)  # step_seconds, peak_bytes, flops_per_step, ...
-    phase_seconds: dict[Phase, float] = field(default_factory=dict)  # measured directly, profiler off
-    facts: dict[str, Any] = field(default_factory=dict)  # model, machine, versions, config: provenance
-    decisions: Decisions | None = None  # of a plan
+    phase_seconds: dict[Phase, float] = field(default_factory=dict)  # measured directly, without the profiler
+    facts: dict[str, Any] = field(default_factory=dict)  # provenance: model, machine, versions, config
+    decisions: Decisions | None = None  # plans only
 
     @property
     def decided(self) -> Decisions:
-        """The decisions of a plan that was made for a trainer."""
+        """The decisions; they must be present, as in any plan of a run."""
         assert self.decisions is not None, "a ledger that no plan of a run has made"
         return self.decisions
 
     def select(self, **wanted: Any) -> Iterator[Line]:
-        """Lines whose named fields equal the given values: `ledger.select(phase=Phase.FORWARD)`."""
+        """Yield the lines whose fields equal the given values: `ledger.select(phase=Phase.FORWARD)`."""
         for line in self.lines:
             if all(getattr(line, name) == value for name, value in wanted.items()):
                 yield line
 
     def seconds_by_phase(self) -> dict[Phase, float]:
-        """Phase totals: measured directly where there is a measurement, else the sum of the lines."""
+        """Return the seconds of each phase: measured directly if available, else summed over the lines."""
         if self.phase_seconds:
             return dict(self.phase_seconds)
         return {p: s for p, s in summed(self.lines, lambda line: line.phase, "seconds").items() if s is not None}
@@ -274,7 +274,7 @@ class Ledger:
 
     @staticmethod
     def load(path: Path) -> Ledger:
-        """UserError for a file that is none, or holds values of other types than a ledger's."""
+        """Read a ledger. UserError if the file is not one, or has values of wrong types."""
         from ironlaw.ledger_types import check_types
 
         document = read_json(path)
@@ -287,7 +287,7 @@ class Ledger:
 
 
 def line_of(entry: dict[str, Any]) -> Line:
-    """From the JSON that `asdict` of a line gives."""
+    """Build a Line from the dictionary that `asdict` makes of it."""
     known = {f.name for f in fields(Line)}
     values = {name: value for name, value in entry.items() if name in known}
     return Line(
@@ -296,7 +296,7 @@ def line_of(entry: dict[str, Any]) -> Line:
 
 
 def summed(lines: Iterable[Line], key: Callable[[Line], Any], column: str = "seconds") -> dict[Any, float | None]:
-    """Sum one column by a key; a key whose lines are all absent stays absent."""
+    """Sum one column by key. The sum is None if the column is None in all lines of the key."""
     sums: dict[Any, float | None] = {}
     for line in lines:
         value = getattr(line, column)
@@ -309,12 +309,12 @@ def summed(lines: Iterable[Line], key: Callable[[Line], Any], column: str = "sec
 
 
 def subtract(run: float | None, plan: float | None) -> float | None:
-    """Measured minus planned; absent on either side is absent."""
+    """Return measured minus planned, or None if either is None."""
     return None if run is None or plan is None else run - plan
 
 
 def relative_error(run: float | None, plan: float | None) -> float | None:
-    """(planned - measured) / measured: positive means the plan was too high."""
+    """Return (planned - measured) / measured; positive means the plan was too high."""
     if run is None or plan is None or run == 0:
         return None
     return (plan - run) / run

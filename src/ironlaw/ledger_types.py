@@ -1,6 +1,6 @@
-"""The types of what a stored ledger holds: files are edited, cut off and mixed up, and every reader trusts them.
+"""The types of the values in a stored ledger, checked on loading because files get edited, truncated and mixed up.
 
-Facts that are not listed are shown as they are and calculated with by nobody.
+Facts that are not listed here are shown unchanged; no calculation uses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ironlaw.errors import UserError, shortened
 Number = Annotated[int, Strict()] | Annotated[float, Strict()]  # "3" is text, true is no number
 Known = Number | None
 Numbers = dict[str, Known] | None
-MANY: Any = list  # of types that are made when they are asked for
+MANY: Any = list  # untyped aliases, to subscript with types created at run time
 NAMED: Any = dict
 
 NUMBERS = (
@@ -41,14 +41,14 @@ PARTS = ("attention_masked", "broadcasts", "copies", "decompositions", "float64_
 
 
 def _record(**types: Any) -> Any:
-    """An object with at least these keys; a type with a default may be missing."""
+    """Create a type of objects with at least these keys; a key given as (type, default) may be missing."""
     fields: Any = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in types.items()}
     made: Any = create_model("Record", **fields)
     return made
 
 
 def _facts() -> dict[str, Any]:
-    """Name of a fact -> what it holds where it holds anything."""
+    """Return the type of each fact that is present, by name."""
     at, text = _record(place=str | None, per_step=Number), str | None
     part: Any = _record(part=Number, place=text, lines=(list[str], []))
     kernels = _record(fused=Number, native=Number)
@@ -105,7 +105,7 @@ def _stored() -> type[BaseModel]:
 
 
 def check_types(document: dict[str, Any], what: object) -> None:
-    """UserError that names the first value of a stored ledger that is none of its type."""
+    """UserError naming the first value of a stored ledger that has the wrong type."""
     try:
         _stored().model_validate(document)
     except ValidationError as error:
@@ -119,7 +119,7 @@ def check_types(document: dict[str, Any], what: object) -> None:
 
 
 def _followed(document: Any, location: tuple[int | str, ...]) -> tuple[str, Any]:
-    """Where an error is and what is there. Its location also names alternatives of types, which are in no document."""
+    """Return the path and value of an error. pydantic's location also contains names of types, which are skipped."""
     names = []
     for part in location:
         there = isinstance(document, dict) and part in document
