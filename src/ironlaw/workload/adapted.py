@@ -1,9 +1,9 @@
-"""A layer whose own tensors are frozen, with adapters beside its matrices: what that changes of its operations.
+"""The operations of a layer with frozen tensors and adapters, derived from those of the fully trained layer.
 
-Frozen tensors have no gradient: the products that give one, their casts and the first block's gradient of its input
-vanish, and so does a norm's copy of its normalised input. Each adapter adds two products forward and four backward;
-what waits between is (tokens, rank). Inputs of matrices without an adapter are counted as kept, which they are not:
-with `targets` other than all the plan is a little above.
+Frozen tensors have no gradient: the products that compute one, their casts, the first block's input gradient and a
+norm's copy of its normalised input are dropped. Each adapter adds two products forward and four backward, and saves a
+(tokens, rank) tensor in between. The inputs of matrices without an adapter are counted as saved although they are not,
+so that with `targets` other than all the plan is slightly too high.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from ironlaw.model.frozen import DEQUANTISED, NF4_BLOCK
 from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
 from ironlaw.workload.operations import Operation, call, grown, product
 
-DEQUANTISING_BYTES = 17  # a number at the highest moment: codes apart, as indices, their values, times their scales
+DEQUANTISING_BYTES = 17  # peak per number: its unpacked code (1), the code as an index (8), its value (4), scaled (4)
 
 
 def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator[Operation]:
-    """The forward pass of a layer of a kind, and with it the backward pass, as its adapters (`shape.adapters`) leave
-    it."""
+    """Yield the operations of a layer of a kind, with their backward passes, under its adapters (`shape.adapters`)."""
     own = shape.adapters[0]
     last: tuple[Operation, ...] = ()
-    unasked = own.first and bool(own.rows) and kind != "head"  # of what is before the first adapter no gradient is
+    unasked = own.first and bool(own.rows) and kind != "head"  # nothing before the first adapter needs a gradient
     for op in operations:
         if kind in own.ends and (op.matmul is not None or op.kernel == "cast" or op.name == "embedding"):
             yield op  # trained in full
             continue
-        if op.kernel == "matmul_weight_gradient":  # of a loss in chunks
+        if op.kernel == "matmul_weight_gradient":  # in the forward pass: of a chunked loss
             left = op.frees_temporary_bytes - op.temporary_bytes
             yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_temporary_bytes=left)
             continue
-        if op.kernel == "cast" and any(g.gradient_bytes for g in op.gradient):  # of a weight
+        if op.kernel == "cast" and any(g.gradient_bytes for g in op.gradient):  # a weight's cast
             others = tuple(g for g in op.gradient if not g.gradient_bytes)
             if own.casts_weights:
                 yield replace(op, gradient=others)
-            else:  # what comes last in the backward pass of its layer still does
+            else:  # its other gradients still come last in the layer's backward pass
                 last = others
             continue
         rows = own.rows_of(op.name) if op.matmul is not None else ()
@@ -57,20 +56,20 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
         if not rows:
             yield replace(op, gradient=tuple(gradient))
             continue
-        dying, unasked = op.frees_temporary_bytes, False  # when the module returns
+        dying, unasked = op.frees_temporary_bytes, False  # these bytes are freed when the module returns
         yield replace(op, gradient=tuple(gradient), frees_temporary_bytes=0)
         *added, summed = _adapters(shape, op, rows)
         yield from (*added, grown(summed, frees_temporary=dying))
 
 
 def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked: bool) -> Iterator[Operation]:
-    """Of one operation of a backward pass. `asked`: whether anybody wants the gradient of the layer's input."""
+    """Yield what replaces one operation of a backward pass. `asked`: whether the layer's input needs a gradient."""
     own, op = shape.adapters[0], replace(op, gradient_bytes=0)
-    if op.kernel == "matmul_weight_gradient":  # its memory but the gradient's and that of a copy which is not there
+    if op.kernel == "matmul_weight_gradient":  # keep its memory, without the gradient's and a missing weight copy's
         absent = 0 if not shape.casts or own.casts_weights else op.temporary_bytes
         freed = op.frees_saved_bytes - absent
         yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_saved_bytes=freed)
-    elif op.kernel == "sum_rows":  # of biases
+    elif op.kernel == "sum_rows":  # a bias gradient
         yield replace(op, repeat=0)
     elif op.matmul is None:
         yield op
@@ -80,24 +79,24 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
         yield from _adapters_backward(shape, op, rows, asked)
         if rows and not asked:
             op = replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0)
-        elif rows:  # two gradients of one input become one
+        elif rows:  # the two gradients of one input are added
             op = grown(op, frees_temporary=op.temporary_bytes)
         yield op
 
 
 def _dequantise(shape: Shape, op: Operation, columns: int) -> Operation:
-    """`columns` of the matrix, of which the last block may be a part only."""
+    """The dequantisation of a matrix with rows of `columns` numbers, where the last block of a row may be partial."""
     assert op.matmul is not None
     elements = op.matmul[1] * op.matmul[2]
     padded = elements // columns * -(-columns // NF4_BLOCK) * NF4_BLOCK
     size = DEQUANTISING_BYTES * min(padded, DEQUANTISED)
-    size += elements * shape.matmul_bytes if elements > DEQUANTISED else 0  # what is there of the matrix already
+    size += elements * shape.matmul_bytes if elements > DEQUANTISED else 0  # the part of the matrix done so far
     moved = DEQUANTISING_BYTES * elements
     return call(f"{op.name}_dequantise", "add", elements, moved, temporary=size, frees_temporary=size)
 
 
 def _adapters(shape: Shape, op: Operation, adapters: Sequence[int]) -> Iterator[Operation]:
-    """Down, up, and the sum with what the frozen matrix gives; of adapters that give so many rows each."""
+    """Yield the down and up projections, and the sum with the frozen product. `adapters`: output rows of each."""
     assert op.matmul is not None
     (tokens, outputs, inputs), w, own = op.matmul, shape.matmul_bytes, shape.adapters[0]
     name, rank = f"{op.name}_adapter", own.rank
@@ -105,11 +104,11 @@ def _adapters(shape: Shape, op: Operation, adapters: Sequence[int]) -> Iterator[
         casts = rank * (rows + inputs) * w if shape.casts else 0
         yield product(name, (tokens, rank, inputs), w, saved=tokens * rank * w + casts)
         yield product(name, (tokens, rows, rank), w)
-        if own.method == "dora":  # lengths of the rows; what is stretched waits
+        if own.method == "dora":  # the norms of the merged rows; the unscaled output is saved
             merged = rows * inputs * FP32
             yield product(name, (rows, inputs, rank), FP32, saved=tokens * rows * w, temporary=merged,
                           frees_temporary=merged)  # fmt: skip
-    size = tokens * outputs * w  # the frozen product and the adapters', beside their sum
+    size = tokens * outputs * w  # of the frozen product, of the adapters' and of their sum
     yield call(name, "add", tokens * outputs, 3 * size, temporary=2 * size, frees_temporary=2 * size)
 
 
@@ -126,5 +125,5 @@ def _adapters_backward(shape: Shape, op: Operation, adapters: Sequence[int], ask
         yield product(name, (rank, inputs, tokens), w, kernel=weight, parameters=rank * inputs * FP32)
         if asked:
             size = tokens * inputs * w
-            again = size if number else 0  # added in place to the first
+            again = size if number else 0  # later input gradients are added in place to the first
             yield product(name, (tokens, inputs, rank), w, temporary=size, frees_temporary=again)

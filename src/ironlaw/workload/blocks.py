@@ -1,4 +1,4 @@
-"""Shapes and saved bytes that the forward and the backward pass of a decoder share.
+"""Shapes and saved bytes shared by the forward and backward passes of a decoder.
 
 Symbols as in `forward.py`.
 """
@@ -16,70 +16,70 @@ from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
-INDEX = 8  # torch indexes with int64
-Policy = frozenset[str] | None  # what a block keeps of its expensive results; None: everything (recompute.py)
+INDEX = 8  # bytes of PyTorch's int64 indices
+Policy = frozenset[str] | None  # the expensive results that a block keeps; None: everything (recompute.py)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How ranks share one micro-batch, as far as it changes what a rank holds (`division.py`)."""
+    """The division of one micro-batch among ranks, as far as it changes a rank's memory (`division.py`)."""
 
     tp: Size = 1
-    sp: bool = False  # tp divides the residual stream between its layers, too
+    sp: bool = False  # tp ranks also divide the residual stream
     cp: Size = 1
-    split_qkv: bool = False  # query, key and value are three layers instead of one
+    split_qkv: bool = False  # query, key and value have three layers instead of one
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is divided."""
+        """Whether a single rank computes the micro-batch with a fused qkv layer."""
         return not (several(self.tp) or several(self.cp) or self.split_qkv)
 
 
 @dataclass(frozen=True)
 class BlockAdapters:
-    """Adapters of one block whose own tensors are frozen."""
+    """The adapters of one block with frozen tensors."""
 
     method: str  # lora, qlora, dora
     rank: int
-    rows: tuple[tuple[str, tuple[int, ...]], ...]  # of a product, by its name, rows that each of its adapters gives
-    first: bool = False  # no block is before it
-    starts_plain: bool = False  # nothing before the first block's adapters waits for the backward pass
-    ends: frozenset[str] = frozenset()  # embedding, head: of the model, trained in full
+    rows: tuple[tuple[str, tuple[int, ...]], ...]  # (name of a product, output rows of each of its adapters)
+    first: bool = False  # whether this is the model's first block
+    starts_plain: bool = False  # nothing before the first block's adapters is saved for the backward pass
+    ends: frozenset[str] = frozenset()  # of the model's embedding and head, those trained in full
 
     def rows_of(self, name: str) -> tuple[int, ...]:
         return dict(self.rows).get(name, ())
 
     @property
     def casts_weights(self) -> bool:
-        """Whether autocast still casts the frozen matrices."""
+        """Whether autocast casts the frozen matrices."""
         return self.method == "dora"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One micro-batch of one model, and how it is computed. Sizes may be arrays, one entry per layout (`sizes.py`)."""
+    """One micro-batch of a model and how it is computed. Sizes may be arrays with one entry per layout (`sizes.py`)."""
 
     model: ModelConfig
     micro_batch: Size  # sequences
     sequence: Size  # tokens
     precision: Precision = "fp32"  # of the matrix products; weights and the residual stream stay fp32
-    fused_rmsnorm: bool = False  # one kernel on CUDA; on CPU PyTorch composes it from six
+    fused_rmsnorm: bool = False  # true on CUDA: one kernel; on a CPU PyTorch composes RMSNorm from six
     recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
-    documents: bool = False  # attention stays inside documents
-    onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
-    native: bool = False  # causal attention by our own kernel (kernels/attention.c)
+    documents: bool = False  # attention does not cross document boundaries
+    onednn: bool = False  # oneDNN computes fp32 products (model/linear.py)
+    native: bool = False  # Ironlaw's own kernel computes causal attention (kernels/attention.c)
     adapters: tuple[BlockAdapters, ...] = ()  # one per layer; empty: everything is trained
     division: Division = Division()
     conventions: Conventions = OURS
-    # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
+    # The division under another trainer's layout; all other sizes are already one rank's.
     cp: Size = 1  # ranks that share each sequence
     stream_shards: Size = 1  # ranks that share the residual stream between layers
     ep: Size = 1  # ranks that share the experts of a layer
-    rows_per_token: Size | None = None  # that its experts compute; None: the model's experts per token
-    materialised: bool = False  # every attention score is in memory, as wide as the products
+    rows_per_token: Size | None = None  # rows its experts compute per token; None: the model's experts per token
+    materialised: bool = False  # all attention scores are in memory, in the precision of the products
     forward: dict[str, list[Operation]] = field(init=False, default_factory=dict, compare=False, repr=False)
-    """Forward passes of layers by kind, once listed (`kinds.forward_of`)."""
+    """Cache of the forward passes of layers, by kind (`kinds.forward_of`)."""
 
     @property
     def tokens(self) -> Size:
@@ -87,12 +87,12 @@ class Shape:
 
     @property
     def stream_tokens(self) -> Size:
-        """Of the residual stream between layers."""
+        """Tokens of the residual stream that a rank holds between layers."""
         return divided(self.tokens, self.stream_shards)
 
     @property
     def stream_bytes(self) -> int:
-        """Of an element of the residual stream and of what norms give."""
+        """Bytes per element of the residual stream and of norm outputs."""
         return FP32 if self.conventions.autocast else self.matmul_bytes
 
     @property
@@ -113,7 +113,7 @@ class Shape:
 
     @property
     def normed_bytes(self) -> Size:
-        """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
+        """Bytes of a norm's output that linear layers save: gathered over tp, or only the rank's own part."""
         held = self.tokens * self.model.hidden
         if self.conventions.autocast:
             return held * FP32
@@ -122,8 +122,8 @@ class Shape:
 
     @property
     def mask_bytes(self) -> int:
-        """Of masks: one for all sequences or the documents' own, for all heads or ALiBi's for each; of layers with and
-        without a window one each. On CUDA masks are a few numbers."""
+        """Bytes of attention masks: one per micro-batch or per sequence (documents), for all heads or per head (ALiBi),
+        and one each for layers with and without a window. On CUDA masks are a few numbers."""
         if self.fused_rmsnorm:
             return 0
         model, everywhere = self.model, self.documents or self.model.positions == "alibi" or self.model.composes_scores
@@ -134,37 +134,37 @@ class Shape:
 
     @property
     def composes_attention(self) -> bool:
-        """Every score is in memory on a CPU: under dropout, in fp32 whatever the precision, or where scores change."""
+        """Whether all scores are in memory on a CPU: with dropout (always in fp32), or if the model modifies scores."""
         return (self.model.dropout > 0 or self.model.composes_scores) and not self.fused_rmsnorm
 
     @property
     def is_plain_attention(self) -> bool:
-        """What `kernels/attention.c` computes: plain causal attention of one process that keeps everything."""
+        """Whether `kernels/attention.c` applies: plain causal attention in one process without recomputation."""
         model = self.model
         plain = model.latent is None and not self.composes_attention and not self.mask_bytes
         return plain and not (self.fused_rmsnorm or self.recompute or self.division != Division())
 
     @property
     def keeps_qkv(self) -> bool:
-        """Fused attention keeps views of the qkv output; composed attention keeps its own copies of them.
+        """Whether the qkv output is saved. Fused attention saves views of it, composed attention saves copies instead.
 
-        A norm of query and key in fp32 keeps its input, which is such a view.
+        In fp32 a norm of query and key saves its input, which is such a view.
         """
         return not self.composes_attention or (self.model.qk_norm and not self.casts)
 
     @property
     def keeps_stream(self) -> bool:
-        """Whether the residual stream waits for the backward pass: not where only a copy of it is read."""
+        """Whether the residual stream is saved for the backward pass: not if only a copy of it is read."""
         return self.model.norm_place != "post" or not (self.casts or several(self.stream_parts))
 
     @property
     def stream_parts(self) -> Size:
-        """Sequence parallel ranks of our trainer that share the residual stream between layers."""
+        """Sequence parallel ranks of Ironlaw's trainer that divide the residual stream between layers."""
         return self.division.tp if self.division.sp else 1
 
     @property
     def pads_values(self) -> bool:
-        """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
+        """Whether values are padded to the width of keys: for fused attention on a CPU, and to gather both as one."""
         if self.model.latent is None or self.conventions.fused:
             return False
         narrower = self.model.size_of_value < self.model.size_of_head
@@ -172,25 +172,25 @@ class Shape:
 
     @property
     def value_width(self) -> int:
-        """Of a head's value as attention takes it."""
+        """Width of a head's value at attention's input."""
         return self.model.size_of_head if self.pads_values else self.model.size_of_value
 
     @property
     def rotated_bytes(self) -> int:
-        """Rotated copies of query and key."""
+        """Bytes of the rotated copies of query and key."""
         model = self.model
         heads = model.query_size + model.key_value_size
         return self.tokens * heads * self.matmul_bytes if model.positions == "rope" else 0
 
 
 def attention_score_pairs(sequence: Size, window: int | None) -> Size:
-    """Twice the (query, key) pairs that count under a causal mask, optionally windowed: S^2, or 2wS - w^2."""
+    """Return twice the unmasked (query, key) pairs under a causal mask: S^2, or 2wS - w^2 with a window w."""
     span = sequence if window is None else smaller(window, sequence)
     return 2 * span * sequence - span * span
 
 
 def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
-    """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor where its weight is trained."""
+    """Return the bytes of a norm's saved statistics; a composed RMSNorm with a trained weight saves its output too."""
     if shape.conventions.fused:
         return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
@@ -199,11 +199,11 @@ def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
 
 
 def attention_saved_bytes(shape: Shape) -> Size:
-    """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135).
+    """Return the bytes that attention saves: in a flash kernel, the output and a log-sum-exp per query (2205.14135).
 
-    Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
-    their product; and the output, copied back to (B, S, A, D). `model/scores.py`: those copies; of every score what
-    a cap keeps, the softmax, and what of it the second product reads, if that is another tensor.
+    Composed: scaled query and key, and the value, each with all heads; for every score the softmax, its dropout noise
+    and their product; and the output, copied to (B, S, A, D). `model/scores.py`: the same copies; for every score the
+    cap's saved tensor, the softmax, and its cast copy for the second product, if any.
     """
     model = shape.model
     if shape.conventions.fused:
@@ -224,13 +224,13 @@ def attention_saved_bytes(shape: Shape) -> Size:
 
 
 def attention_core_bytes(shape: Shape) -> Size:
-    """What attention keeps beside its output; materialised, softmax, its dropout and a one-byte mask of every score."""
+    """Return the bytes saved besides the output; materialised: softmax, its dropout and a one-byte mask per score."""
     of_a_query = shape.sequence * (2 * shape.matmul_bytes + 1) if shape.materialised else FP32
     return shape.tokens * shape.model.heads * of_a_query
 
 
 def rotary_saved_bytes(shape: Shape) -> Size:
-    """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
+    """Return the bytes of rotated copies, saved by attention; the value, a view, keeps the unrotated ones alive."""
     if shape.model.positions != "rope":
         return 0
     if shape.conventions.fused:
@@ -240,23 +240,23 @@ def rotary_saved_bytes(shape: Shape) -> Size:
 
 
 def noise(shape: Shape, name: str, elements: Size, kind: Kind = Kind.ELEMENTWISE) -> list[Operation]:
-    """What dropout draws: on a CPU by a kernel of its own, that takes longer than all else of it."""
+    """The drawing of dropout's noise, on a CPU a separate kernel that takes longer than the rest of dropout."""
     if not shape.model.dropout or shape.fused_rmsnorm:
         return []
     return [elementwise(shape, name, "noise", elements, 1, kind=kind)]
 
 
 def dropout(shape: Shape) -> list[Operation]:
-    """On a branch before it joins the residual stream: noise of the branch's type on a CPU, a byte per element on CUDA.
+    """Dropout on a branch before it joins the residual stream, if the model has any.
 
-    Nothing without dropout.
+    It saves noise of the branch's type on a CPU, one byte per element on CUDA.
     """
     if not shape.model.dropout:
         return []
     elements = shape.tokens * shape.model.hidden
     branch = elements * shape.matmul_bytes
     kept = elements if shape.fused_rmsnorm else branch
-    # The gradient of the stream stays beside the branch's; in reduced precision its cast copy dies.
+    # The stream's gradient stays alive beside the branch's; in reduced precision its cast copy is freed.
     back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=kept,
                        frees_temporary=branch if shape.casts else 0, on_stream=True)  # fmt: skip
     return [*noise(shape, "dropout", elements),
@@ -273,20 +273,20 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
     norms = norm_saved_bytes(shape, shape.tokens * heads, model.size_of_head)
     if model.qk_norm_whole:
         norms = sum(norm_saved_bytes(shape, shape.tokens, size) for size in model.qk_norm_sizes)
-    # The norm works in fp32: in reduced precision its input is a cast copy. Its output feeds the rotation, which
-    # saves only the tables, or else attention, which saves it (composed, it saves a scaled copy instead).
+    # The norm computes in fp32: in reduced precision its input is a cast copy. Its output goes to the rotation, which
+    # saves only its tables, or to attention, which saves it (composed attention saves a scaled copy instead).
     cast_input = elements * FP32 if shape.casts else 0
     output = 0 if model.positions == "rope" or shape.composes_attention else elements * shape.matmul_bytes
     return norms + cast_input + output
 
 
 def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: float, **memory: Any) -> Operation:
-    """`tensors`: how many tensors of `elements`, as wide as the products, it reads and writes; else as `call`."""
+    """`call` with traffic of `tensors` tensors of `elements` each, read or written in the products' precision."""
     return call(name, kernel, elements, tensors * elements * shape.matmul_bytes, **memory)
 
 
 def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memory: Any) -> Operation:
-    """From fp32 to the precision of the products, or `wide` the other way; its gradient is cast back."""
+    """A cast from fp32 to the products' precision, or back if `wide`; its gradient is cast the opposite way."""
     full, narrow = elements * FP32, elements * shape.matmul_bytes
     made, gone = (narrow, full) if wide else (full, narrow)
     alike = {key: memory[key] for key in ("kind", "on_stream") if key in memory}
@@ -295,7 +295,7 @@ def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memor
 
 
 def activation(shape: Shape, elements: Size, *, made: Size | None = None, frees: Size = 0) -> Operation:
-    """It keeps what it is given. `made`: bytes of its gradient and of what that is made of."""
+    """An activation, which saves its input. `made`: bytes of its gradient and of the intermediates of that."""
     kernel, size = shape.model.activation, elements * shape.matmul_bytes
     made = size if made is None else made
     back = elementwise(shape, "activation", f"{kernel}_backward", elements, 3, temporary=made, frees_saved=size,
@@ -305,8 +305,8 @@ def activation(shape: Shape, elements: Size, *, made: Size | None = None, frees:
 
 
 def gate_product(shape: Shape, elements: Size, *, kept: int = 2, passing: Size = 0) -> Operation:
-    """Of the activation's result and the other half of a gated network, `kept` of which die here in the backward
-    pass; the next product keeps what it gives. `passing`: bytes that its backward pass has for a while."""
+    """The product of the activation's result and the other half of a gated network. Its backward pass frees `kept` of
+    the two factors and needs `passing` bytes for a while; the next product saves its result."""
     size = elements * shape.matmul_bytes
     back = elementwise(shape, "gate_product", "multiply_backward", elements, 6, temporary=2 * size + passing,
                        frees_saved=kept * size, frees_temporary=size + passing)  # fmt: skip
@@ -314,14 +314,14 @@ def gate_product(shape: Shape, elements: Size, *, kept: int = 2, passing: Size =
 
 
 def attention(shape: Shape) -> Operation:
-    """Forward QK^T and PV; backward the two gradients of each. A flash kernel recomputes the scores on top; that is
-    work of the implementation, not of the model, and is not counted."""
+    """Attention: forward QK^T and PV, backward two gradients of each. The scores that a flash kernel recomputes are
+    work of the implementation, not of the model, and not counted."""
     model, w, tokens = shape.model, shape.matmul_bytes, shape.tokens
     pairs = divided(attention_score_pairs(shape.sequence, model.sliding_window), shape.cp)
     values = model.key_value_heads * shape.value_width
     inputs = tokens * (model.query_size + model.key_value_size + values) * w
     outputs = tokens * model.heads * shape.value_width * w
-    padded = tokens * values * w if shape.pads_values else 0  # a copy, which waits for the backward pass
+    padded = tokens * values * w if shape.pads_values else 0  # a copy, saved for the backward pass
     saved = attention_saved_bytes(shape)
     # Composed: scores before the softmax, and their gradients.
     working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0

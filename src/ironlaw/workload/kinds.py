@@ -1,16 +1,16 @@
-"""Kinds of layers: the groups into which a decoder's blocks fold, and the two passes of one layer of each.
+"""Kinds of layers: the groups of a decoder's identical blocks, and the forward and backward pass of one layer of each.
 
-A group is named `block`, or `moe_block` where a layer has experts. Among layers with a sliding window, those that look
-at all tokens add ` full` to that; among rotated ones, those without positions add ` unrotated`; where the others
-multiply in few bits, those that stay in 16 add ` 16-bit`.
+A group is named `block`, or `moe_block` for layers with experts. A suffix marks layers that differ from the others:
+` full` for attention to all tokens in a model with a sliding window, ` unrotated` for no positions in a model with
+rotary ones, ` 16-bit` for 16-bit products in a model that quantises them.
 
-Blocks in other orders than norm, branch, norm, branch are here, too: norms after a branch, and branches side by side.
+Blocks in other orders than norm, branch, norm, branch are here too: norms after a branch, and parallel branches.
 
-    post       x + norm(f(x))            the stream itself is what a branch reads (OLMo 2)
+    post       x + norm(f(x))            a branch reads the stream itself (OLMo 2)
     sandwich   x + norm(f(norm(x)))      (Gemma 2)
-    parallel   x + f(norm(x)) + g(norm(x)), of one norm or of two (GPT-J, GPT-NeoX)
+    parallel   x + f(norm(x)) + g(norm(x)), with one norm or two (GPT-J, GPT-NeoX)
 
-Symbols as in `forward.py`. Norms work in fp32: in reduced precision a branch's result is cast for its norm.
+Symbols as in `forward.py`. Norms compute in fp32: in reduced precision a branch's result is cast for its norm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ironlaw.workload.sizes import several
 
 
 def layer_groups(model: ModelConfig, narrow: int | None = None) -> list[str]:
-    """Of each layer, the group of its operations; `narrow`: so many of the first multiply in few bits."""
+    """Return the group of each layer. `narrow`: the number of first layers with quantised products; None: all."""
     groups = []
     for layer in range(model.layers):
         group = MOE_GROUP if model.moe and model.moe.in_layer(layer) else "block"
@@ -47,7 +47,7 @@ FULL, UNROTATED, IN_16_BITS = " full", " unrotated", " 16-bit"
 
 
 def shape_of(shape: Shape, kind: str) -> Shape:
-    """The shape of a model whose layers are all of that kind."""
+    """Return the shape for a model whose layers are all of that kind."""
     model = shape.model
     if IN_16_BITS in kind:
         shape = replace(shape, conventions=replace(shape.conventions, casts=Casts()))
@@ -65,7 +65,7 @@ def has_experts(kind: str) -> bool:
 
 
 def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
-    """The forward and the backward pass of one layer: of a block of a kind, the "embedding" or the "head"."""
+    """Return the forward and the backward pass of one layer: a block of a kind, the "embedding" or the "head"."""
     alike = shape_of(shape, kind)
     whole = _listed(alike, kind)
     shape.forward[kind] = _on_rank(alike, kind, whole)
@@ -73,7 +73,7 @@ def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operatio
 
 
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
-    """Each call once, in the order of execution."""
+    """Return the forward pass of one layer in order of execution, each repeated call listed once."""
     if kind not in shape.forward:
         alike = shape_of(shape, kind)
         shape.forward[kind] = _on_rank(alike, kind, _listed(alike, kind))
@@ -105,7 +105,7 @@ def _whole(shape: Shape, kind: str) -> list[Operation]:
 
 
 def norms_after(shape: Shape) -> list[Operation]:
-    """A block with a norm after each branch, and perhaps before it."""
+    """A block with a norm after each branch, and for "sandwich" also before it."""
     model, narrow = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
     kept = not (shape.casts or shape.conventions.fused)
     attention = attention_branch(shape, keep=kept, consumes=narrow)
@@ -117,11 +117,11 @@ def norms_after(shape: Shape) -> list[Operation]:
 
 
 def _read(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
-    """What a branch reads: its norm, or the stream, of which only reduced precision makes a copy."""
+    """A branch with its input: its norm, or the stream itself, which is copied only in reduced precision."""
     if shape.model.norm_place == "sandwich":
         return after_norm(shape, name, reader, branch)
     read = [*input_cast(shape, reader), *branch]
-    if several(shape.stream_parts):  # gathered: products in fp32 keep it, what is cast dies when the branch returns
+    if several(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
         full = shape.tokens * shape.model.hidden * FP32
         dies = full * shape.casts
         gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
@@ -130,14 +130,14 @@ def _read(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list
 
 
 def _after(shape: Shape, name: str) -> list[Operation]:
-    """The norm of a branch's result, and the new stream. In fp32 the norm keeps the branch's last product itself.
+    """The norm of a branch's result, and the new stream. In fp32 the norm saves the branch's last product itself.
 
-    Backward, the stream's gradient stays; the branch's is made of it.
+    In the backward pass the stream's gradient stays alive, and the branch's is computed from it.
     """
     elements, joins = shape.stream_tokens * shape.model.hidden, joining(shape)
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
-    # A composed RMSNorm's passing tensors: elsewhere larger ones hide them.
+    # A composed RMSNorm's intermediates; in other blocks they are below the peak.
     passing = 3 * full if shape.model.norm == "rmsnorm" and not shape.fused_rmsnorm else 0
     back = call(
         name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full + passing,
@@ -162,24 +162,24 @@ def _after(shape: Shape, name: str) -> list[Operation]:
 
 
 def side_by_side(shape: Shape) -> list[Operation]:
-    """A block whose branches read the same stream. The stream of between the branches is kept by nobody."""
+    """A block with parallel branches that read the same stream. The stream between the branches is not saved."""
     model, elements = shape.model, shape.stream_tokens * shape.model.hidden
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     one, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
     operations = norm(shape, "attention_norm", reader="qkv")
     if one:
-        if shape.casts:  # the feed-forward network has yet to read it
+        if shape.casts:  # keep it for the feed-forward network
             operations[-1] = changed(operations[-1], frees_temporary_bytes=0)
-        # Its two gradients meet before it.
+        # The gradients of both branches are added before the norm's backward pass.
         met = elementwise(shape, "attention_norm", "add_in_place", elements, 3, frees_temporary=full)
         operations[:1] = gradient_first(operations[:1], met)
     between = residual(shape)
     operations += attention_branch(shape) + joining(shape)
     operations.append(changed(between, saved_bytes=0, temporary_bytes=full))
-    # The stream that the network's norm has read is that of the other norm, which frees it.
+    # Both norms read the same stream; the attention norm's backward pass frees it.
     operations += input_cast(shape, reader, frees=full) if one else norm(
         shape, "ffn_norm", reader=reader, owns_input=False
     )  # fmt: skip
-    # In fp32 attention has read the same normed tensor, and frees it.
+    # In fp32 both branches read the same normed tensor; attention's backward pass frees it.
     operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
     return [*operations, *joining(shape), changed(between, frees_temporary_bytes=narrow + full)]
