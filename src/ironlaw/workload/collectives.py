@@ -1,20 +1,20 @@
-"""What every rank of a layout sends in a step of Ironlaw's own trainer, by mesh dimension and kind of collective.
+"""The collectives of each rank in a step of Ironlaw's own trainer, by mesh dimension and kind.
 
     sent = collectives(model, layout, StepBatch(sequences=512, tokens=4096), Recipe(), position=0)
     table_of(sent)["shard", "all_gather"]          # Sent(count, bytes) of a rank at this pipeline position
 
-All that a step calls is there, as counted in a run (`tests/train/parallel/test_traffic.py`) for every layout. Bytes are
-those of the whole buffer: what is reduced, what is gathered, what is sent; a ring moves 2 (n-1)/n of the first and
-(n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer holds them; what matrix products
-give, and keys, values and rows for them, in the precision of the products. Dimensions are those of the trainer's mesh:
-`replicate` (copies of the state), `shard` (ranks that share one), `tp`, `cp`, `pp`, `ep`, and `expert_replicate` and
-`expert_shard` for the experts' own state; `micro_batch` are the ranks that count experts' load together, `site` sites
-that average their weights, `world` all that agree on loss, gradient norm and stop. Ranks are placed tp, cp, dp, pp from
-the inside out.
+The list is complete: for every layout it equals the counts of a run (`tests/train/parallel/test_traffic.py`). Bytes are
+those of the whole buffer that is reduced, gathered or sent; a ring moves 2 (n-1)/n of a reduced one and (n-1)/n of the
+others per rank. Weights and gradients are sent in fp32, as the trainer holds them; results and operands of matrix
+products (keys, values, expert rows) in the products' precision. Dimensions are those of the trainer's mesh:
+`replicate` (copies of the state), `shard` (ranks that share one copy), `tp`, `cp`, `pp`, `ep`, and `expert_replicate`
+and `expert_shard` for the experts' state; `micro_batch` groups ranks that count expert loads together, `site` sites
+that average their weights, `world` all ranks, which agree on loss, gradient norm and stop. Ranks are placed tp, cp, dp,
+pp from the inside out.
 
-Without a capacity, how many rows a rank's experts receive depends on what the routers choose. Every rank sends as many
-as its tokens choose and gets them back, which is exact; what it returns to others is listed with the mean, exact for
-the expert parallel group as a whole. Under a capacity that several ranks share, rows are listed as if none was dropped.
+Without a capacity, the rows that a rank's experts receive depend on the routers' choices. A rank sends the rows of its
+tokens and gets them back, which is exact; the rows it returns to others are listed with the mean, which is exact for
+the expert parallel group as a whole. Under a capacity shared by several ranks, rows are listed as if none was dropped.
 
 FSDP2 gathers a block at a time, each tensor padded to a multiple of the ranks in its first dimension.
 """
@@ -46,14 +46,14 @@ from ironlaw.workload.sharding import (
 
 
 def replicas_of(layout: Layout) -> tuple[int, int]:
-    """Ranks that share a copy of the state, and copies."""
+    """Return the ranks that share one copy of the state, and the number of copies."""
     return layout.sharing, layout.dp * layout.cp // layout.sharing
 
 
 def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe) -> dict[str, str]:
-    """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first.
+    """Map each dimension whose groups have the same ranks as an earlier one's to that one: a run counts them as one.
 
-    `world` stays apart: what all ranks agree on there shows how long they wait for the slowest.
+    `world` stays separate: its time shows how long ranks wait for the slowest.
     """
     inner = of_site(layout, recipe.communication)
     names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
@@ -70,20 +70,20 @@ def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Rec
 
 
 def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
-    """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
+    """Return the number of ranks in a group of a mesh dimension, and the distance between neighbouring ranks."""
     tp, ep, (shard, copies) = layout.tp, layout.ep, replicas_of(layout)
     same_experts = (expert_dp(layout.dp, layout.cp, ep), tp * ep) if ep > 1 else (1, 1)
     return {
         "world": (layout.accelerators, 1), "tp": (tp, 1), "shard": (shard, tp), "replicate": (copies, tp * shard),
         "pp": (layout.pp, tp * shard * copies), "cp": (layout.cp, tp), "ep": (ep, tp),
-        "micro_batch": (max(2, layout.cp), tp),  # who count experts' load together: of one sequence, or two replicas
+        "micro_batch": (max(2, layout.cp), tp),  # count expert loads together: ranks of one sequence, or two replicas
         "expert_shard": same_experts if layout.zero else (1, 1),
         "expert_replicate": (1, 1) if layout.zero else same_experts,
     }[dimension]  # fmt: skip
 
 
 def counted_together(layout: Layout, batch: StepBatch) -> int:
-    """Replicas whose sequences are one micro-batch of the config, of which the load of experts is counted."""
+    """Return the number of replicas that hold one micro-batch of the config, over which expert loads are counted."""
     return max(1, batch.counted // (batch.sequences // layout.dp))
 
 
@@ -92,7 +92,7 @@ FP32, BF16, INT64 = 4, 2, 8
 
 @dataclass(frozen=True)
 class Sent:
-    """`count` collectives with buffers of `bytes` in all. PowerSGD's count is 0: it depends on DDP's buckets."""
+    """`count` collectives with `bytes` of buffers in total. PowerSGD's count is 0: it depends on DDP's buckets."""
 
     count: int
     bytes: int
@@ -103,7 +103,7 @@ Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
 
 
 def table_of(found: Iterable[Collective], aliases: Mapping[str, str] | None = None) -> Table:
-    """Summed by dimension and kind, without what sends nothing; dimensions under the names of `aliases_of`."""
+    """Sum collectives by dimension, renamed by `aliases_of`, and kind, without those that send nothing."""
     table: Table = {}
     for dimension, kind, count, size in found:
         key = (aliases or {}).get(dimension, dimension), kind
@@ -113,9 +113,9 @@ def table_of(found: Iterable[Collective], aliases: Mapping[str, str] | None = No
 
 
 class Collective(NamedTuple):
-    """`calls` of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
+    """`calls` of one kind of collective over a mesh dimension in a rank's step, with `bytes` of buffers in total.
 
-    One for each size of buffer.
+    Each size of buffer has its own entry.
     """
 
     dimension: str
@@ -127,8 +127,8 @@ class Collective(NamedTuple):
 def collectives(
     model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, position: int
 ) -> Iterator[Collective]:
-    """Of a rank at a pipeline position in a step. `layout.accumulation` follows from the batch. Gradients are
-    compressed as `recipe` says, PowerSGD's from its start step on; sites that train by themselves do not meet in it."""
+    """Yield the collectives of a rank at a pipeline position in one step. The accumulation follows from the batch, not
+    from `layout`. PowerSGD's gradients are those after its start step; sites do not communicate within a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
     counting = counted_together(layout, batch)
     everybody, layout = layout, of_site(layout, recipe.communication)
@@ -145,8 +145,8 @@ def _once(
     model: ModelConfig, layout: Layout, batch: StepBatch, micro_batches: int, layers: list[int], together: int,
     sites: int,
 ) -> Iterable[Line]:  # fmt: skip
-    """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; numbers of targets;
-    loads of experts."""
+    """Yield the messages sent once per step: loss, request to stop and each site's gradient norm; numbers of targets;
+    expert loads."""
     yield "world", "all_reduce", 1, (2 + sites) * 8
     replicas = [name for name, ranks in zip(("shard", "replicate"), replicas_of(layout), strict=True) if ranks > 1]
     for dimension in replicas if batch.unequal else ():
@@ -158,30 +158,30 @@ def _once(
     routed = sum(model.moe.in_layer(layer) for layer in layers)
     for dimension in replicas if routed else ():  # loads and dropped choices
         yield dimension, "all_reduce", 1, routed * (model.moe.experts + 1) * INT64
-    if layout.pp > 1:  # what is said of them
+    if layout.pp > 1:  # statistics of the loads
         yield "pp", "all_reduce", 1, 4 * 8
 
 
 def message_bytes(model: ModelConfig, layout: Layout, batch: StepBatch) -> int:
-    """Of the residual stream of a rank's micro-batch between pipeline stages, in fp32."""
+    """Return the bytes of a rank's residual stream of one micro-batch between pipeline stages, in fp32."""
     return layout.micro_batch * batch.tokens // layout.cp * model.hidden * FP32 // (layout.tp if layout.sp else 1)
 
 
 def compressed_elements(shape: tuple[int, ...], rank: int) -> int:
-    """What PowerSGD sends of a gradient: two matrices of `rank` columns, or all of it where that saves too little."""
+    """Return the elements PowerSGD sends of a gradient: two matrices of `rank` columns, or all if that saves little."""
     return matrix_elements(shape, rank) or math.prod(shape)
 
 
 def matrix_elements(shape: tuple[int, ...], rank: int) -> int:
-    """Elements of PowerSGD's two matrices of a gradient; 0 where it is not compressed (PyTorch's
-    `min_compression_rate` of 2)."""
+    """Return the elements of PowerSGD's two matrices for a gradient; 0 if it is not compressed (PyTorch's
+    `min_compression_rate` is 2)."""
     rows, columns = shape[0], math.prod(shape[1:])
     thin = (rows + columns) * min(rows, columns, rank)
     return thin if 2 * thin < rows * columns else 0
 
 
 class _Stage:
-    """One stage in a step. `together`: ranks that count the load of experts together."""
+    """The collectives of one pipeline stage in a step. `together`: ranks that count expert loads together."""
 
     def __init__(
         self, model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, micro_batches: int, stage: int,
@@ -221,12 +221,12 @@ class _Stage:
 
     @property
     def reductions(self) -> int:
-        """A pipeline reduces when its schedule is through, whatever the stage of ZeRO."""
+        """Gradient reductions per step. A pipeline reduces once, after its schedule, under any ZeRO stage."""
         return self.micro_batches if self.layout.zero >= 2 and self.layout.pp == 1 else 1
 
     def data_parallel(self) -> Iterable[Line]:
         layout, communication = self.layout, self.recipe.communication
-        compressed = 0  # bytes of all that PowerSGD sends
+        compressed = 0  # bytes that PowerSGD sends
         groups = parameter_groups(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
         for unit, tensors in groups.items():
             if unit.endswith(EXPERTS):
@@ -252,8 +252,8 @@ class _Stage:
             yield "replicate", "all_reduce", 1, bucket // FP32 * self.gradient_bytes
 
     def unasked_gathers(self, unit: str) -> int:
-        """Of a unit of whose input nobody asks a gradient, FSDP does not see when its backward pass is over: it is
-        given back with the step's. An embedding is fetched ahead even so, and stays until the next forward pass."""
+        """Return the gathers of a unit whose input needs no gradient, or 0 for other units. FSDP frees such a unit only
+        after the whole backward pass. An embedding is prefetched all the same, and stays until the next forward."""
         if not self.freezes_embedding or self.layout.pp > 1:
             return 0
         if unit == "embedding.weight":
@@ -261,8 +261,8 @@ class _Stage:
         return min(2, self.micro_batches) if unit == "blocks.0" and self.layout.zero < 3 else 0
 
     def gathers(self, root: bool = False) -> int:
-        """ZeRO 3 gathers for every pass, but for what belongs to no block only with the first. A pipeline keeps weights
-        after a backward pass, until the next forward pass gives them back."""
+        """Return a unit's gathers per step. ZeRO 3 gathers for every pass, the root unit (tensors of no block) only for
+        forward passes. A pipeline keeps weights after a backward pass until the next forward pass frees them."""
         layout = self.layout
         if layout.zero < 3:
             return 1
@@ -271,14 +271,14 @@ class _Stage:
         rank, count, held = self.rank_of(self.stage), 0, False
         order = passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches, rank)
         for one in order if not root else ():
-            # Of split passes the first needs weights; on stage 0 it is nothing, and the second is a whole one.
+            # Of split backward passes, only the first needs weights; on stage 0 it is empty and the second is whole.
             if one.stage == self.stage and one.kind != ("I" if self.first else "W"):
                 count += not held
                 held = one.kind != "F"
         return count or 1
 
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
-        """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
+        """Yield the collectives of one layer's experts, over the ranks that hold the same ones; nothing is padded."""
         layout = self.layout
         if expert_dp(layout.dp, layout.cp, layout.ep) == 1:
             return
@@ -294,19 +294,19 @@ class _Stage:
     # -- activations ---------------------------------------------------------------------------------------------
 
     def tensor_parallel(self) -> Iterable[Line]:
-        """Per block and direction one exchange of the residual stream for attention and one for the feed-forward part.
+        """Yield one exchange of the residual stream per block and direction for attention, and one for feed-forward.
 
-        Added up are results of products; gathered, what a norm gives, or in the backward pass gradients of results.
-        Recomputation stops when all that is needed is there: before the last sum of a block, unless dropout follows.
+        Products' results are summed; norm outputs, and in the backward pass gradients of results, are gathered.
+        Recomputation stops once it has all saved tensors: before the last sum of a block, unless dropout follows.
         """
         stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.product_bytes))
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.again) * (2 if self.model.dropout else 1)
-        # Of what is before the first adapters nobody asks a gradient.
-        # Of the ends, the embedding forward and the output layer backward.
+        # Ends: the embedding forward, the output layer backward.
+        # The input of the first adapted block needs no gradient.
         summed = 2 * blocks + ends - int(self.first and self.freezes_embedding)
         if self.layout.sp:
-            # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
+            # Forward: gathered before a branch and scattered after it; backward the reverse. The same for the ends.
             widened = summed + 2 * len(self.again)
             yield "tp", "all_gather", (2 * blocks + widened) * m, (widened * stream + 2 * blocks * products) * m
         kind, reduced = "reduce_scatter" if self.layout.sp else "all_reduce", 2 * blocks + summed_again
@@ -314,14 +314,14 @@ class _Stage:
         if self.adapters is not None:
             lengths = self.adapters.messages_of_lengths([*self.layers, *self.again])
             yield "tp", "all_reduce", len(lengths) * m, sum(lengths) * FP32 * m
-        if self.last:  # of the divided logits: maximum, sum of exponentials, the target's own; chunks send two together
+        if self.last:  # divided logits: maximum, sum of exponentials, target's logit; chunks send the last two as one
             chunk = self.recipe.loss_chunk
             calls = 2 * -(-self.tokens // chunk) if chunk else 3
             yield "tp", "all_reduce", calls * m, 3 * m * self.tokens * FP32
         yield from self.small_gradients()
 
     def small_gradients(self) -> Iterable[Line]:
-        """Gradients of whole tensors of which a rank sees only its heads or positions."""
+        """Yield the sum of gradients of undivided tensors to which each rank contributes its heads or positions."""
         partial = [p for p in self.parameters if p.partial and p.trained]
         if self.layout.sp and self.adapters is None:
             partial += [
@@ -340,7 +340,7 @@ class _Stage:
         yield "cp", "reduce_scatter", reductions, reductions * both
 
     def experts(self) -> Iterable[Line]:
-        """Rows to their experts and back, forward and backward, and what is counted together; per tp rank."""
+        """Yield the exchange of rows with experts, forward and backward, and of loads counted together; per tp rank."""
         model, moe, shared = self.model, self.model.moe, self.together > 1
         assert moe is not None
         passes = sum(moe.in_layer(layer) for layer in self.layers) * self.micro_batches
@@ -352,7 +352,7 @@ class _Stage:
             rows = self.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
             calls = 2 * passes + 2 * forward
             yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.product_bytes
-            if capacity is None:  # rows for each expert, before they are sent
+            if capacity is None:  # the number of rows for each expert, before the rows
                 yield "ep", "all_to_all", forward, forward * moe.experts * INT64
         if shared and moe.balance == "loss" and moe.balance_loss:
             yield "micro_batch", "all_reduce", forward, forward * moe.experts * INT64
@@ -361,7 +361,7 @@ class _Stage:
             yield "micro_batch", "all_gather", forward, forward * chosen
 
     def pipeline(self) -> Iterable[Line]:
-        """Activations forward, gradients back, to stages on other ranks; gradients of a tied weight both ways."""
+        """Yield activations and gradients sent to stages on other ranks, and a tied weight's gradients, both ways."""
         m = self.micro_batches
         for other in (self.stage + 1, self.stage - 1):
             if 0 <= other <= self.last_stage and self.rank_of(other) != self.rank_of(self.stage):

@@ -1,13 +1,12 @@
-"""What dividing a micro-batch among ranks changes of its operations, on one of them.
+"""The operations of one rank where ranks divide a micro-batch.
 
-`local_shape`: a rank's shape has its own part of heads, widths, words and tokens; `on_rank`: what that leaves out, by
-what operations declare of themselves (`Operation.on_stream`, `summed`).
-As the trainer divides (`train/parallel/`), tensor parallelism (arXiv 1909.08053) adds up partial
-results in a copy; sequence parallelism (arXiv 2205.05198) keeps a part of the residual stream, and gathers what a layer
-reads; context parallelism gathers keys and values and keeps them; query, key and value of layers of their own die one
-by one.
+`local_shape` gives a rank's shape: its part of heads, widths, vocabulary and tokens. `on_rank` makes the changes beyond
+that, by the flags of each operation (`Operation.on_stream`, `gathered`, `summed`).
+As in the trainer (`train/parallel/`), tensor parallelism (arXiv 1909.08053) sums partial results in a copy; sequence
+parallelism (arXiv 2205.05198) stores a part of the residual stream and gathers the input of a layer; context
+parallelism gathers keys and values and saves them; query, key and value from separate layers are freed one by one.
 
-On CPUs gloo copies what it gathers and what it reduces and scatters: bytes that are there while a collective runs.
+On CPUs gloo copies the buffers of all-gather and reduce-scatter: bytes allocated while a collective runs.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ironlaw.workload.sizes import Size, any_of, larger, several, whole
 
 
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
-    """The model whose whole operations are one rank's: fewer heads, narrower, parts of the words and the experts."""
+    """Return the model with one rank's sizes: its part of the heads, widths, vocabulary and experts."""
     tp, update = layout.tp, dict[str, Any]()
     if several(tp):
         update = {
             "heads": model.heads // tp, "kv_heads": larger(1, model.key_value_heads // tp),
             "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": -(-model.vocab // tp),
         }  # fmt: skip
-        if model.latent is not None:  # whose narrow vectors every rank computes whole
+        if model.latent is not None:  # every rank computes whole narrow vectors
             update |= {"kv_heads": None, "head_size": None}
     if model.moe is not None:
         moe = dict[str, Any]()
-        if several(layout.ep):  # its share of the experts, which take the choices of ep ranks
+        if several(layout.ep):  # its share of the experts, which serve the tokens of ep ranks
             moe["experts"] = model.moe.experts // layout.ep
         if several(tp):
             given = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
@@ -48,7 +47,7 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
 
 
 def local_shape(shape: Shape, layout: Layout) -> Shape:
-    """`shape` is the whole model's; its micro-batch is the layout's."""
+    """Return one rank's shape from that of the whole model; the micro-batch is the layout's."""
     here = shape.sequence // layout.cp
     split = (several(layout.tp) or sharded(layout)) and not shape.adapters
     division = Division(layout.tp, layout.sp, layout.cp, split_qkv=split)
@@ -62,17 +61,17 @@ def local_shape(shape: Shape, layout: Layout) -> Shape:
 
 
 def sharded(layout: Layout) -> bool:
-    """Whether FSDP2 holds the weights; if not, and there are replicas, DDP does."""
+    """Whether FSDP2 manages the weights; otherwise DDP does if there are replicas."""
     return several(1 + is_sharded(layout.zero, layout.dp * layout.cp, layout.tp * layout.pp * layout.ep))
 
 
 def is_sharded(zero: Size, replicas: Size, others: Size) -> Size:
-    """The same, 0 or 1, by the stage of ZeRO, the replicas and the ranks that divide weights otherwise."""
+    """Whether FSDP2 manages the weights (0 or 1), by ZeRO stage, replicas and other ranks that divide weights."""
     return (zero > 0) | ((replicas > 1) & (others > 1))
 
 
 def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:
-    """The operations with a rank's memory and work; `shape.division` says how the ranks share."""
+    """Return the operations with one rank's memory and work under `shape.division`."""
     if shape.division.is_whole:
         return operations
     rank = _Rank(shape)
@@ -87,12 +86,12 @@ class _Rank:
         self.divides_sequence, self.sp = several(division.cp), self.tp and division.sp
         self.parts = division.tp if self.sp else 1  # of the residual stream
         self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
-        self.gone = self.full - self.full // self.parts  # of the stream, what other ranks hold
+        self.gone = self.full - self.full // self.parts  # bytes of the stream that other ranks hold
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w
         self.key_value = 2 * shape.tokens * model.key_value_size * w
         self.met_input_cast = False
-        # Query and key as the layer gives them are kept by attention or by their norm, or die when others are made.
+        # The projected query and key are saved by attention or by their norm, or freed once rotated copies exist.
         self.keeps_query = shape.keeps_qkv and (
             not shape.casts if model.qk_norm else model.positions != "rope"
         )  # fmt: skip
@@ -104,7 +103,7 @@ class _Rank:
         if op.gathered:
             return self.read_by_layers(op, forward)
         if op.on_stream:
-            made = self.stream(op)  # but a gradient that is cast is gathered, in fewer bytes
+            made = self.stream(op)  # except that a cast gradient is gathered, in reduced precision
             return made if forward or op.kernel != "cast" else changed(made, temporary_bytes=op.temporary_bytes)
         if op.kind is Kind.LOSS and self.tp and not self.shape.loss_chunk:
             return self.loss(op)
@@ -120,7 +119,7 @@ class _Rank:
         if self.sp and op.on_stream:
             return changed(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
         if self.divides_sequence and op.attention is not None:
-            # Each rank has as much under the causal mask as any other, against keys of the whole sequence.
+            # All ranks have equally many unmasked pairs, of their queries and the keys of the whole sequence.
             batch, here, heads, groups, size = op.attention
             window = self.shape.model.sliding_window
             pairs = attention_score_pairs(here * self.cp, window) // self.cp
@@ -143,7 +142,7 @@ class _Rank:
         )  # fmt: skip
 
     def embedding(self, op: Operation) -> Operation:
-        """Backward, DTensor makes the gradient of the whole table, of which each rank's part is a view."""
+        """In the backward pass DTensor allocates the gradient of the whole table; each rank's part is a view of it."""
         if not self.tp:
             return op
         if op.phase is Phase.FORWARD:
@@ -151,13 +150,13 @@ class _Rank:
             return grown(op, passing=2 * self.full, **kept)
         model = self.shape.model
         others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
-        if model.tied:  # added to the output layer's, and gone
+        if model.tied:  # added to the output layer's gradient and freed
             return grown(op, frees_temporary=-self.gone, passing=others)
         return changed(grown(op, frees_temporary=-self.gone), gradient_bytes=op.gradient_bytes + others)
 
     def read_by_layers(self, op: Operation, forward: bool) -> Operation:
-        """What it gives is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens.
-        Backward it is the sum of what the ranks have."""
+        """An output that sequence parallel ranks gather: a copy by gloo, and one in token order. In the backward pass
+        its gradient is summed over the ranks."""
         if not self.sp:
             return op if forward or not self.tp else grown(op, passing=self.full)
         if not forward:
@@ -167,50 +166,50 @@ class _Rank:
         return grown(op, saved=of_norm // self.parts - of_norm, passing=self.full + self.full // self.parts)
 
     def summed(self, op: Operation) -> Operation:
-        """A part of a sum, added up over the ranks in a copy."""
+        """A partial result, summed over the ranks in a copy."""
         if not self.tp:
             return op
         if not self.sp:
             return grown(op, passing=self.cast)
         others = self.cast - self.cast // self.parts
-        if any_of(op.saved_bytes):  # by the norm after it
+        if any_of(op.saved_bytes):  # saved by the norm after it
             return grown(op, saved=-others, passing=2 * self.cast)
         return grown(op, frees_temporary=others, passing=2 * self.cast)
 
     def gathered_gradient(self, op: Operation) -> Operation:
-        """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
+        """The gradient of a scattered result, gathered for the layer's two products and freed after the second."""
         if not self.sp:
             return op
         if op.kernel == "matmul":
-            # A cast has made the copy already.
+            # A cast has already allocated the copy.
             return grown(op, temporary=0 if self.shape.casts else self.full, passing=self.cast)
         if op.kernel == "matmul_weight_gradient" and not self.shape.casts:
             model = self.shape.model
-            own = model.dropout or model.norm_place != "pre"  # a gradient beside the stream's
+            own = model.dropout or model.norm_place != "pre"  # the branch has its own gradient, besides the stream's
             return grown(op, frees_temporary=self.full // self.parts if own else self.full)
         return op
 
     def loss(self, op: Operation) -> Operation:
-        """Of divided logits: PyTorch's `loss_parallel` shifts them into a copy, and has one more gradient."""
+        """The loss of divided logits: PyTorch's `loss_parallel` copies the shifted logits and has one more gradient."""
         return grown(op, passing=self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
 
     # -- query, key and value --------------------------------------------------------------------------------------
 
     @property
     def projected(self) -> int:
-        """Bytes of query, key and value as their layers give them that wait for the backward pass."""
+        """Bytes of the projected query, key and value that are saved for the backward pass."""
         if not self.shape.keeps_qkv:
             return 0
         whole = self.query + self.key_value
-        if not self.split:  # one tensor of which the three are parts
+        if not self.split:  # all three are views of one tensor
             return whole if not self.divides_sequence or self.keeps_query else 0
-        if self.divides_sequence:  # what is gathered of keys and values is kept instead
+        if self.divides_sequence:  # gathered keys and values are saved instead
             return self.query if self.keeps_query else 0
         return whole if self.keeps_query else self.key_value // 2
 
     @property
     def rotated(self) -> int:
-        """Of rotated copies that wait; keys' are gathered instead."""
+        """Bytes of saved rotated copies; those of keys are gathered instead under context parallelism."""
         model, shape = self.shape.model, self.shape
         if model.positions != "rope" or shape.composes_attention:
             return 0
@@ -218,7 +217,7 @@ class _Rank:
 
     @property
     def gathered(self) -> int:
-        """Keys and values of the whole sequence, the masks of two chunks, and the output put together of them."""
+        """Bytes of the whole sequence's keys and values, the masks of two chunks, and their concatenated output."""
         if not self.divides_sequence:
             return 0
         chunk = self.shape.sequence // 2
@@ -230,9 +229,9 @@ class _Rank:
         dying = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
             return grown(op, saved=-dying, temporary=dying)
-        if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next one is of the weights
+        if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next `qkv_cast` casts the weights
             self.met_input_cast = True
-            casts = 3 if self.split else 1  # each layer casts its input by itself
+            casts = 3 if self.split else 1  # each layer makes its own cast of the input
             return changed(op, saved_bytes=casts * op.saved_bytes)
         if op.name == "qkv" and op.kernel == "concatenate":
             held = self.projected if shape.keeps_qkv else 0
@@ -240,7 +239,7 @@ class _Rank:
             freed = op.frees_temporary_bytes - op.temporary_bytes + made
             return changed(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
         if op.name == "qkv" and op.kernel == "matmul" and not forward and self.split:
-            return grown(op, passing=self.cast)  # gradients of one input by three layers
+            return grown(op, passing=self.cast)  # three layers compute gradients of the same input
         if op.name == "qkv" and op.kernel == "matmul_weight_gradient" and self.split and shape.casts:
             return grown(op, frees_saved=2 * self.cast)
         last = "rotary" if shape.model.positions == "rope" else "qk_norm"
@@ -254,15 +253,15 @@ class _Rank:
         return op
 
     def latent_attention(self, op: Operation, forward: bool) -> Operation:
-        """Keys and values are gathered, and die here; those of the whole sequence are kept instead."""
+        """A rank's keys and values are gathered, then freed; those of the whole sequence are saved instead."""
         half = self.key_value // 2  # keys; values are padded to their width
         if op.kernel in ("rotary", "pad") and forward:
             return grown(op, saved=-half, temporary=half)
         return self.gathering(op, forward, self.key_value, self.key_value) if op.kind is Kind.ATTENTION else op
 
     def gathering(self, op: Operation, forward: bool, dying: int, lost: int) -> Operation:
-        """Attention that gathers keys and values, and keeps them: `dying` bytes of this rank's go, `lost` of which
-        nobody keeps for the backward pass."""
+        """Attention that gathers keys and values and saves them: `dying` bytes of this rank's are freed, of which
+        `lost` are not saved for the backward pass."""
         passing = 2 * self.cp * self.key_value
         if forward:
             return grown(op, saved=self.gathered, frees_temporary=dying, passing=passing)

@@ -1,8 +1,8 @@
-"""Fine-tuning with adapters: what a user may choose, which matrices get one, and what is trained. No torch.
+"""Fine-tuning with adapters: their config, the matrices that get one, and the trained tensors. No torch.
 
-An adapter adds (alpha / rank) B A to a matrix that stays as it is (LoRA, arXiv 2106.09685). Adapters lie on the
-matrices of the model's Hugging Face family, so that `peft` loads them: query, key and value are one matrix here and
-often three there, gate and up two here and sometimes one there.
+An adapter adds (alpha / rank) B A to a frozen matrix (LoRA, arXiv 2106.09685). Adapters correspond to the matrices of
+the model's Hugging Face family, so that `peft` can load them: query, key and value are one matrix here and often three
+there, gate and up two here and sometimes one there.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import local_shape_of
 
-ALL = "all-linear"  # PEFT's word
+ALL = "all-linear"  # PEFT's name
 BOTH = "embeddings"
 WHOLE = Layout()
 
 
 class FinetuneConfig(Section):
-    """What is trained of a model that is there: all of it, or adapters beside its matrices."""
+    """The trained part of an existing model: all of it, or adapters on its matrices."""
 
-    # lora; qlora: the blocks' matrices are held in nf4 (arXiv 2305.14314); dora: and a length per row is learned
-    # (arXiv 2402.09353).
+    # lora; qlora: the blocks' matrices are stored in nf4 (arXiv 2305.14314); dora: lora with a learned magnitude per
+    # row (arXiv 2402.09353).
     method: Literal["none", "lora", "qlora", "dora"] = "none"
     rank: int = Field(16, gt=0, le=2**16)  # of an adapter's two matrices
-    alpha: float = Field(32.0, gt=0)  # the adapter counts alpha / rank times
-    dropout: float = Field(0.0, ge=0, lt=1)  # of what goes into the adapters
-    # Names of the family's modules, as PEFT has them ("q_proj", "mlp.down_proj", "c_attn"); all-linear: every matrix of
-    # the blocks.
+    alpha: float = Field(32.0, gt=0)  # the adapter's output is scaled by alpha / rank
+    dropout: float = Field(0.0, ge=0, lt=1)  # of the adapters' inputs
+    # PEFT's names of the family's modules ("q_proj", "mlp.down_proj", "c_attn"); all-linear: every matrix of the
+    # blocks.
     targets: tuple[str, ...] = Field((ALL,), min_length=1)
-    # Trained in full beside the adapters, by PEFT's names: the embedding ("embed_tokens", "wte"), the output layer
-    # ("lm_head"); both where they are one. embeddings: both, whatever the family calls them.
+    # Modules trained in full besides the adapters, by PEFT's names: the embedding ("embed_tokens", "wte"), the output
+    # layer ("lm_head"); both if they are tied. embeddings: both, under any family's names.
     modules_to_save: tuple[str, ...] = ()
-    start_from: str | None = None  # a directory with PEFT's adapter files, to go on from
+    start_from: str | None = None  # a directory with PEFT's adapter files as initial values
 
     @property
     def adapts(self) -> bool:
@@ -57,10 +57,10 @@ class FinetuneConfig(Section):
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A matrix of the Hugging Face model that gets an adapter, and where it is here.
+    """A matrix of the Hugging Face model that gets an adapter, and its place in Ironlaw's model.
 
-    Rows `start` to `stop` of the matrix of our `layer` are row `order[i]` of theirs each, or the same where that is
-    empty. `which` of `count` of ours share one of theirs. `transposed`: it has inputs first there.
+    Row i of rows `start` to `stop` of Ironlaw's `layer` is their row `order[i]`, or i if `order` is empty. Ironlaw's
+    matrix is number `which` of `count` that form one of theirs. `transposed`: theirs has inputs first.
     """
 
     layer: str
@@ -78,7 +78,7 @@ class AdapterTarget:
         return self.theirs.rpartition(".")[2]
 
     def parameters(self, config: FinetuneConfig) -> Iterator[Parameter]:
-        """As `model/adapters.py` names them."""
+        """Yield the adapter's parameters under the names of `model/adapters.py`."""
         prefix = f"{self.layer}.adapters.{self.name}"
         rows, narrows = self.stop - self.start, self.layer.endswith(NARROWING)
         divided = () if narrows else ROWS
@@ -90,25 +90,25 @@ class AdapterTarget:
             yield Parameter(f"{prefix}.magnitude", (rows,), divided=divided, partial=narrows)
 
 
-# Linear layers of a block, and the names of their products.
+# Linear layers of a block -> the names of their products.
 PRODUCTS = {
     "attention.qkv": "qkv", "attention.out": "attention_out", "ffn.up": "ffn_up", "ffn.gate": "ffn_gate",
     "ffn.down": "ffn_down",
 }  # fmt: skip
-NARROWING = ("attention.out", "ffn.down")  # tensor parallel ranks have parts of their inputs, of others' outputs
+NARROWING = ("attention.out", "ffn.down")  # tensor parallel ranks divide their inputs, but other layers' outputs
 ENDS = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What is trained of a model, the rest of which is frozen."""
+    """The trained tensors of a model whose other tensors are frozen."""
 
     config: FinetuneConfig
     targets: tuple[AdapterTarget, ...]
-    saved: tuple[Entry, ...] = ()  # of the ends, what is trained in full
+    saved: tuple[Entry, ...] = ()  # the ends that are trained in full
 
     def of_blocks(self, model: ModelConfig, recomputes_first: bool) -> tuple[BlockAdapters, ...]:
-        # The input of a recomputed block is what it is made again from.
+        # A recomputed block keeps its input, to recompute from.
         qkv = any(target.layer == "blocks.0.attention.qkv" for target in self.targets)
         ends = frozenset(end for end in ("embedding", "head") if self.trains(f"{end}.weight", model))
         first = "embedding" not in ends
@@ -123,7 +123,7 @@ class Adapters:
         return tuple(found)
 
     def trains(self, name: str, model: ModelConfig) -> bool:
-        """Whether a tensor of the ends is trained in full."""
+        """Whether a tensor of the ends (embedding, output layer) is trained in full."""
         tied = "embedding.weight" if model.tied and name == "head.weight" else name
         return any(entry.ours == tied for entry in self.saved)
 
@@ -131,7 +131,7 @@ class Adapters:
         return [target for target in self.targets if target.layer.startswith(f"blocks.{layer}.")]
 
     def trained(self, model: ModelConfig, layers: Iterable[int], layout: Layout = WHOLE) -> list[Parameter]:
-        """Of one tensor parallel rank, in the order of the modules."""
+        """Return the trained tensors of one tensor parallel rank, in module order."""
         ends = [p for p in model_parameters(model) if self.trains(p.name, model)]
         found = [p for p in ends if p.embedding]
         found += [p for layer in layers for target in self.of_layer(layer) for p in target.parameters(self.config)]
@@ -139,15 +139,15 @@ class Adapters:
         return [replace(p, shape=local_shape_of(p, layout)) for p in found]
 
     def messages_of_lengths(self, layers: Iterable[int]) -> list[int]:
-        """Rows whose lengths tensor parallel ranks add up in a forward pass (DoRA)."""
+        """Return the numbers of rows whose norms tensor parallel ranks sum in a forward pass (DoRA)."""
         if self.config.method != "dora":
             return []
         targets = (target for layer in layers for target in self.of_layer(layer))
         return [target.stop - target.start for target in targets if target.layer.endswith(NARROWING)]
 
     def frozen(self, parameters: Iterable[Parameter], product_bytes: int) -> Iterator[Parameter]:
-        """Tensors of a base as they are held: in fp32, but for matrices in 16 bits under autocast (DoRA's are not) and
-        those of the blocks in nf4 with its scales' codes."""
+        """Yield the frozen tensors as stored: fp32; matrices in `product_bytes` (DoRA: fp32); QLoRA's block matrices in
+        nf4, with the codes of their scales."""
         ours = {entry.ours for entry in self.saved}
         for parameter in parameters:
             matrix = parameter.is_block_matrix
@@ -165,7 +165,7 @@ class Adapters:
                 yield replace(parameter, name=f"{name}scale_codes", shape=(rows, blocks), trained=False, width=1)
 
     def scale_bytes(self, parameters: Iterable[Parameter], layout: Layout) -> int:
-        """What every rank has of scales of scales, and of the numbers of its rows where it has a part of them."""
+        """Return the bytes of the scales of scales and, if ranks divide the rows, of row indices; on every rank."""
         if self.config.method != "qlora":
             return 0
         total = 0
@@ -177,7 +177,7 @@ class Adapters:
 
 
 def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
-    """Every matrix of the dense blocks that an adapter can lie on."""
+    """Return every matrix of the blocks, experts excluded, that can have an adapter."""
     shapes = {parameter.name: parameter.shape for parameter in model_parameters(model)}
     found = []
     for entry in entries(model, names):
@@ -198,7 +198,7 @@ def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
 
 
 def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list[AdapterTarget]:
-    """Those that `finetune.targets` names; UserError for a name that the model has not."""
+    """Return the matrices named by `finetune.targets`; UserError for a name that the model does not have."""
     there = linear_layers(model, names)
     chosen = []
     for wanted in config.targets:
@@ -213,7 +213,7 @@ def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list
 
 
 def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Adapters:
-    """What is trained; UserError for a name in `finetune.targets` or `modules_to_save` that the model has not."""
+    """Return the trained tensors; UserError for an unknown name in `finetune.targets` or `modules_to_save`."""
     modules = {"embedding": names.embedding, "head": names.head}
     chosen: set[str] = set()
     for wanted in config.modules_to_save:
@@ -230,5 +230,5 @@ def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Ada
 
 
 def adapter_parameters(model: ModelConfig, names: Names, config: FinetuneConfig) -> list[Parameter]:
-    """Every tensor that is trained."""
+    """Return all trained tensors."""
     return adapters_of(model, names, config).trained(model, range(model.layers))

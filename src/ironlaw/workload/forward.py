@@ -1,8 +1,8 @@
 """The operations of a decoder, each with its backward pass: embedding, one block, output layer and loss.
 
-The list mirrors `model/transformer.py` line by line, as PyTorch executes it without fusion. FLOPs equal
-`torch.utils.flop_counter` on that module exactly (the counter ignores the causal mask; here a masked score costs
-nothing, so causal attention counts half). Saved bytes equal what autograd holds.
+The list mirrors `model/transformer.py` line by line, as PyTorch executes it without fusion. FLOPs equal those of
+`torch.utils.flop_counter` on that module exactly, except that the counter ignores the causal mask, while masked scores
+count nothing here, so that causal attention counts half. Saved bytes equal those held by autograd.
 
 Symbols: T = micro-batch x sequence tokens, H hidden, Q and KV widths of all query and key/value heads, F FFN width,
 V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
@@ -40,7 +40,7 @@ def embedding(shape: Shape) -> list[Operation]:
         stream = shape.stream_tokens * model.hidden
         added = elementwise(shape, "embedding", "embedding_backward", stream, 4, kind=kind)
         return [elementwise(shape, "embedding", "embedding_forward", stream, 2, kind=kind, gradient=[added])]
-    # A tied table already has the head's gradient: this one is a second copy until they are added.
+    # A tied table already has the head's gradient: the embedding's is a second copy until both are added.
     again = table if model.tied else 0
     gradient = [
         call(
@@ -58,14 +58,14 @@ def embedding(shape: Shape) -> list[Operation]:
             temporary=full - kept, on_stream=True, gradient=gradient,
         )
     ]  # fmt: skip
-    if mask := shape.mask_bytes:  # kept by every layer's attention; a composed one uses it up
+    if mask := shape.mask_bytes:  # saved by every layer's fused attention; composed attention does not save it
         saved = 0 if shape.composes_attention else mask
         operations.append(
             call("mask", "add", mask // FP32, 3 * mask, kind=Kind.ATTENTION, saved=saved, temporary=mask - saved)
         )
     if model.positions == "learned":
         positions, own = model.context * model.hidden * FP32, full * (1 + shape.documents)
-        numbers = shape.tokens * INDEX if shape.documents else 0  # which position each token has
+        numbers = shape.tokens * INDEX if shape.documents else 0  # the position of each token
         back = call(
             "positions",
             "sum_rows",
@@ -82,39 +82,39 @@ def embedding(shape: Shape) -> list[Operation]:
         )  # fmt: skip
     if model.embedding_scale != 1.0:
         operations.append(scaled(shape, "embedding_scale"))
-    if model.embedding_norm:  # keeps what it is given; its result is the stream
+    if model.embedding_norm:  # saves its input; its output is the residual stream
         operations += norm(replace(shape, precision="fp32"), "embedding_norm", reader="", residual=False)
     return operations
 
 
 def scaled(shape: Shape, name: str) -> Operation:
-    """The residual stream times a number, which takes its place; its gradient likewise."""
+    """The residual stream times a constant, replacing the stream; the same for its gradient."""
     full = shape.tokens * shape.model.hidden * FP32
     back = call(name, "multiply", full // FP32, 2 * full, temporary=full, frees_temporary=full)
     return replace(back, gradient=(back,))
 
 
 def block(shape: Shape) -> list[Operation]:
-    """One block with a dense feed-forward network. Other orders than GPT-2's: `kinds.py`."""
+    """One block with a dense feed-forward network in GPT-2's order; `kinds.py` has the other orders."""
     network = after_norm(shape, "ffn_norm", network_reader(shape), feed_forward(shape, shape.model.ffn_size, "ffn"))
     return [*attention_half(shape), *network, *joining(shape), residual(shape)]
 
 
 def network_reader(shape: Shape) -> str:
-    """The linear layer of a dense network that first reads what its norm gives."""
+    """Return the name of the linear layer of a dense network that first reads its norm's output."""
     return "ffn_gate" if shape.model.gated_ffn else "ffn_up"
 
 
 def attention_half(shape: Shape) -> list[Operation]:
-    """Norm, attention and its residual addition."""
+    """The first half of a block: norm, attention and residual addition."""
     reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
     attention = after_norm(shape, "attention_norm", reader, attention_branch(shape))
     return [*attention, *joining(shape), residual(shape)]
 
 
 def after_norm(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
-    """The norm and its branch. What autocast casts of the norm's result is a copy: the module's input in fp32 lives
-    until it returns."""
+    """A norm and its branch. Autocast casts a copy of the norm's output, so that the fp32 original, the input of the
+    branch's module, lives until the module returns."""
     given = norm(shape, name, reader=reader)
     waits = given[-1].frees_temporary_bytes if shape.casts else 0
     given[-1], branch[-1] = grown(given[-1], frees_temporary=-waits), grown(branch[-1], frees_temporary=waits)
@@ -122,19 +122,19 @@ def after_norm(shape: Shape, name: str, reader: str, branch: list[Operation]) ->
 
 
 def branch_gradient(shape: Shape) -> Size:
-    """Bytes of a branch's own copy of the gradient of the residual stream.
+    """Return the bytes of a branch's own copy of the residual stream's gradient.
 
-    That gradient stays alive beside the branch, so dy of the branch frees nothing; in reduced precision, and after
-    dropout or a factor, the branch works on its own copy.
+    That gradient stays alive during the branch's backward pass, so that dy of the branch frees nothing; in reduced
+    precision, and after dropout or a factor, the branch has its own copy.
     """
     own = shape.casts or shape.model.dropout or shape.model.residual_scale != 1.0
     return shape.tokens * shape.model.hidden * shape.matmul_bytes if own else 0
 
 
 def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = None) -> list[Operation]:
-    """From the normed input to what the output layer gives; `keep`: a norm after it saves that.
+    """Attention from the normed input to the output layer's result; `keep`: a following norm saves the result.
 
-    `consumes`: bytes of the gradient of its output that die with their last use, `branch_gradient` unless given.
+    `consumes`: bytes of the output's gradient freed after its last use, by default `branch_gradient`.
     """
     model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
     parts = projections(shape) if model.latent is None else latent.projections(shape)
@@ -145,7 +145,7 @@ def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = N
         frees=tokens * model.mixed_size * w if shape.pads_values else 0,
         consumes=branch_gradient(shape) if consumes is None else consumes, summed=True,
     )  # fmt: skip
-    if shape.composes_attention:  # the module's variables die when it returns
+    if shape.composes_attention:  # the module's variables are freed when it returns
         qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
         dying = shape.rotated_bytes + (0 if shape.keeps_qkv else qkv)
         if model.latent is not None:
@@ -155,7 +155,7 @@ def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = N
 
 
 def projections(shape: Shape) -> list[Operation]:
-    """From the normed residual stream to queries, keys and values with their positions."""
+    """The operations from the normed residual stream to queries, keys and values with positions."""
     model, tokens, w, fused = shape.model, shape.tokens, shape.matmul_bytes, shape.conventions.fused
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     size = tokens * qkv * w
@@ -163,12 +163,12 @@ def projections(shape: Shape) -> list[Operation]:
         shape, "qkv", model.hidden, qkv, keep=shape.keeps_qkv or model.qkv_clip is not None, bias=model.has_qkv_bias,
         frees=tokens * model.hidden * w,
     )  # fmt: skip
-    if model.qkv_clip is not None:  # keeps what it is given
+    if model.qkv_clip is not None:  # saves its input
         back = elementwise(shape, "qkv_clip", "clamp_backward", tokens * qkv, 3, temporary=size, frees_saved=size,
                            frees_temporary=size)  # fmt: skip
         kept = {"saved" if shape.keeps_qkv else "temporary": size}
         operations.append(elementwise(shape, "qkv_clip", "clamp", tokens * qkv, 2, gradient=[back], **kept))
-    if not (fused and model.positions == "rope"):  # whose kernel gives gradients in their place
+    if not (fused and model.positions == "rope"):  # a fused rotary kernel writes the gradients in place
         # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
         operations = gradient_first(
             operations,
@@ -186,7 +186,7 @@ def projections(shape: Shape) -> list[Operation]:
                 shape, "qk_norm", "rmsnorm_forward", tokens * heads, 2, kind=Kind.NORM, saved=saved, gradient=[back]
             )
         )
-    if fused and model.positions != "rope":  # batched products want them in another order
+    if fused and model.positions != "rope":  # batched products need another memory order
         operations.append(elementwise(shape, "qkv", "copy", tokens * qkv, 2))
     if model.positions == "rope":
         operations.append(
@@ -209,10 +209,10 @@ def feed_forward(
     owns_input: bool = True,
     summed: bool = True,
 ) -> list[Operation]:
-    """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision.
+    """A dense feed-forward network of `width`, from its normed input in the precision of the products.
 
-    `keep`: a norm after it saves its result; `consumes` as in `attention_branch`; `owns_input`: nobody else frees that.
-    `summed`: tensor parallel ranks add up its results here, not together with others.
+    `keep`: a following norm saves its result; `consumes`: as in `attention_branch`; `owns_input`: its backward pass
+    frees its input. `summed`: tensor parallel ranks sum its results here, not together with other results.
     """
     model, w, bias = shape.model, shape.matmul_bytes, shape.model.has_ffn_bias
     inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
@@ -221,7 +221,7 @@ def feed_forward(
         operations = linear(shape, f"{name}_up", model.hidden, both, keep=True, bias=bias)
         operations.append(activated(shape, inner))
         return operations + linear(shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias)
-    # relu keeps its result, which the next product keeps too; the others keep what they are given.
+    # ReLU saves its output, which the next product saves too; other activations save their input.
     relu = model.activation == "relu"
     made = inner * w * (2 if model.activation == "relu2" else 1)  # one gradient for each factor
     operations = linear(
@@ -234,7 +234,7 @@ def feed_forward(
         operations = gradient_last(
             operations, elementwise(shape, "ffn_norm", "add_in_place", stream, 3, frees_temporary=normed)
         )
-        if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
+        if shape.casts:  # autocast does not cache the gate's cast of the same input
             operations.append(elementwise(shape, f"{name}_up_cast", "cast", stream, 3, saved=normed))
         operations += linear(shape, f"{name}_up", model.hidden, width, keep=True, bias=bias,
                              frees=normed if shape.casts else 0)  # fmt: skip
@@ -247,10 +247,10 @@ def feed_forward(
 
 
 def activated(shape: Shape, inner: Size) -> Operation:
-    """The activation, its product with a gate's other half included, as one kernel; the next product keeps the result.
+    """The activation and, in a gated network, the product with the other half, as one kernel.
 
-    Eager software keeps more: what lies between the two. Backward, of a gate: two gradients from one and both factors.
-    """
+    The next product saves its result; eager software also saves the activation's. In a gated network the backward pass
+    computes two gradients from one gradient and both factors."""
     held = shape.conventions.storage.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
     forward, backward = (3, 5) if shape.model.gated_ffn else (2, 10 / 3)
     kernel = shape.model.activation
@@ -262,17 +262,17 @@ def activated(shape: Shape, inner: Size) -> Operation:
 
 def head(shape: Shape) -> list[Operation]:
     operations = chunked_head(shape) if shape.loss_chunk else full_head(shape)
-    if shape.composes_attention:  # the mask dies with the pass
+    if shape.composes_attention:  # the mask is freed at the end of the forward pass
         operations[-1] = grown(operations[-1], frees_temporary=shape.mask_bytes)
     return operations
 
 
 def final_norm(shape: Shape) -> list[Operation]:
-    """The last norm, as the output layer reads it."""
+    """The last norm, with the cast and scale before the output layer."""
     operations = norm(shape, "final_norm", reader="head", residual=False)
     if shape.model.logit_scale != 1.0:
         operations.insert(1, scaled(shape, "logit_scale"))
-    if not shape.keeps_stream:  # the norm is the first to keep what it is given
+    if not shape.keeps_stream:  # no operation before this norm saves the stream
         stream = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
         operations[0] = grown(operations[0], saved=stream, frees_temporary=stream)
     return operations
@@ -286,7 +286,7 @@ def full_head(shape: Shape) -> list[Operation]:
         shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
         frees=0 if fused or shape.head_is_frozen else tokens * model.hidden * w,
     )  # fmt: skip
-    if fused:  # to fp32 and their log-sum-exp; backward, their gradient, as wide as the products
+    if fused:  # the logits' cast to fp32 and log-sum-exp; backward, their gradient in the products' precision
         back, there = (
             call("loss", f"loss_{phase}", logits, logits * (w + 2 * FP32), kind=Kind.LOSS)
             for phase in ("backward", "forward")
@@ -311,10 +311,10 @@ def full_head(shape: Shape) -> list[Operation]:
 
 
 def chunked_head(shape: Shape) -> list[Operation]:
-    """`model/loss.py`: the logits of some tokens at a time, turned at once into the gradients of x and the weight.
+    """The chunked loss of `model/loss.py`: logits of some tokens at a time yield at once the gradients of x and weight.
 
-    Those two are what is kept: the result of the last norm dies with the pass. Backward they are scaled in place, and
-    the weight's becomes the parameter's.
+    Only these two gradients are saved; the last norm's output is freed with the forward pass. The backward pass scales
+    them in place and makes the weight's the parameter's gradient.
     """
     model, w = shape.model, shape.matmul_bytes
     hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
@@ -346,14 +346,14 @@ def chunked_head(shape: Shape) -> list[Operation]:
 
 
 def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
-    """Logits, loss, their gradient in place, and its two products."""
+    """One chunk: logits, loss, the logits' gradient in place, and its two products."""
     vocab, hidden, w = shape.model.vocab, shape.model.hidden, shape.matmul_bytes
     onednn, logits = shape.onednn and not shape.casts, rows * vocab
     full = logits * FP32
     reduced = logits * w if shape.casts else 0
-    wide = full if shape.casts and not shape.fused_rmsnorm else 0  # a CPU's softmax first makes them fp32
+    wide = full if shape.casts and not shape.fused_rmsnorm else 0  # a CPU's softmax first casts them to fp32
     part = rows * hidden * FP32 if onednn else 0
-    # The product before it is added; a CPU adds reduced precision to fp32 by way of a copy in fp32.
+    # Bytes per element of the product before accumulation; a CPU adds reduced precision to fp32 through an fp32 copy.
     before = w + (0 if shape.fused_rmsnorm else FP32) if shape.casts else FP32 if onednn else 0
     table = vocab * hidden * before
     calls = [

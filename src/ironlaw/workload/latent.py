@@ -1,8 +1,8 @@
-"""The operations between the norm and the attention of a block with latent attention: `model/latent.py`, call by call.
+"""The operations between norm and attention in a block with latent attention, mirroring `model/latent.py` call by call.
 
 Symbols as in `forward.py`, and: Q all queries or keys (heads x D), W all values, R the rank of a narrow vector.
 
-All that is not a product or a norm has one name, `rotary`: turning, padding, and putting parts beside each other.
+All operations other than products and norms are named `rotary`: rotation, padding and concatenation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ironlaw.workload.operations import Operation, call, gradient_first, gradien
 from ironlaw.workload.sizes import Size
 
 WIDE = ("query_up", "latent_up")
-"""The products that give queries, keys and values: what `recompute.keep` calls qkv."""
+"""The products that compute queries, keys and values: "qkv" in `recompute.keep`."""
 
 
 def first_reader(model: ModelConfig) -> str:
-    """The linear layer that first reads what the norm gives."""
+    """Return the name of the linear layer that first reads the norm's output."""
     return "query_up" if _of(model).query_rank is None else "query_down"
 
 
 def projections(shape: Shape) -> list[Operation]:
-    """From the normed residual stream to rotated queries, keys, and values as wide as attention wants them."""
+    """The operations from the normed residual stream to rotated queries and keys, and values padded for attention."""
     model, latent, tokens, w = shape.model, _of(shape.model), shape.tokens, shape.matmul_bytes
-    keep = not shape.casts  # in reduced precision a norm keeps an fp32 copy of its input
+    keep = not shape.casts  # in reduced precision a norm saves an fp32 copy of its input
     fused = shape.conventions.fused
     stream, own, narrow = tokens * model.hidden, narrow_tokens(shape), tokens * latent.down_size
     normed = stream * w
@@ -40,14 +40,14 @@ def projections(shape: Shape) -> list[Operation]:
         operations += _norm(shape, "query_norm", latent.query_rank, latent.query_rank, reader="query_up")
     inputs = model.hidden if latent.query_rank is None else latent.query_rank
     up = linear(shape, "query_up", inputs, model.query_size, keep=False, bias=False, frees=tokens * inputs * w)
-    if not fused:  # else turning and putting together are one kernel
+    if not fused:  # fused: rotation and concatenation are one kernel
         turned = elementwise(shape, "rotary", "rotary", queries // w, 2, temporary=queries, frees_temporary=queries)
         up = gradient_first(up, turned)
     operations += up
     if not fused:
         met = elementwise(shape, "attention_norm", "add_in_place", stream, 3, frees_temporary=normed)
         operations = gradient_last(operations, met)
-    if shape.casts:  # autocast does not remember the cast that the query's layer has already made of the same input
+    if shape.casts:  # autocast does not cache the query layer's cast of the same input
         operations.append(elementwise(shape, "latent_down_cast", "cast", stream, 3, saved=normed))
     rank, width = latent.key_value_rank, latent.up_size(model.heads)
     down = linear(
@@ -60,22 +60,22 @@ def projections(shape: Shape) -> list[Operation]:
         )
         down = gradient_first(down, together)
     operations += down + _norm(shape, "latent_norm", rank, latent.down_size, reader="latent_up")
-    kept = not (shape.pads_values or shape.composes_attention)  # by values, which are views of it
+    kept = not (shape.pads_values or shape.composes_attention)  # values, which are views of the result, keep it alive
     operations += linear(shape, "latent_up", rank, width, keep=kept, bias=False, frees=tokens * rank * w)
-    if fused:  # of which values that are no view of it keep their own part
+    if fused:  # values that are no views of the result keep only their own part alive
         plain = model.heads * latent.plain_size * (1 - shape.conventions.unrotated_kept)
         operations[-1] = grown(operations[-1], saved=-tokens * plain * w)
     return [*operations, *_rotated(shape, queries, keys, ups, ups if kept else 0)]
 
 
 def _rotated(shape: Shape, queries: Size, keys: Size, ups: Size, kept: Size) -> list[Operation]:
-    """Rotated parts are put beside the others: copies of all queries and keys, which attention keeps.
+    """The concatenation of rotated and plain parts: copies of all queries and keys, which attention saves.
 
-    `ups`: bytes of what the narrow vector became, of which `kept` are saved.
+    `ups`: bytes of the up-projected narrow vector, of which `kept` are saved.
     """
     model, latent, tokens, w = shape.model, _of(shape.model), shape.tokens, shape.matmul_bytes
     values = tokens * model.heads * shape.value_width * w
-    if shape.conventions.fused:  # all of it in one kernel
+    if shape.conventions.fused:  # one kernel for everything
         back = elementwise(shape, "rotary", "rotary", (queries + keys) / w, 2)
     else:
         back = elementwise(
@@ -95,12 +95,12 @@ def _rotated(shape: Shape, queries: Size, keys: Size, ups: Size, kept: Size) -> 
 
 
 def dying_after_attention(shape: Shape) -> int:
-    """Bytes of composed attention's inputs, which it has copied: they die when the module returns."""
+    """Return the bytes of composed attention's inputs, which it copies and which are freed when the module returns."""
     return shape.tokens * sum(_sizes(shape.model)) * shape.matmul_bytes
 
 
 def unpadded(shape: Shape) -> list[Operation]:
-    """Attention's output without what padding added: a copy, which the output layer keeps."""
+    """Attention's output without the padding: a copy, which the output layer saves."""
     if not shape.pads_values:
         return []
     w, mixed = shape.matmul_bytes, shape.tokens * shape.model.mixed_size
@@ -110,7 +110,7 @@ def unpadded(shape: Shape) -> list[Operation]:
 
 
 def narrow_tokens(shape: Shape) -> Size:
-    """Tokens whose narrow vectors a rank computes and keeps: its own, or all that it gathered the stream of."""
+    """Return the tokens whose narrow vectors a rank computes and saves: its own, or all gathered ones."""
     return shape.stream_tokens if shape.conventions.narrows_own_tokens else shape.tokens
 
 
@@ -120,12 +120,12 @@ def _of(model: ModelConfig) -> LatentConfig:
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """Widths of all queries, of all keys, and of what the narrow vector becomes."""
+    """Return the widths of all queries, of all keys, and of the up-projected narrow vector."""
     return model.query_size, model.key_value_size, _of(model).up_size(model.heads)
 
 
 def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> list[Operation]:
-    """Of a narrow vector, `width` of the `whole` elements that a linear layer gave."""
+    """The norm of a narrow vector: `width` of the `whole` output elements of a linear layer."""
     elements, w = narrow_tokens(shape) * width, shape.matmul_bytes
     full, reduced, given = elements * shape.stream_bytes, elements * w, narrow_tokens(shape) * whole
     statistics = norm_saved_bytes(shape, narrow_tokens(shape), width)
@@ -138,7 +138,7 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     )  # fmt: skip
     if not shape.casts:
         return [operation]
-    # A copy of the input in fp32 waits instead of the input, and of the output one in the product's precision.
+    # Saved instead are an fp32 copy of the input, and a copy of the output in the product's precision.
     frees = given * w if width == whole else 0
     return [
         cast(shape, "latent_cast", elements, wide=True, saved=full, frees_temporary=frees),
@@ -148,15 +148,15 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
 
 
 def gathered_share(model: ModelConfig) -> Size:
-    """Of the residual stream, what is gathered where ranks narrow their own tokens: narrow vectors, and the stream
-    itself for queries that come straight from it."""
+    """Return the gathered fraction of the residual stream's size where ranks narrow their own tokens: the narrow
+    vectors, and the stream itself if queries are projected from it."""
     latent = _of(model)
     queries = model.hidden if latent.query_rank is None else latent.query_rank
     return (queries + latent.down_size) / model.hidden
 
 
 def widened_bytes(shape: Shape) -> Size:
-    """Queries, keys and values as attention takes them, and before their rotation: what one block keeps of them."""
+    """Return the bytes of queries, keys and values that one block saves: attention's inputs, and unrotated parts."""
     model, latent = shape.model, _of(shape.model)
     plain = model.heads * latent.plain_size * shape.conventions.unrotated_kept
     wide = model.query_size + model.key_value_size + model.heads * model.size_of_value

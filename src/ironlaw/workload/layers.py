@@ -16,9 +16,9 @@ def linear(
     shape: Shape, name: str, inputs: Size, outputs: Size, *, keep: bool, bias: bool, frees: Size = 0,
     consumes: Size | None = None, rows: Size | None = None, summed: bool = False,
 ) -> list[Operation]:  # fmt: skip
-    """y = x W^T + b of `rows` tokens, all unless given. `keep`: somebody downstream saves y, else y is temporary.
+    """y = x W^T + b for `rows` tokens, by default all. `keep`: a later operation saves y; otherwise y is temporary.
 
-    `frees`: saved bytes (of x) that die with its backward pass; `consumes`: bytes of dy that do, all unless given.
+    `frees`: saved bytes (of x) freed by its backward pass; `consumes`: bytes of dy freed there, by default all.
     `summed`: tensor parallel ranks divide the inputs of W, not its outputs.
     In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
     """
@@ -47,9 +47,9 @@ def product_gradients(
     shape: Shape, name: str, of: tuple[Size, Size, Size], *, batch: Size = 1, weights: Size | None = None,
     rows: Size | None = None, frees: Size = 0, moved: Size | None = None,
 ) -> list[Operation]:  # fmt: skip
-    """dx = dy W and dW = dy^T x of a product of (tokens, outputs, inputs), as many FLOPs each as it has itself.
+    """dx = dy W and dW = dy^T x of a product `of` (tokens, outputs, inputs), each with the FLOPs of the product itself.
 
-    `batch` of them side by side have `weights` elements and `rows` rows together.
+    A batch of `batch` products has `weights` weight elements and `rows` rows in total.
     """
     (tokens, outputs, inputs), w = of, shape.matmul_bytes
     count, rows = inputs * outputs if weights is None else weights, tokens if rows is None else rows
@@ -67,7 +67,7 @@ def product_gradients(
 
 
 def weight_cast(shape: Shape, name: str, weights: Size) -> list[Operation]:
-    """Autocast's copy of a weight, and the cast of its gradient; nothing where products are as wide as weights."""
+    """Autocast's copy of a weight and the cast of its gradient; empty if products have the weights' precision."""
     if not shape.casts:
         return []
     copy, full = weights * shape.matmul_bytes, weights * FP32
@@ -78,7 +78,7 @@ def weight_cast(shape: Shape, name: str, weights: Size) -> list[Operation]:
 def quantising(
     shape: Shape, name: str, phase: Phase, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
 ) -> list[Operation]:
-    """What a product of 8 or 4 bits costs beside itself: casts of its operands, in a block's linear layers only."""
+    """The casts of the operands of an 8- or 4-bit product; empty outside a block's linear layers."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
     wide = name in ("head", "router", "shared_gate") or not whole_tiles(shape.conventions.tile, inputs, outputs)
     if wide or casts == Casts():
@@ -92,10 +92,10 @@ def quantising(
 
 
 def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_input: bool = True) -> list[Operation]:
-    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first.
+    """A norm of x, already saved as the residual stream, to y, saved by `reader`, the linear layer that casts it first.
 
-    Backward, dy to dx, and with `residual` the sum with the gradient that came along the residual connection.
-    `owns_input`: x, the residual stream of this point, is freed by nobody else.
+    Its backward pass computes dx from dy and, with `residual`, adds the gradient of the residual connection.
+    `owns_input`: its backward pass frees x, the residual stream at this point.
     """
     elements = shape.stream_tokens * shape.model.hidden
     full = elements * shape.stream_bytes
@@ -110,7 +110,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     ]  # fmt: skip
     if residual:
         gradients.append(joined_gradient(shape))
-    dies = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not keep its input
+    dies = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not save its input
     operations = [
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
@@ -122,7 +122,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
 
 
 def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
-    """Of what a linear layer reads of the stream's width, which keeps its copy; `frees` bytes of what was cast."""
+    """The cast of a linear layer's input from the stream's width; the layer saves the copy. `frees`: bytes freed."""
     if not shape.casts:
         return []
     elements = shape.stream_tokens * shape.model.hidden
@@ -131,7 +131,7 @@ def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
 
 
 def joined_gradient(shape: Shape) -> Operation:
-    """The gradient that came along the residual connection is added to a branch's."""
+    """The addition of the residual connection's gradient to a branch's input gradient."""
     elements = shape.stream_tokens * shape.model.hidden
     full = elements * shape.stream_bytes
     tensors = 2 if shape.conventions.fused else 3
@@ -139,7 +139,7 @@ def joined_gradient(shape: Shape) -> Operation:
 
 
 def residual(shape: Shape) -> Operation:
-    """x + f(x): the new stream is saved by the next norm; f(x) dies. Its gradient is the branch's, cast for it."""
+    """x + f(x): the next norm saves the sum; f(x) is freed. The sum's gradient, cast, is also that of the branch."""
     elements, width, w = shape.stream_tokens * shape.model.hidden, shape.stream_bytes, shape.matmul_bytes
     gradient = []
     if shape.casts:
@@ -153,14 +153,14 @@ def residual(shape: Shape) -> Operation:
 
 
 def joining(shape: Shape) -> list[Operation]:
-    """What a branch goes through before it joins the residual stream: a factor, dropout; mostly nothing."""
-    if shape.conventions.fused:  # with the addition that follows
+    """The factor and the dropout on a branch before it joins the residual stream; empty for most models."""
+    if shape.conventions.fused:  # into the addition that follows
         return []
     dropped = dropout(shape)
     if shape.model.residual_scale == 1.0:
         return dropped
     elements, pre = shape.tokens * shape.model.hidden, shape.model.norm_place == "pre"
-    branch = elements * (shape.matmul_bytes if pre else FP32)  # norms give fp32, and their gradient is the stream's own
+    branch = elements * (shape.matmul_bytes if pre else FP32)  # norms output fp32, and their gradient is the stream's
     freed = 0 if not dropped and not (shape.casts and pre) else branch
     back = elementwise(shape, "residual_scale", "multiply", elements, 2, temporary=branch, frees_temporary=freed)
     return [changed(back, frees_temporary_bytes=branch, gradient=(back,)), *dropped]

@@ -3,16 +3,16 @@
     layout = parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective")
     layout.check(model, accelerators=8, sequence=8192, global_batch=64)
 
-Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
-state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
-ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
-parallel, `cp_kind` how (`context_parallel.py`), ep expert parallel: ranks that share the experts of each layer, each
-expert split over tp like a dense network (arXiv 2006.16668, section 3.3), or over `etp` ranks where experts are folded:
-laid out over the dp x cp x tp ranks apart from the dense rest, ep of etp each (arXiv 2504.14960). `shard` replicas
-share one sharded copy, which the others repeat: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders
-the passes of a pipeline: 1f1b, gpipe (arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V,
-arXiv 2401.10241: weight gradients fill the bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv
-2412.19437 in its V form: both ends at once).
+Keys: dp data parallel replicas; zero the state they shard (arXiv 1910.02054: 1 optimizer state, 2 also gradients, 3
+also weights); tp tensor parallel (arXiv 1909.08053); sp sequence parallelism on the same ranks (arXiv 2205.05198); pp
+pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473); cp context parallel, in the way `cp_kind`
+(`context_parallel.py`); ep expert parallel: ranks that divide the experts of each layer, each expert split over tp like
+a dense network (arXiv 2006.16668, section 3.3), or over `etp` ranks with folded experts: placed over the dp x cp x tp
+ranks independently of the dense layers, in ep groups of etp (arXiv 2504.14960). One copy is sharded over `shard`
+replicas, and the other replicas repeat it: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders the
+passes of a pipeline: 1f1b, gpipe (arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv
+2401.10241: weight gradients fill the bubble; in a V every rank holds one chunk from each end), dualpipe (the V form of
+arXiv 2412.19437: both ends at once).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _ALSO = {
     "p2p": "ring", "allgather": "all_gather", "all-gather": "all_gather", "zb-h1": "zb", "zbh1": "zb", "zb1p": "zb",
     "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe",
 } | dict.fromkeys(("a2a", "alltoall", "all-to-all", "ulysses"), "all_to_all")  # fmt: skip
-"""Other names of them."""
+"""Synonyms of these values."""
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 MOST = 2**20
-"""Of anything in a layout: more than anybody has."""
+"""Upper limit of every number in a layout, beyond any real cluster."""
 
-SPLIT_BACKWARD = ("zb", *V_SHAPED)  # gradients of inputs and of weights in passes of their own
+SPLIT_BACKWARD = ("zb", *V_SHAPED)  # input and weight gradients are separate passes
 
 
 def undivided(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
-    """Why this trainer does not divide attention or experts of a model over ranks, or None."""
+    """Return why Ironlaw's trainer cannot divide a model's attention or experts over ranks, or None."""
     if tp > 1 and model.qk_norm_whole:
         return "this trainer does not divide a norm over all heads (qk_norm_whole): use tp = 1"
     if tp * ep > 1 and model.moe is not None and model.moe.bias:
@@ -57,20 +57,20 @@ def undivided(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism and what goes with them. The product dp tp pp cp is the number of accelerators."""
+    """Degrees of parallelism and related choices. The product dp tp pp cp is the number of accelerators."""
 
     dp: int = 1
     zero: int = 0
-    shard: int | None = None  # replicas that share what ZeRO shards; all of them when absent
+    shard: int | None = None  # replicas over which ZeRO shards one copy; all when absent
     tp: int = 1
     sp: bool = False
     pp: int = 1
     virtual_stages: int = 1
     schedule: str = "1f1b"
     cp: int = 1
-    cp_kind: str | None = None  # how its ranks see all keys: ring, all_gather, all_to_all; the engine's when absent
+    cp_kind: str | None = None  # exchange of keys: ring, all_gather, all_to_all; the engine's default when absent
     ep: int = 1
-    etp: int | None = None  # ranks that an expert is split over; tp when absent
+    etp: int | None = None  # ranks over which an expert is split; tp when absent
     micro_batch: int = 1  # sequences per forward pass of a replica
     accumulation: int | None = None  # micro-batches per replica and step; follows from the global batch when absent
     recompute: Recompute = KEPT  # none, selective, full, every:K (each k-th block in full), budget:SIZE
@@ -82,12 +82,12 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that an expert is split over."""
+        """Ranks over which an expert is split."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def sharing(self) -> int:
-        """Ranks that share one copy of what ZeRO shards; 1 where it shards nothing."""
+        """Ranks that share one copy of the state sharded by ZeRO; 1 without ZeRO."""
         return (self.shard or self.dp) * self.cp if self.zero else 1
 
     @property
@@ -95,11 +95,11 @@ class Layout:
         return self.dp * self.tp * self.pp * self.cp
 
     def global_batch(self) -> int | None:
-        """Sequences per step, when the layout says so itself."""
+        """Return the sequences per step, or None without `accumulation`."""
         return None if self.accumulation is None else self.dp * self.micro_batch * self.accumulation
 
     def filled(self, global_batch: int) -> Layout:
-        """The same with `accumulation` worked out."""
+        """Return the layout with `accumulation` set by the global batch (sequences)."""
         return replace(self, accumulation=global_batch // (self.dp * self.micro_batch))
 
     def __str__(self) -> str:
@@ -107,13 +107,13 @@ class Layout:
         return " ".join(f"{k}={int(v) if isinstance(v, bool) else v}" for k, v in shown.items())
 
     def to_json(self) -> dict[str, Any]:
-        """`Layout(**layout.to_json())` is the same."""
+        """Return a dictionary for which `Layout(**layout.to_json())` equals this layout."""
         return vars(self) | {"recompute": str(self.recompute)}
 
     def reason_invalid(
         self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None
     ) -> str | None:
-        """Why this layout cannot run at all, in one sentence, or None."""
+        """Return why no engine can run this layout, in one sentence, or None."""
         if accelerators is not None and self.accelerators != accelerators:
             product = f"dp {self.dp} x tp {self.tp} x pp {self.pp} x cp {self.cp} = {self.accelerators}"
             return f"{product} accelerators, the cluster has {accelerators}"
@@ -136,7 +136,7 @@ class Layout:
         )
 
     def reason_context(self, model: ModelConfig, sequence: int) -> str | None:
-        """Why context parallel ranks cannot exchange keys in this way, or None."""
+        """Return why context parallel ranks cannot exchange keys in the way `cp_kind`, or None."""
         kind, ranks = self.cp_kind, self.cp * self.tp
         if kind is not None and self.cp == 1:
             return f"cp_kind={kind} needs cp > 1"
@@ -204,19 +204,19 @@ class Layout:
             return f"interleaving needs the {count} micro-batches divisible by pp = {self.pp}"
         if self.schedule in V_SHAPED and count < 2 * self.pp:
             return f"schedule={self.schedule} needs 2 pp = {2 * self.pp} micro-batches or more, there are {count}"
-        if self.schedule == "zb" and count % max(1, count // self.pp):  # PyTorch's takes them in equal rounds
+        if self.schedule == "zb" and count % max(1, count // self.pp):  # PyTorch's schedule runs them in equal rounds
             return f"schedule=zb needs the {count} micro-batches divisible by pp = {self.pp}"
         return None
 
     def check(self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None) -> None:
-        """UserError when the layout cannot run."""
+        """Raise UserError if the layout cannot run."""
         reason = self.reason_invalid(model, sequence=sequence, global_batch=global_batch, accelerators=accelerators)
         if reason:
             raise UserError(f"layout '{self}' cannot run: {reason}")
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout from `key=value` pairs separated by spaces or commas. Unknown keys and bad values are UserErrors."""
+    """Parse `key=value` pairs separated by spaces or commas. Unknown keys and invalid values raise UserError."""
     words = words_of(text, "layout", [f.name for f in fields(Layout)], "dp=8 micro_batch=2")
     values = {key: _value(key, value) for key, value in words.items()}
     if values.get("schedule") in V_SHAPED:

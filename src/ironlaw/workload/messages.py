@@ -1,20 +1,20 @@
-"""What ranks that share a layer send each other for one micro-batch: bytes of buffers, whatever the links.
+"""Messages between ranks that share a layer, for one micro-batch: bytes of buffers, independent of the links.
 
-Context parallel attention, with T tokens on a rank, Q and KV the widths of its query and key/value heads (divided by tp
-already), w bytes each, lets the queries of a rank see all keys in one of three ways:
+With T tokens on a rank, Q and KV the widths of its query and key/value heads (already divided by tp) and w bytes per
+element, context parallel attention lets a rank's queries attend to all keys in one of three ways:
 
-    ring         each key/value block passes all ranks, cp - 1 messages of 2 T KV w; the backward pass sends the blocks
-                 and their gradients. Runs beside the attention of the block before (arXiv 2310.01889), as far as that
-                 lasts. A rank has a chunk from each end of the sequence, so that under a causal mask all compute the
-                 same (arXiv 2406.16047; `p2p` of Transformer Engine 2.20, which has no sliding window here)
-    all_gather   keys and values are gathered first, 2 T KV w from every rank, and gathered again for the backward pass,
-                 whose gradients are scattered; nothing hides it (Llama 3: arXiv 2407.21783, section 3.3.2)
+    ring         each key/value block visits all ranks, cp - 1 messages of 2 T KV w; the backward pass sends the blocks
+                 and their gradients. Overlaps the attention of the previous block (arXiv 2310.01889). A rank has a
+                 chunk from each end of the sequence, so that all compute equally much under a causal mask (arXiv
+                 2406.16047; `p2p` of Transformer Engine 2.20, which has no sliding window here)
+    all_gather   keys and values are gathered first, 2 T KV w from every rank, and again for the backward pass, whose
+                 gradients are reduce-scattered; not overlapped (Llama 3: arXiv 2407.21783, section 3.3.2)
     all_to_all   ranks change from parts of the sequence to parts of the heads: T (Q + 2 KV) w before attention, T Q w
-                 after it, the same in the backward pass; nothing hides it (DeepSpeed-Ulysses, arXiv 2309.14509). Query
-                 and key/value heads must divide by cp x tp
+                 after it, the same in the backward pass; not overlapped (DeepSpeed-Ulysses, arXiv 2309.14509). Query
+                 and key/value heads must be divisible by cp x tp
 
-T KV of the first two does not shrink with cp, what a rank sends in all grows with cp - 1; T (Q + KV) of the last falls
-with cp, so that it gains over longer rings unless key/value heads are few.
+In the first two, a rank's traffic grows with cp - 1, as T KV per message does not shrink with cp; in the last, it falls
+with cp as T (Q + KV), which beats longer rings unless key/value heads are few.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ironlaw.workload.sizes import Size, divided, larger
 
 
 class RankMessage(NamedTuple):
-    """`calls` of one kind of collective, each with a buffer of `bytes`."""
+    """`calls` of one kind of collective, with a buffer of `bytes` each."""
 
     kind: str
     calls: Size
@@ -37,7 +37,7 @@ class RankMessage(NamedTuple):
 
 
 def head_widths(model: ModelConfig, tp: Size, padded: bool = False) -> tuple[Size, Size, Size]:
-    """Of a rank's heads: queries, keys and values together, what attention gives. Padded: values as wide as keys."""
+    """Return the widths of a rank's queries, keys plus values, and output. `padded`: values are as wide as keys."""
     value = model.size_of_head if padded else model.size_of_value
     key_value = larger(divided(model.key_value_heads, tp), 1) * (model.size_of_head + value)
     return divided(model.query_size, tp), key_value, divided(model.mixed_size, tp)
@@ -46,7 +46,7 @@ def head_widths(model: ModelConfig, tp: Size, padded: bool = False) -> tuple[Siz
 def context_messages(
     model: ModelConfig, tokens: Size, tp: Size, cp: Size, width: Size, padded: bool = False
 ) -> dict[str, list[RankMessage]]:
-    """By way of context parallel attention, one exchange of one layer, forward. `tokens`: of one rank."""
+    """Return one layer's forward messages for each kind of context parallelism. `tokens` are those of one rank."""
     query, key_value, mixed = head_widths(model, tp, padded)
     block = tokens * key_value * width
     swapped = tokens * (query + key_value) * width
@@ -58,17 +58,17 @@ def context_messages(
 
 
 def context_buffers(model: ModelConfig, tokens: Size, tp: Size, cp: Size) -> dict[str, Size]:
-    """Elements on the way at the widest moment of one layer's backward pass: keys, values and their gradients."""
+    """Return the peak elements of communication buffers in one layer's backward pass: keys, values and gradients."""
     query, key_value, mixed = head_widths(model, tp)
     block = tokens * key_value
-    # Ring: a block and its gradients, received while others are at work. All-to-all: one side of every exchange.
+    # Ring: a block and its gradients are received while another is computed. All-to-all: one side of every exchange.
     return {"ring": 4 * block, "all_gather": 2 * block * cp, "all_to_all": tokens * (query + mixed) + block}
 
 
 def places_of_a_token(moe: MoEConfig, places: Size) -> Size:
-    """Of so many equal parts of a layer's experts, how many a token's choices fall into: the mean over even choices.
+    """Return the mean number of `places` (equal parts of a layer's experts) hit by a token's choices, if even.
 
-    Where they come from some groups of experts only, the parts are those of these groups.
+    If a token chooses from a few groups of experts only, just the places within these groups count.
     """
     experts, chosen, groups = (
         np.broadcast_to(n, places.shape) for n in (moe.experts, moe.experts_per_token, moe.groups)
@@ -82,7 +82,7 @@ def places_of_a_token(moe: MoEConfig, places: Size) -> Size:
 
 
 def _missed(pool: Size, part: Size, draws: Size) -> Size:
-    """Chance that none of `draws` different ones out of `pool` is among `part` of them."""
+    """Return the probability that `draws` draws without replacement from `pool` all miss a given `part` of it."""
     chance = np.ones(len(pool))
     for drawn in range(int(draws.max(initial=0))):
         left = np.maximum(pool - part - drawn, 0.0) / np.maximum(pool - drawn, 1.0)

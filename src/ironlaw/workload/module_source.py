@@ -1,4 +1,4 @@
-"""What a user names when planning a module of their own: where it is built, and what goes into it.
+"""Parsing of a user's own module for planning: the function that builds it, and its inputs.
 
     resolve_module("my_package.models:build")   # the module, or a function without arguments that returns it
     parse_input("tokens=8x2048:int64")          # Input("tokens", (8, 2048), "int64")
@@ -24,23 +24,23 @@ DTYPES = (
     "float32", "float64", "float16", "bfloat16",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
-"""Names as torch spells them."""
+"""PyTorch's names of element types."""
 
 SHORT_DTYPES = {"fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16", "long": "int64",
                 "int": "int32", "float": "float32", "half": "float16"}  # fmt: skip
 
 VALUES = ("zeros", "ones", "positions", "edges")
-"""Words for the values of an input."""
+"""Names for the values of an input."""
 
 EXAMPLES = "tokens=8x2048:int64 or image=32x3x224x224"
 
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor that goes into a module: the argument it is given to, its shape, its element type.
+    """One input tensor of a module: the name of its argument, its shape and its element type.
 
     `values`: "zeros", "ones", "positions" (0, 1, 2, ... along the last dimension), "edges" (a graph without loops) or
-    a number that they are drawn below; "" leaves them to be assumed by name (`trace_inputs`).
+    an exclusive upper bound of random values; "": chosen by the input's name (`trace_inputs`).
     """
 
     name: str
@@ -54,9 +54,9 @@ class Input:
 
 
 def parse_input(text: str) -> Input:
-    """`NAME=SIZExSIZE:DTYPE:VALUES`; the dtype is float32 unless given, "scalar" is the shape of a single number.
+    """Parse `NAME=SIZExSIZE:DTYPE:VALUES`. The default dtype is float32; the shape "scalar" is a single number.
 
-    A dotted name goes into a list or a dict: `images.0=3x224x224`, `targets.0.boxes=4x4`.
+    A dotted name is an element of a list or a dict: `images.0=3x224x224`, `targets.0.boxes=4x4`.
     """
     match = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^:]+?)\s*(?::\s*([\w.]+)\s*)?(?::\s*(\w+)\s*)?", text)
     if match is None:
@@ -80,7 +80,7 @@ def parse_input(text: str) -> Input:
 
 
 def read_inputs(texts: Sequence[str]) -> Any:
-    """What `--input` says: descriptions of tensors, or one `package.module:function` that returns the inputs."""
+    """Parse the values of `--input`: descriptions of tensors, or one `package.module:function` returning the inputs."""
     functions = [text for text in texts if re.fullmatch(r"[\w.]+:[\w.]+", text)]
     if not functions:
         return [parse_input(text) for text in texts]
@@ -98,7 +98,7 @@ def read_inputs(texts: Sequence[str]) -> Any:
 
 
 def resolve_module(spec: str) -> Callable[..., Any]:
-    """The module, or the function that builds it, behind `package.module:attribute`.
+    """Import the module, or the function that builds it, named by `package.module:attribute`.
 
     The current folder is importable, as with `python -m`.
     """
@@ -112,7 +112,7 @@ def resolve_module(spec: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(where)
-    except (Exception, SystemExit) as error:  # a script ends the process
+    except (Exception, SystemExit) as error:  # importing a script may end the process
         reason = _one_line(error)
         advice = install_advice(error, where)
         own = isinstance(error, ModuleNotFoundError)
@@ -132,11 +132,11 @@ def resolve_module(spec: str) -> Callable[..., Any]:
 
 _PACKAGES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml", "skimage":
              "scikit-image", "open_clip": "open-clip-torch", "Bio": "biopython", "attr": "attrs"}  # fmt: skip
-"""Of modules whose package has another name than they have."""
+"""Names of modules -> names of their packages, where they differ."""
 
 
 def install_advice(error: BaseException, own: str = "") -> str:
-    """What to install where a failure is, or comes from, a package that is missing; `own`: the user's module."""
+    """Return the installation advice for an error caused by a missing package, or "". `own`: the user's module."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ImportError):
         cause = cause.__cause__ or cause.__context__
@@ -158,9 +158,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def causal_decoder(file: Path) -> tuple[Callable[[], Any], int | None]:
-    """What builds the module of a `config.json` (or its directory), in fp32, and the longest sequence it states.
+    """Return a function that builds the fp32 module of a `config.json` (or its directory), and its longest sequence.
 
-    UserError where transformers is missing, does not know the type, or has no causal decoder of it.
+    UserError if transformers is missing, does not know the type, or has no causal decoder of that type.
     """
     try:
         import transformers

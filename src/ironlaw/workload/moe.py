@@ -1,10 +1,10 @@
-"""The operations of a block whose feed-forward network is made of experts: `model/moe.py`, call by call.
+"""The operations of a mixture-of-experts block, mirroring `model/moe.py` call by call.
 
 Symbols as in `forward.py`, and: E experts, k experts per token, S = T k choices, R rows of expert work (S, or E
-times the capacity), F inner width of an expert. A product of the experts is one operation: `batch` products, each of
-the mean load.
+times the capacity), F inner width of an expert. A product of the experts is one operation: `batch` products with the
+mean load each.
 
-Its FLOPs are exact whatever the load. Its time is that of an even one: on one device an uneven load has the same rows.
+FLOPs are exact for any load. Time is that of an even load: on one device an uneven load has the same number of rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ GROUP = "moe_block"
 
 
 def moe_block(shape: Shape) -> list[Operation]:
-    """One block with experts."""
-    # Its norm's output is kept in fp32 whatever the precision, for the router reads it so.
+    # The norm's output is saved in fp32 under any precision, because the router reads it in fp32.
     wide = shape if shape.conventions.fused else replace(shape, precision="fp32")
     operations = attention_half(shape) + norm(wide, "ffn_norm", reader="")
     operations += _route(shape) + (_fused_experts if shape.conventions.fused else _experts)(shape)
     if _of(shape).shared_experts:
         operations += _shared_experts(shape)
-    if not shape.conventions.fused:  # each tensor parallel rank has its part of every expert's result
+    if not shape.conventions.fused:  # each tensor parallel rank has partial results of every expert
         operations[-1] = replace(operations[-1], summed=True)
     return [*operations, *joining(shape), residual(shape)]
 
@@ -45,7 +44,7 @@ def _of(shape: Shape) -> MoEConfig:
 
 
 def rows(shape: Shape) -> int:
-    """Rows that all experts of a layer compute together."""
+    """Return the rows that all experts of a layer compute in total."""
     moe = _of(shape)
     if shape.rows_per_token is not None:
         return shape.tokens * shape.rows_per_token
@@ -57,16 +56,16 @@ def rows(shape: Shape) -> int:
 
 
 IMBALANCE = 1.1
-"""Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures how
-far the fullest expert is off), and no published figure is per rank and micro-batch. In a run's metrics,
-`expert_load_busiest_over_mean` is an upper bound of it. Published speeds of a vendor are of random choices, which are
-even (`moe_router_force_load_balancing` in the scripts they come from): `default_imbalance` of the engine."""
+"""Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures the
+excess of the fullest expert), and no published figure is per rank and micro-batch. In a run's metrics,
+`expert_load_busiest_over_mean` is an upper bound. A vendor's published speeds are for random, hence even choices
+(`moe_router_force_load_balancing` in its scripts): `default_imbalance` of the engine."""
 
 
 def row_factor(moe: MoEConfig, ep: Size, imbalance: Size = 0.0) -> Size:
-    """Rows that a rank computes over an even share: its capacity, or the imbalance where ranks wait for each other.
+    """Return a rank's rows over an even share: the capacity factor, or the imbalance if expert parallel ranks wait.
 
-    `imbalance`: rows of the busiest rank over the mean; 0: what training is taken to have.
+    `imbalance`: rows of the busiest rank over the mean; 0: the `IMBALANCE` assumed for training.
     """
     if moe.capacity_factor is not None:
         return moe.capacity_factor
@@ -74,30 +73,30 @@ def row_factor(moe: MoEConfig, ep: Size, imbalance: Size = 0.0) -> Size:
 
 
 def is_exchanged(ep: Size, split: Size, tp: Size) -> Any:
-    """Whether rows move on their own instead of as a dense network's tokens under tensor parallelism."""
+    """Whether rows are exchanged among ranks, unlike a dense network's tokens under tensor parallelism."""
     return (ep > 1) | (split != tp)
 
 
 def _source_bytes(shape: Shape) -> int:
-    """Of the table from rows to choices; with a capacity it has one more entry, for all dropped ones."""
+    """Return the bytes of the table from rows to choices; under a capacity it has one more entry, for dropped ones."""
     return (rows(shape) + (_of(shape).capacity_factor is not None)) * INDEX
 
 
 def _mask_bytes(shape: Shape) -> int:
-    """Which choices have a row and which rows a choice, a byte each; nothing when dropless."""
+    """Return the bytes of the masks of used choices and of used rows, one byte each; 0 when dropless."""
     moe = _of(shape)
     return 0 if moe.capacity_factor is None else shape.tokens * moe.experts_per_token + rows(shape) + 1
 
 
 def _sizes(shape: Shape) -> tuple[int, int, int]:
-    """Elements of the scores, choices, and bytes that normalised weights keep beside themselves."""
+    """Return the elements of scores and of choices, and the bytes that normalising the weights saves."""
     moe = _of(shape)
     scores, choices = shape.stream_tokens * moe.experts, shape.stream_tokens * moe.experts_per_token
     return scores, choices, (choices + shape.tokens) * FP32 if moe.normalize else 0
 
 
 def _balance_saved_bytes(shape: Shape) -> int:
-    """Of the balancing loss: the share of each expert; sigmoid scores also their sums (they are there already)."""
+    """Return the bytes saved by the balancing loss: the share of each expert, and the sums of sigmoid scores."""
     moe = _of(shape)
     if moe.balance != "loss" or moe.balance_loss == 0:
         return 0
@@ -105,10 +104,10 @@ def _balance_saved_bytes(shape: Shape) -> int:
 
 
 def _route(shape: Shape) -> list[Operation]:
-    """Scores in fp32, the choice, its weights, and the order of the choices by expert.
+    """The router: fp32 scores, the choices, their weights, and the order of the choices by expert.
 
-    Backward, weights to scores to logits to the router's matrix; its input gradient joins that of the dispatch.
-    """
+    The backward pass goes from weights to scores, logits and the router's matrix; its input gradient is added to that
+    of the dispatch."""
     model, moe, tokens = shape.model, _of(shape), shape.stream_tokens
     scores, choices, normalised = _sizes(shape)
     of, full, size = (tokens, moe.experts, model.hidden), tokens * model.hidden * FP32, scores * FP32
@@ -138,13 +137,13 @@ def _route(shape: Shape) -> list[Operation]:
         small("route", "softmax", scores, 2 * size, saved=size, gradient=[of_scores]),
         small("route", "topk", scores, size + choices * (FP32 + INDEX), saved=choices * INDEX,
               temporary=choices * FP32, frees_temporary=choices * FP32, gradient=[of_choice]),
-        # The weights that `combine` keeps, and what normalising them keeps; the logits die with the router's variables.
+        # Saves the weights for `combine` and for their normalisation; logits are freed with the router's variables.
         small("route", "multiply", choices, 4 * choices * FP32, saved=choices * FP32 + normalised,
               frees_temporary=size, gradient=[of_weights]),
     ]  # fmt: skip
     if any_of(balance):
         operations.append(small("route", "add", scores, size, saved=balance))
-    # Sorting, and where each choice went: two tables of indices; a capacity adds a mask of choices and one of rows.
+    # Sorting, and the row of each choice: two index tables; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)
     passing = choices * INDEX
     operations.append(
@@ -154,7 +153,7 @@ def _route(shape: Shape) -> list[Operation]:
 
 
 def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
-    """The mean load of an expert of this rank, and how many products that makes side by side."""
+    """Return the mean load of an expert of this rank, and the number of products in a batch."""
     moe, count = _of(shape), rows(shape)
     local = divided(moe.experts, shape.ep)
     if shape.conventions.fused or is_array(count, local):
@@ -165,9 +164,9 @@ def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
 def _grouped(
     shape: Shape, name: str, inputs: Size, outputs: Size, *, keep: bool, frees: Size, consumes: Size
 ) -> list[Operation]:
-    """Every row with the matrix of its expert; in reduced precision the weights are cast first, and kept.
+    """A grouped product: each row times its expert's matrix. In reduced precision the cast weights are saved.
 
-    Backward, gradients of rows and of weights, expert by expert; `frees` and `consumes` as in `linear`.
+    The backward pass computes gradients of rows and weights by expert; `frees` and `consumes` are as in `linear`.
     """
     moe, w, count = _of(shape), shape.matmul_bytes, rows(shape)
     (mean, batch), weights, out = _rows_by_expert(shape), moe.experts * inputs * outputs, count * outputs * w
@@ -192,11 +191,11 @@ def _grouped(
 
 
 def _experts(shape: Shape) -> list[Operation]:
-    """Dispatch, the experts' network on their rows, combine."""
+    """Dispatch, the experts' networks, and combine."""
     model, moe, w = shape.model, _of(shape), shape.matmul_bytes
     count, width = rows(shape), model.expert_ffn_size
     stream, inner, wide = shape.tokens * model.hidden, count * width, count * model.hidden * w
-    together = model.activation == "clamped_swiglu"  # gate and product are one, and keep what they are given
+    together = model.activation == "clamped_swiglu"  # activation and gate product are one, and save their inputs
     operations = _dispatch(shape)
     first = "expert_gate" if model.gated_ffn else "expert_up"
     network = _grouped(shape, first, model.hidden, width, keep=True, frees=wide, consumes=inner * w)
@@ -207,7 +206,7 @@ def _experts(shape: Shape) -> list[Operation]:
         network = gradient_last(network, met)
         network += _grouped(shape, "expert_up", model.hidden, width, keep=True, frees=0, consumes=inner * w)
         network.append(gate_product(shape, inner, passing=5 * inner * w if together else 0))  # its factors, one by one
-    # `combine` keeps what the experts give.
+    # `combine` saves the experts' outputs.
     network += _grouped(shape, "expert_down", width, model.hidden, keep=True, frees=inner * w, consumes=wide)
     operations += network + _combine(shape)
     if moe.shared_experts:
@@ -217,7 +216,7 @@ def _experts(shape: Shape) -> list[Operation]:
 
 
 def _dispatch(shape: Shape) -> list[Operation]:
-    """Tokens to rows; backward, rows to tokens, choice by choice."""
+    """Gather tokens into rows; the backward pass sums rows into tokens, choice by choice."""
     model, w, count = shape.model, shape.matmul_bytes, rows(shape)
     k, stream, wide = _of(shape).experts_per_token, shape.tokens * model.hidden, count * model.hidden * w
     copy = stream * w if shape.casts else 0
@@ -237,7 +236,7 @@ def _dispatch(shape: Shape) -> list[Operation]:
 
 
 def _combine(shape: Shape) -> list[Operation]:
-    """Choice by choice: the rows of all tokens are gathered, weighted and added."""
+    """Gather, weight and sum the rows of all tokens, choice by choice."""
     model, w, count, k = shape.model, shape.matmul_bytes, rows(shape), _of(shape).experts_per_token
     stream, wide, choices = shape.tokens * model.hidden, count * model.hidden * w, shape.tokens * k
     of_rows = count * (INDEX + FP32)  # the token of each row, and its weight
@@ -261,7 +260,7 @@ def _combine(shape: Shape) -> list[Operation]:
 
 
 def _fused_experts(shape: Shape) -> list[Operation]:
-    """The same where tokens are sorted to rows, and rows added up to tokens, by one kernel each."""
+    """Experts whose dispatch (sorting tokens into rows) and combine (summing rows into tokens) are one kernel each."""
     model, conventions = shape.model, shape.conventions
     count, width = rows(shape), model.expert_ffn_size
     both = 2 * width if model.gated_ffn else width
@@ -281,9 +280,9 @@ def _fused_experts(shape: Shape) -> list[Operation]:
 
 
 def permuted_elements(shape: Shape) -> tuple[Size, Size]:
-    """Elements read and written by sorting a rank's tokens to rows, and by adding rows up to tokens.
+    """Return the elements read and written to sort a rank's tokens into rows, and to sum rows into tokens.
 
-    Rows that arrive by choices from other ranks are sorted by expert once more, and back, where a rank has several.
+    If a rank has several experts, rows received per choice are sorted by expert once more, and back.
     """
     moe, count, tokens = _of(shape), rows(shape) * shape.model.hidden, shape.tokens * shape.model.hidden
     again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
@@ -291,9 +290,9 @@ def permuted_elements(shape: Shape) -> tuple[Size, Size]:
 
 
 def _shared_experts(shape: Shape) -> list[Operation]:
-    """One dense network that every token visits, perhaps scaled, added to what `combine` gave.
+    """A dense network for every token, with an optional gate, added to the result of `combine`.
 
-    Backward ends with one gradient of the normed input, in fp32. In fp32 that belongs to the router, which frees it.
+    The backward pass ends with one fp32 gradient of the normed input. In fp32 the router frees that input.
     """
     model, gated, w = shape.model, _of(shape).shared_gate, shape.matmul_bytes
     if shape.conventions.fused:
@@ -302,12 +301,12 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     elements, size = shape.tokens * model.hidden, shape.tokens * model.hidden * w
     name = f"shared_{network_reader(shape)}_cast"
     operations = [cast(shape, name, elements, saved=size)] if shape.casts else []
-    # Without a scale the gradient of the sum is the branch's own, which `combine` still needs.
+    # Without a gate the gradient of the sum is that of the branch, which `combine` still needs.
     operations += feed_forward(
         shape, model.shared_ffn_size, "shared_ffn", consumes=size if gated else 0, owns_input=shape.casts, summed=False
     )
     if gated:
-        # The product keeps both of its factors: the output of the shared experts is saved, not temporary.
+        # The product with the gate saves both factors: the shared experts' output is saved, not temporary.
         operations[-1] = replace(operations[-1], saved_bytes=size, temporary_bytes=0)
         met = elementwise(shape, "ffn_norm", "add_in_place", elements, 3, frees_temporary=size)
         operations = gradient_last(operations, met) + _shared_gate(shape, size)
@@ -316,7 +315,7 @@ def _shared_experts(shape: Shape) -> list[Operation]:
 
 
 def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
-    """A number for each token, by which the shared experts' result, of `size` bytes, is scaled."""
+    """The gate of the shared experts: one factor per token on their result, of `size` bytes."""
     hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.tokens * shape.model.hidden
     gate, held = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
     to_input, to_weight = product_gradients(shape, "shared_gate", (shape.tokens, 1, hidden), moved=size)

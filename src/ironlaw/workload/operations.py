@@ -1,10 +1,10 @@
-"""What a step is made of, before any hardware is known: operations, their backward passes, and parameters.
+"""Operations, the hardware-independent parts of a step, each with its backward pass.
 
     forward = [call("activation", "silu_forward", ..., gradient=[call("activation", "silu_backward", ...)]), ...]
     backward = differentiate(forward)
 
-Whoever lists an operation of a forward pass says in the same place what its backward pass computes and lets go of.
-Nothing lists a backward pass: it is the gradients of the operations, the last one first.
+Each operation of a forward pass declares the operations of its backward pass and the memory these free. A whole
+backward pass is never listed: it consists of the gradients of the operations in reverse order.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ironlaw.workload.sizes import Size
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel call. Quantities are per call; `repeat` says how often a micro-batch (or a step) makes it.
+    """One kernel call. Quantities are per call; `repeat` is the number of calls per micro-batch (or step).
 
-    `kernel` names the curve that sets its time: `matmul`, `attention_forward`, `gelu_tanh_forward`, ...
-    FLOPs are those of matrix products only, as PyTorch's own counter counts them; `None` where it counts none.
+    `kernel` names the efficiency curve that sets its time: `matmul`, `attention_forward`, `gelu_tanh_forward`, ...
+    FLOPs are those of matrix products only, as counted by PyTorch's FLOP counter; `None` where it counts none.
 
-    Memory: what the call allocates and what is freed when it is done, in two pools. *Saved* bytes wait for the
-    backward pass; *temporary* bytes die within the same phase. `gradient_bytes` are parameter gradients it creates.
+    Memory: the bytes that the call allocates, and those freed when it is done, in two pools. *Saved* bytes are held for
+    the backward pass, *temporary* bytes are freed within the same phase. `gradient_bytes` are new parameter gradients.
 
-    `gradient`: the operations of its backward pass, in order; none of an operation that is in a backward pass itself.
+    `gradient`: the operations of its backward pass, in order; empty for operations of a backward pass.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Operation:
     kernel: str
     repeat: Size = 1
     matmul: tuple[Size, Size, Size] | None = None  # (m, n, k) of C[m, n] = A[m, k] B[k, n]
-    batch: Size = 1  # products of that shape in the call: of a batch, groups of a convolution, experts
+    batch: Size = 1  # products of that shape in the call, as of batches, groups of a convolution or experts
     attention: tuple[Size, Size, Size, Size, Size] | None = None  # sequences, tokens, heads, kv_heads, head_size
     flops: Size | None = None
-    precision: str | None = None  # where it is not the step's
-    elements: Size = 0  # of the main tensor: what an elementwise kernel's time is counted in
-    bytes_moved: Size = 0  # read once plus written once: the least traffic
+    precision: str | None = None  # if it differs from the step's
+    elements: Size = 0  # of the main tensor; sets the time of elementwise kernels
+    bytes_moved: Size = 0  # minimal traffic: inputs read once, outputs written once
     saved_bytes: Size = 0
     temporary_bytes: Size = 0
     frees_saved_bytes: Size = 0
     frees_temporary_bytes: Size = 0
     gradient_bytes: Size = 0
-    on_stream: bool = False  # on the residual stream, of which each sequence parallel rank has a part
-    gathered: bool = False  # what it gives layers read: sequence parallel ranks gather it, and add up its gradient
-    summed: bool = False  # a product of parts of its inputs on tensor parallel ranks, which add up what they get
+    on_stream: bool = False  # acts on the residual stream, which sequence parallel ranks divide
+    gathered: bool = False  # layers read its output: sequence parallel ranks gather it and sum its gradient
+    summed: bool = False  # tensor parallel ranks multiply parts of its inputs and sum the results
     gradient: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 def changed(one: T, **changes: Any) -> T:
-    """`dataclasses.replace` in a quarter of its time, for no constructor runs: a plan changes tens of thousands."""
+    """`dataclasses.replace` in a quarter of its time (no constructor): a plan makes tens of thousands of calls."""
     assert changes.keys() <= one.__dict__.keys()
     made: T = object.__new__(type(one))
     made.__dict__.update(one.__dict__ | changes)
@@ -70,7 +70,7 @@ def grown(
     op: Operation, *, saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
     passing: Size = 0,
 ) -> Operation:  # fmt: skip
-    """With so many bytes more, or fewer, of each kind; `passing`: bytes that are there only while it runs."""
+    """Return `op` with bytes added to each pool. `passing`: bytes allocated only while it runs."""
     return changed(
         op, saved_bytes=op.saved_bytes + saved, temporary_bytes=op.temporary_bytes + temporary + passing,
         frees_saved_bytes=op.frees_saved_bytes + frees_saved,
@@ -83,8 +83,8 @@ def call(
     temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, parameters: Size = 0,
     precision: str | None = None, on_stream: bool = False, gathered: bool = False, gradient: Sequence[Operation] = (),
 ) -> Operation:  # fmt: skip
-    """An operation that is no product, on `elements`, which moves `moved` bytes; `parameters`: bytes of gradients of
-    parameters that it makes. Its group is that of the layer that it ends up in (`kinds.py`)."""
+    """Return an operation other than a matrix product, which moves `moved` bytes. `parameters`: bytes of the parameter
+    gradients it creates. `kinds.py` sets its group to that of its layer."""
     return Operation(
         name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
         saved_bytes=saved, temporary_bytes=temporary, frees_saved_bytes=frees_saved,
@@ -97,7 +97,7 @@ def product(
     name: str, shape: tuple[Size, Size, Size], element_bytes: Size, *, kernel: str = "matmul", batch: Size = 1,
     flops: Size | None = None, moved: Size | None = None, **memory: Any,
 ) -> Operation:  # fmt: skip
-    """C[m, n] = A[m, k] B[k, n], `batch` times: 2 m n k FLOPs each, and every matrix read or written once."""
+    """C[m, n] = A[m, k] B[k, n], `batch` times: 2 m n k FLOPs each; every matrix is read or written once."""
     m, n, k = shape
     return changed(
         call(name, kernel, 0, element_bytes * batch * (m * k + k * n + m * n) if moved is None else moved, **memory),
@@ -106,18 +106,18 @@ def product(
 
 
 def differentiate(operations: Sequence[Operation]) -> list[Operation]:
-    """The backward pass: what each operation says of its own, in reverse."""
+    """Return the backward pass: the gradients of the operations, in reverse order."""
     return [changed(op, phase=Phase.BACKWARD) for forward in reversed(operations) for op in forward.gradient]
 
 
 def gradient_first(operations: Sequence[Operation], *more: Operation) -> list[Operation]:
-    """The same with `more` first in their backward pass."""
+    """Return the operations with `more` put first in their backward pass."""
     *others, last = operations
     return [*others, changed(last, gradient=(*more, *last.gradient))]
 
 
 def gradient_last(operations: Sequence[Operation], *more: Operation) -> list[Operation]:
-    """The same with `more` last in their backward pass: where what they read is read elsewhere too, gradients meet."""
+    """Return the operations with `more` put last in their backward pass, such as the sum of an input's gradients."""
     first, *others = operations
     return [changed(first, gradient=(*first.gradient, *more)), *others]
 
@@ -127,7 +127,7 @@ def total_flops(operations: Iterable[Operation]) -> int:
 
 
 def saved_bytes(operations: Iterable[Operation]) -> int:
-    """Bytes a forward pass leaves waiting for the backward pass."""
+    """Return the bytes that a forward pass saves for the backward pass."""
     return sum(op.saved_bytes * op.repeat for op in operations if op.phase is Phase.FORWARD)
 
 
@@ -135,5 +135,5 @@ _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
 
 
 def line_name(operation: str) -> str:
-    """Layers of a stack share a line: `blocks.3.attention.qkv` is `blocks.*.attention.qkv`; a last number stays."""
+    """Return the name shared by all layers of a stack: `blocks.3.attention.qkv` -> `blocks.*.attention.qkv`."""
     return _LAYER.sub("*", operation)

@@ -1,6 +1,6 @@
-"""Sizes that are an `int`, for one exact plan, or an array with one entry per layout, for thousands at once.
+"""Sizes: an `int` for one exact plan, or an array with one entry per layout for thousands of plans at once.
 
-Every function of this room that describes operations takes both: whole numbers stay exact Python integers.
+Every function of this package that describes operations accepts both; whole numbers stay exact Python integers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def is_array(*sizes: Size) -> bool:
 
 
 def any_of(size: Size) -> bool:
-    """Whether it is not zero, for some layout."""
+    """Whether the size is nonzero for any layout."""
     return bool(np.any(size))
 
 
 def several(size: Size) -> bool:
-    """Whether it is more than one, for all layouts alike."""
+    """Whether the size is above one; all layouts of an array must agree."""
     if not is_array(size):
         return bool(size > 1)
     found = bool((size > 1).all())
@@ -32,7 +32,7 @@ def several(size: Size) -> bool:
 
 
 def divided(size: Size, parts: Size) -> Size:
-    """`size / parts`; a whole number where both are and it divides."""
+    """Return `size / parts`, as an integer if both are integers and the division is exact."""
     if is_array(size, parts):
         return size / parts
     quotient, rest = divmod(size, parts)
@@ -40,7 +40,7 @@ def divided(size: Size, parts: Size) -> Size:
 
 
 def whole(size: Size) -> Size:
-    """The nearest whole number of what is one but for rounding; an array as it is."""
+    """Round a number that is whole up to rounding errors; arrays are returned unchanged."""
     return size if is_array(size) else round(size)
 
 
@@ -53,6 +53,6 @@ def smaller(a: Size, b: Size) -> Size:
 
 
 def divisors(number: int) -> list[int]:
-    """Smallest first."""
+    """Return the divisors in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
