@@ -1,15 +1,15 @@
-"""One step as a Program: what every rank computes, sends, updates and holds, by stage of the pipeline.
+"""A training step as a Program: the operations, collectives, updates and tensors of each rank, by pipeline stage.
 
-    program = step(model, Batch(sequences=512, tokens=4096), Layout(dp=8, tp=2, micro_batch=2), Recipe("bf16"))
+    program = step(model, StepBatch(sequences=512, tokens=4096), Layout(dp=8, tp=2, micro_batch=2), Recipe("bf16"))
     for op, times in program.stages[0].operations(): ...          # of a micro-batch, layers of a kind folded
-    for layer in program.stages[0].layers: layer.forward, layer.backward       # in the order of execution
-    program.collectives[0]                                        # of a rank of the first pipeline position, per step
+    for layer in program.stages[0].layers: layer.forward, layer.backward       # in order of execution
+    program.collectives[0]                                        # of a rank at the first pipeline position, per step
 
-A single process is `Layout()`, all ones. A layout rewrites the program of one process: tensor, sequence and context
-parallelism divide operations (`division.py`) and insert collectives (`collectives.py`), expert parallelism its
-exchanges, ZeRO shards what a rank holds and updates (`sharding.py`), a pipeline cuts the list of layers, recomputation
-repeats operations (`recompute.py`). A traced module is another source of the same type (`step_of_trace`), serving a
-third (`serving.py`). No hardware is known here: seconds are the planner's.
+A single process is `Layout()`, where all degrees are 1. A layout rewrites the program of one process: tensor, sequence
+and context parallelism divide operations (`division.py`) and insert collectives (`collectives.py`), expert parallelism
+inserts exchanges, ZeRO shards a rank's tensors and updates (`sharding.py`), a pipeline cuts the list of layers, and
+recomputation repeats operations (`recompute.py`). Programs also come from traced modules (`step_of_trace`) and from
+serving (`serving.py`). A program is independent of hardware: the planner computes seconds.
 """
 
 from __future__ import annotations
@@ -46,49 +46,49 @@ EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 @dataclass(frozen=True)
 class Layer:
-    """A part of the model in one micro-batch: the embedding, one block, the output layer. FSDP gathers its weights by
-    `name`. Operations with `repeat` 0 are memory and no time."""
+    """A part of the model in one micro-batch: the embedding, one block or the output layer. FSDP gathers its weights by
+    `name`. Operations with `repeat` 0 take memory but no time."""
 
     name: str
     kind: str  # the group of its operations
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...] = ()
-    recomputed: tuple[Operation, ...] = ()  # before `backward`: what the forward pass runs again
-    cast_weight_bytes: int = 0  # of a recomputed block: autocast remembers them until the forward pass is over
+    recomputed: tuple[Operation, ...] = ()  # run before `backward`: the recomputed part of the forward pass
+    cast_weight_bytes: int = 0  # of a recomputed block, cached by autocast until the end of the forward pass
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline stage computes: layers of a micro-batch, and the update once per step."""
+    """The work of one rank of a pipeline stage: layers of a micro-batch, and the update once per step."""
 
     layers: tuple[Layer, ...]
-    parameters: tuple[Parameter, ...] = ()  # as a tensor parallel rank has them
-    shards: tuple[Parameter, ...] = ()  # the part of them that this rank updates
+    parameters: tuple[Parameter, ...] = ()  # as held by a tensor parallel rank
+    shards: tuple[Parameter, ...] = ()  # the part of the parameters that this rank updates
     update: tuple[Operation, ...] = ()
 
     def operations(self) -> Iterator[tuple[Operation, int]]:
-        """Of a micro-batch with how often each runs: forward then backward, layers of a kind folded."""
+        """Yield a micro-batch's operations with their repetitions: forward then backward, layers of a kind folded."""
         return folded(self.layers)
 
 
 @dataclass(frozen=True)
 class Program:
-    """`stages` by number, `layout.pp x layout.virtual_stages` of them; `tensors` by pipeline position."""
+    """A step of a layout: its `layout.pp x layout.virtual_stages` stages in order, and tensors by pipeline position."""
 
     layout: Layout
     stages: tuple[Stage, ...]
     micro_batches: int = 1  # per replica and step
-    remainder: tuple[Layer, ...] = ()  # the last micro-batch, where it is smaller; one process only
+    remainder: tuple[Layer, ...] = ()  # the last micro-batch, if smaller; one process only
     tensors: tuple[tuple[Tensor, ...], ...] = ((),)
     model: ModelConfig | None = None
     batch: StepBatch | None = None
     recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
-    sent: tuple[Collective, ...] | None = None  # by each rank, where the layout does not say it
+    sent: tuple[Collective, ...] | None = None  # collectives of each rank, if they do not follow from the layout
 
     @cached_property
     def collectives(self) -> tuple[tuple[Collective, ...], ...]:
-        """Of a rank of each pipeline position, in a step."""
+        """The collectives of a rank at each pipeline position, in one step."""
         positions = range(self.layout.pp)
         if self.sent is not None or self.layout.accelerators == 1:
             return (self.sent or (),) * len(positions)
@@ -97,16 +97,16 @@ class Program:
 
     @property
     def message_bytes(self) -> int:
-        """Of the residual stream that a stage hands on: a micro-batch's, on one rank."""
+        """Bytes of one rank's residual stream of a micro-batch, sent from stage to stage."""
         assert self.model is not None and self.batch is not None
         return message_bytes(self.model, self.layout, self.batch)
 
     def stages_at(self, position: int) -> list[int]:
-        """Numbers of the stages that a rank of a pipeline position holds."""
+        """Return the numbers of the stages held by a rank at a pipeline position."""
         return stages_of(self.layout.schedule, self.layout.pp, self.layout.virtual_stages, position)
 
     def operations(self, stage: int = 0) -> Iterator[tuple[Operation, int]]:
-        """Of a stage in a step, with how often each runs."""
+        """Yield the operations of a stage in one step, with their repetitions."""
         here = self.stages[stage]
         whole = self.micro_batches - bool(self.remainder)
         yield from ((op, times * whole) for op, times in here.operations())
@@ -114,7 +114,7 @@ class Program:
         yield from ((op, op.repeat) for op in here.update if op.repeat)
 
     def flops(self) -> int:
-        """Of matrix products, of one rank of every stage, in a step."""
+        """Return the FLOPs of matrix products in one step, summed over one rank of every stage."""
         return sum((op.flops or 0) * times for stage in range(len(self.stages)) for op, times in self.operations(stage))
 
     @cached_property
@@ -126,9 +126,9 @@ def step(
     model: ModelConfig, batch: StepBatch, layout: Layout | None = None, recipe: Recipe | None = None,
     position: int | None = None,
 ) -> Program:  # fmt: skip
-    """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`).
+    """Return the program of one training step of `model`. The layout must be valid for it (`Layout.check`).
 
-    Given a pipeline `position`, what is held and updated is worked out of its ranks alone.
+    With a pipeline `position`, tensors and updates are computed for the ranks at that position only.
     """
     layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
@@ -154,7 +154,7 @@ def step(
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip
-        if recipe.offloads_optimizer:  # the update is the host's; clipping stays with the gradients
+        if recipe.offloads_optimizer:  # the host updates; clipping stays on the device with the gradients
             update = [op for op in update if op.phase is not Phase.OPTIMIZER or runs_on_device(op)]
         stages.append(Stage(layers, tuple(parameters), tuple(shards), tuple(update)))
     return Program(
@@ -177,8 +177,8 @@ def step(
 def _adapted(
     adapters: Adapters, model: ModelConfig, layout: Layout, recipe: Recipe, stage: int, layers: Sequence[int]
 ) -> tuple[list[Parameter], list[Parameter], int]:
-    """What FSDP or DDP has of a stage, this rank's part of what is trained, and bytes of what is frozen. ZeRO 3 alone
-    divides that."""
+    """Return a stage's tensors under FSDP or DDP, this rank's part of the trained ones, and the bytes of frozen ones,
+    which only ZeRO 3 divides."""
     trained = adapters.trained(model, layers, layout)
     product_bytes = FP32 if recipe.precision == "fp32" else BF16
     frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
@@ -190,17 +190,17 @@ def _adapted(
 
 
 def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None = None, cpu: bool = False) -> Program:
-    """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter
-    unless the optimizers of a loop are known.
+    """Return the program of a traced module: one process, and one micro-batch as traced. The optimizers are those of
+    `loop`, by default AdamW on every trained parameter.
 
-    Gradients have the parameters' own type; what is recomputed and which types are used, the module has decided. A
-    `cpu`'s kernels take what they need for themselves.
+    Gradients have the parameters' dtype; recomputation and dtypes are those of the module. On a `cpu` the scratch
+    memory of kernels is counted.
     """
     operations = [grown(op, passing=op.cpu_scratch_bytes if cpu else 0) for op in trace.operations]
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
     forward: list[Operation] = [*operations[:turn]]
     found = loop.gradients if loop else "none"
-    if found == "forward" and accumulation > 1:  # forward passes find gradients of the micro-batch before anyway
+    if found == "forward" and accumulation > 1:  # gradients of the previous micro-batch exist in forward passes anyway
         found = "none"
     if found == "forward":
         cleared = -trace.trained_bytes
@@ -222,12 +222,11 @@ def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None =
 
 
 def replicated(program: Program, trace: ModuleTrace, replicas: int, zero: int) -> Program:
-    """The program of a traced module, as one of so many replicas runs it.
+    """Return the program of one of `replicas` replicas of a traced module.
 
-    ZeRO 0: each has everything, and DDP's buckets hold the gradients once more. ZeRO 3: each has a part of parameters,
-    gradients and state; FSDP gathers the weights of a unit for either pass, the next one's meanwhile, and scatters its
-    gradients.
-    """
+    ZeRO 0: each holds everything, and DDP's buckets hold a second copy of the gradients. ZeRO 3: each holds a part of
+    parameters, gradients and state; FSDP gathers the weights of a unit for both passes, prefetching the next unit, and
+    reduce-scatters its gradients."""
     ((tensors,), (stage,)), units = (program.tensors, program.stages), len(trace.unit_bytes)
     if zero == 0:
         buckets = Tensor("communication", trace.trained_bytes, "buckets of gradients")
@@ -252,12 +251,12 @@ def replicated(program: Program, trace: ModuleTrace, replicas: int, zero: int) -
 
 
 def runs_on_device(update: Operation) -> bool:
-    """Of an optimizer that updates on the host, what stays: clipping."""
+    """Whether an operation of an offloaded optimizer runs on the device: only clipping does."""
     return update.name.startswith("clip")
 
 
 def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: StepBatch, recipe: Recipe) -> Shape:
-    """One micro-batch of the whole model."""
+    """Return the shape of one micro-batch of the whole model."""
     again = bool(recipe.recompute) and recipe.recompute[0] is not None
     return Shape(
         model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
@@ -267,7 +266,7 @@ def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: StepBatch, re
 
 
 def layers_of_shape(shape: Shape) -> tuple[Layer, ...]:
-    """All layers of a micro-batch in the order of the forward pass; those of one kind and policy share operations."""
+    """Return all layers in order of the forward pass; those of the same kind, policy and adapters share operations."""
     made: dict[tuple[str, Policy, tuple[BlockAdapters, ...]], Layer] = {}
     kinds = layer_groups(shape.model)
     policies: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
@@ -290,14 +289,14 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
         return Layer("", kind, tuple(forward), tuple(backward))
     drop, recomputed, copies = dropped(shape, policy, kind), again(shape, policy, kind), weight_copies(shape, kind)
     freed = freed_after_backward(drop, recomputed, copies)
-    # The gradient that comes along the stream is cast for the last branch before that runs again.
+    # The stream's gradient is cast for the last branch before that branch is recomputed.
     before = 1 if backward[0].name == "residual_cast" else 0
     recomputed = [*backward[:before], *recomputed]
     return Layer("", kind, (*forward, drop), (*backward[before:], freed), tuple(recomputed), copies)
 
 
 def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
-    """Calls of a micro-batch, forward then backward, with how often each is made: layers that share operations once."""
+    """Yield a micro-batch's calls, forward then backward, with their repetitions; layers that share operations once."""
     same: dict[tuple[int, int], list[Layer]] = {}
     for layer in layers:
         same.setdefault((id(layer.forward), id(layer.recomputed)), []).append(layer)
@@ -317,18 +316,18 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
 
 
 def training_operations(shape: Shape) -> list[Operation]:
-    """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
+    """Return every call of one micro-batch, forward then backward, with layers folded into `repeat`."""
     return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
 
 
 # -- what a rank holds from one step to the next --------------------------------------------------------------------
 
 
-DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it
+DOCUMENT_BYTES = 4  # int32: each token's document number, if attention stays within documents
 
 
 class Tensor(NamedTuple):
-    """What a rank holds throughout, by component: weights, the optimizer's state, a cache, ..."""
+    """A component of a rank's permanent memory: weights, optimizer state, a cache, ..."""
 
     component: str
     bytes: float
@@ -339,8 +338,8 @@ def lasting_tensors(
     model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, layers: Sequence[int],
     shards: Sequence[Parameter], frozen: int = 0,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """What a rank holds from one step to the next; the rest comes and goes, and is walked (`plan/memory.py`). Of a rank
-    with these layers, which updates `shards`, beside so many bytes of what is frozen. Weights are fp32."""
+    """Yield the tensors that a rank holds from step to step; `plan/memory.py` walks the others. The rank has these
+    layers, updates `shards` and holds `frozen` bytes of frozen tensors. Weights are fp32."""
     elements = sum(p.elements for p in shards) * FP32
     buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)
     hosted, paged = recipe.offloads_optimizer, PAGED.get(recipe.optimizer.name)
@@ -363,7 +362,7 @@ def rotary_table_bytes(model: ModelConfig) -> int:
 
 
 def routing_buffer_bytes(model: ModelConfig, layers: Sequence[int]) -> int:
-    """Load per expert and dropped choices of every layer with experts, and the biases of the choice."""
+    """Return the bytes of each MoE layer's loads per expert, dropped choices and routing biases."""
     if model.moe is None:
         return 0
     kinds = layer_groups(model)
@@ -372,7 +371,7 @@ def routing_buffer_bytes(model: ModelConfig, layers: Sequence[int]) -> int:
 
 
 def batch_bytes(batch: StepBatch) -> int:
-    """Tokens and targets of a step, int64, and where attention asks for it the number of each one's document."""
+    """Return the bytes of a step's tokens and targets, int64, and of document numbers if attention uses them."""
     return batch.sequences * batch.tokens * (2 * INDEX + (DOCUMENT_BYTES if batch.documents else 0))
 
 
@@ -380,9 +379,9 @@ def batch_bytes(batch: StepBatch) -> int:
 
 
 def with_second_model(program: Program, objective: ObjectiveConfig, second: ModelConfig, held: bool) -> Program:
-    """Of one process, whose objective asks a teacher, or the reference of preferences: before each micro-batch's own
-    forward pass comes the second model's, of which nothing is kept but its logits; they wait for the loss, which holds
-    more of their size than cross-entropy does. `held`: its weights are in memory beside the model's, in fp32."""
+    """Add the forward pass of a second model, a teacher or the reference of preferences, before each micro-batch's own,
+    in one process. Only its logits are saved, for the loss, which holds more tensors of their size than cross-entropy
+    does. `held`: its weights are in memory besides the model's, in fp32."""
     assert program.shape is not None
     stage = program.stages[0]
     layers = _beside(program.shape, objective, second, stage.layers)
@@ -420,8 +419,8 @@ def _beside(
 
 
 def _distilling(head: Layer, logits: int, width: int) -> Layer:
-    """In the loss both models' learned rows are copied to fp32 beside the logits, three log-softmaxes wait instead of
-    one, and the divergence takes three more of their size."""
+    """Add distillation to the loss: both models' logits of the trained rows are copied to fp32, three log-softmaxes are
+    saved instead of one, and the divergence takes three more tensors of that size."""
     size = logits * FP32
 
     def op(phase: Phase, **memory: Any) -> Operation:

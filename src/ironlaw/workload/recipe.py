@@ -1,4 +1,4 @@
-"""How a trainer computes a step, and what it is given: arithmetic, kernels, what is kept, how gradients travel."""
+"""A step's input, and the trainer's choices for it: arithmetic, kernels, recomputation, gradient communication."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Offload = Literal["none", "activations", "optimizer", "both"]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one optimizer step reads: `sequences` of all replicas, `tokens` each."""
+    """The batch of one optimizer step: `sequences` over all replicas, of `tokens` each."""
 
     sequences: int
     tokens: int
-    documents: bool = False  # attention stays inside documents
-    padded: bool = False  # rows are padded: they have different numbers of targets
-    counted: int = 1  # sequences over which the load of experts is counted
+    documents: bool = False  # attention does not cross document boundaries
+    padded: bool = False  # rows are padded and differ in their number of targets
+    counted: int = 1  # sequences over which expert loads are counted
 
     @property
     def unequal(self) -> bool:
-        """Whether rows have different numbers of targets, so that ranks must tell each other theirs."""
+        """Whether rows differ in their number of targets, so that ranks must exchange these numbers."""
         return self.documents or self.padded
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Our trainer's choices. Weights, gradients and the optimizer's state are fp32 whatever the precision."""
+    """Choices of Ironlaw's trainer. Weights, gradients and optimizer state are fp32 under any precision."""
 
     precision: Precision = "fp32"  # of the matrix products
-    cuda: bool = False  # kernels of CUDA: fused norms and attention; else those of a CPU
-    onednn: bool = False  # fp32 products by oneDNN
-    gloo: bool = True  # collectives copy what they gather, and what they reduce and scatter
+    cuda: bool = False  # CUDA kernels, with fused norms and attention, instead of CPU kernels
+    onednn: bool = False  # oneDNN computes fp32 products
+    gloo: bool = True  # all-gather and reduce-scatter copy their buffers
     recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all of a micro-batch
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     offload: Offload = "none"
     average: bool = False  # an exponential average of the weights is kept
-    checkpoints: bool = False  # written beside the steps, from a copy of the state
-    adapters: Adapters | None = None  # all that is trained; the whole model without
-    native: bool = False  # causal attention by our own kernel of a CPU in place of PyTorch's fused one
+    checkpoints: bool = False  # written in the background from a copy of the state
+    adapters: Adapters | None = None  # the trained tensors; None: the whole model
+    native: bool = False  # Ironlaw's own CPU kernel computes causal attention instead of PyTorch's fused one
 
     @property
     def offloads_activations(self) -> bool:

@@ -1,8 +1,8 @@
-"""Recomputation: a block keeps less for its backward pass and runs parts of its forward pass again. No torch.
+"""Recomputation: a block saves less for its backward pass and runs parts of its forward pass again. No torch.
 
-A *policy* says, for one block, which expensive results it keeps; `None` keeps everything (nothing is recomputed). What
-is cheap (norms, activations, rotations, casts) is always run again. PyTorch stops a recomputation as soon as everything
-that the backward pass needs is there, so the last product of a block never runs twice.
+A *policy* is the set of expensive results that a block keeps; `None` keeps everything (nothing is recomputed). Cheap
+operations (norms, activations, rotations, casts) are always recomputed. PyTorch stops a recomputation as soon as it has
+every tensor that the backward pass needs, so that the last product of a block never runs twice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ironlaw.workload.operations import Operation, grown
 from ironlaw.workload.sections import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
-AGAIN = " again"  # ends the name of an operation that is run a second time
-GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where dropout must draw the same noise twice
+AGAIN = " again"  # suffix of the names of recomputed operations
+GENERATOR_BYTES = 5056  # state of PyTorch's CPU generator, kept per block so that dropout draws the same noise twice
 
 
 def policies(config: Recompute, model: ModelConfig) -> tuple[Policy, ...]:
-    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/recipe.py`)."""
+    """Return one policy per layer; none for mode "budget", whose policies are solved for in `plan/recipe.py`."""
     match config.mode:
         case "full":
             return (frozenset(),) * model.layers
@@ -37,19 +37,19 @@ def policies(config: Recompute, model: ModelConfig) -> tuple[Policy, ...]:
 
 
 def keepable(model: ModelConfig, kind: str = "block") -> frozenset[str]:
-    """By the group of a block's operations. What experts compute is never kept: rows by expert, not by token."""
+    """Return the results that a block of this kind can keep: not those of experts, whose rows are sorted by expert."""
     if has_experts(kind):
         return frozenset(KEEPABLE) - {"ffn_gate", "ffn_up"}
     return frozenset(KEEPABLE) if model.gated_ffn else frozenset(KEEPABLE) - {"ffn_gate"}
 
 
 def effective(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
-    """What is kept indeed: attention that is composed of many calls has no single result."""
+    """Return the results that are actually kept: composed attention has no single result."""
     return policy - {"attention"} if shape.composes_attention else policy
 
 
 def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
-    """Bytes of the kept results of one block, beside its input."""
+    """Return the bytes of the kept results of one block, without its input."""
     model, w = shape.model, shape.matmul_bytes
     widths = {
         "qkv": model.query_size + 2 * model.key_value_size,
@@ -65,9 +65,9 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
 
 
 def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Operation]:
-    """The forward operations of one block that run a second time, in the backward phase.
+    """Return the forward operations of one block that run a second time, in the backward phase.
 
-    Operations that do not run but whose kept result comes back have `repeat` 0: they are memory and no time.
+    Operations whose result was kept do not run: they have `repeat` 0, and take memory but no time.
     """
     kept = effective(shape, policy)
     result = []
@@ -76,32 +76,32 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
         op = replace(op, name=name, phase=Phase.BACKWARD)
         result_of = op.name.removesuffix(AGAIN)
         if big and ("qkv" if result_of in WIDE else result_of) in kept:
-            # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
+            # The result exists: it stays saved if the backward pass needs it, and becomes temporary otherwise.
             op = replace(
                 op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
                 frees_saved_bytes=0 if any_of(op.saved_bytes) else op.temporary_bytes,
             )  # fmt: skip
         result.append(op)
-    dying = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # with the recomputation
+    dying = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
     result[-1] = grown(result[-1], frees_temporary=dying)
     return result
 
 
 def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
-    """The operations of a block's forward pass up to the last that makes or keeps something for the backward pass."""
+    """Return a block's forward operations up to the last one that creates or saves a tensor for the backward pass."""
     operations = forward_of(shape, kind)
-    # A norm after the last product keeps its input, dropout its noise, and oneDNN's layer its input when it is done:
-    # all only after the product has run again.
+    # These save tensors only after the last product has run again: a norm after it (its input), dropout (its noise),
+    # and oneDNN's layer (its input, when done).
     to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts) or shape.model.norm_place != "pre"
     last = "ffn_down"
     if has_experts(kind):
         assert shape.model.moe is not None
-        # Combining, and scaling the shared experts, keep what the last product gave.
+        # Combining, and the gate of the shared experts, save the last product's result.
         last = "shared_ffn_down" if shape.model.moe.shared_experts else "combine"
         if shape.model.moe.shared_gate:
             last = "shared_sum"
     kept = [i for i, op in enumerate(operations) if op.name == f"{last}_adapter" and op.saved_bytes]
-    if kept and not to_the_end:  # an adapter keeps the input, and what its first matrix makes of it
+    if kept and not to_the_end:  # an adapter saves its input and its first matrix's output
         return operations[: kept[-1] + 1]
     if to_the_end or last == "combine":
         return operations[:-1]
@@ -111,11 +111,11 @@ def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
 
 
 def weight_copies(shape: Shape, kind: str = "block") -> int:
-    """Bytes of one block's weights cast by autocast, which remembers them until the forward pass is over.
+    """Return the bytes of one block's weights cast by autocast, which caches them until the end of the forward pass.
 
-    Those of routed experts are cast by the experts themselves, and die with the block.
+    The weights of routed experts are cast by the experts themselves, and freed with the block.
     """
-    if not shape.casts or shape.adapters:  # of what is frozen autocast remembers nothing
+    if not shape.casts or shape.adapters:  # autocast does not cache frozen weights
         return 0
     names = {"qkv", "query_down", "query_up", "latent_down", "latent_up"}
     names |= {"attention_out", "ffn_gate", "ffn_up", "ffn_down"}
@@ -125,7 +125,7 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
 
 
 def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
-    """The end of a block's forward pass: all goes but the result, what the policy keeps, and cast weights."""
+    """The end of a block's forward pass: frees everything but the result, the results kept and the cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
     held = result + kept_bytes(shape, policy) + weight_copies(shape, kind)
@@ -134,12 +134,12 @@ def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operat
 
 
 def freed_after_backward(dropped: Operation, recomputed: Sequence[Operation], weight_copies: int) -> Operation:
-    """The end of a recomputed block's backward pass: what it kept for its second forward pass. No more is left then
-    than where nothing is recomputed."""
+    """The end of a recomputed block's backward pass: frees the tensors kept for recomputation, so that no more is left
+    than without recomputation."""
     left = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
     return _memory("kept results", Phase.BACKWARD, left - weight_copies)
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
-    """Memory and no time."""
+    """Return an operation that frees saved bytes and takes no time."""
     return Operation(name, Kind.OTHER, phase, "block", "", repeat=0, frees_saved_bytes=frees_saved)

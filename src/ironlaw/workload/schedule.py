@@ -1,11 +1,11 @@
-"""Which layers the stages of a pipeline hold, which stages its ranks, and in which order these make their passes.
+"""Pipeline schedules: the layers of each stage, the stages of each rank, and the order of each rank's passes.
 
     layers_of(61, 32, virtual=2)                    # layers of each of 16 x 2 stages
     stages_of("1f1b", pp=16, virtual=2, rank=3)     # numbers of a rank's stages: [3, 19]
     orders = passes("1f1b", pp=2, virtual=1, micro_batches=4)     # per rank: Pass(kind, stage, micro_batch)
 
-Kinds: F forward, B backward, I its gradients of inputs alone, W its gradients of weights. Orders are written here;
-one that is not is PyTorch's own.
+Kinds: F forward, B backward, I only the input gradients of a backward pass, W only its weight gradients. Orders that
+are not written here are taken from PyTorch's schedules.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ V_SHAPED = ("zbv", "dualpipe")
 
 
 def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
-    """Layers that the first and the last chunk hold less than the others; None where the chunks cannot be made equal.
+    """Return how many layers fewer the first and the last chunk hold; None if the chunks cannot be made equal.
 
-    The embedding and the output layer count as a layer each where that makes it even (arXiv 2407.21783, 3.3.2).
+    The embedding and the output layer count as a layer each if that makes chunks equal (arXiv 2407.21783, 3.3.2).
     """
     for less in ((0, 0), (0, 1), (1, 1)):
         if (layers + sum(less)) % chunks == 0:
@@ -30,7 +30,7 @@ def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def layers_of(layers: int, stages: int, virtual: int) -> tuple[range, ...]:
-    """Layers of each stage: as equal as can be. The last and the first are the first to hold one less."""
+    """Return the layers of each stage, as equal as possible. The last stage, then the first, hold fewer."""
     less = ends_lighter(layers, stages)
     if virtual > 1 and less is not None:
         counts = [(layers + sum(less)) // stages] * stages
@@ -45,14 +45,14 @@ def layers_of(layers: int, stages: int, virtual: int) -> tuple[range, ...]:
 
 
 def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
-    """Stages of a pipeline rank, in order."""
+    """Return the numbers of a pipeline rank's stages, in order."""
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * chunk for chunk in range(virtual)]
 
 
 def rank_of_last(schedule: str, pp: int) -> int:
-    """The pipeline rank of the last stage, which has the output layer and the loss."""
+    """Return the pipeline rank of the last stage, which has the output layer and the loss."""
     return 0 if schedule in V_SHAPED else pp - 1
 
 
@@ -60,7 +60,7 @@ CLASSES = {
     "1f1b": "ScheduleInterleaved1F1B", "gpipe": "ScheduleGPipe", "zb": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble", "dualpipe": "ScheduleDualPipeV",
 }  # fmt: skip
-"""Of `torch.distributed.pipelining.schedules`, for several chunks per rank but for gpipe."""
+"""Classes in `torch.distributed.pipelining.schedules`; all but gpipe's support several chunks per rank."""
 
 
 class Pass(NamedTuple):
@@ -70,7 +70,7 @@ class Pass(NamedTuple):
 
 
 def passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> list[list[Pass]]:
-    """Per pipeline rank, its passes in order."""
+    """Return each pipeline rank's passes in order."""
     return [passes_of_rank(schedule, pp, virtual, micro_batches, rank) for rank in range(pp)]
 
 
@@ -85,12 +85,12 @@ def passes_of_rank(schedule: str, pp: int, virtual: int, micro_batches: int, ran
 
 
 def _alternating(rank: int, pp: int, virtual: int, micro_batches: int, split: bool) -> list[Pass]:
-    """One forward, one backward pass (arXiv 2104.04473), in turn for so many micro-batches of every chunk.
+    """One forward, one backward pass (1F1B, arXiv 2104.04473), taking turns among chunks every `in_turn` micro-batches.
 
-    `split`: gradients of weights come as many passes later as there are ranks before (ZB-H1, arXiv 2401.10241).
+    `split`: weight gradients are computed as many passes later as there are earlier ranks (ZB-H1, arXiv 2401.10241).
     """
     in_turn, all_passes = micro_batches // max(1, micro_batches // pp), virtual * micro_batches
-    # Messages of several chunks travel beside the passes, which are then twice as far ahead.
+    # With several chunks, messages overlap the passes, and forward passes run twice as far ahead.
     ahead = (virtual - 1) * in_turn + (2 if virtual > 1 and not split else 1) * (pp - 1 - rank)
 
     def nth(kind: str, number: int) -> list[Pass]:
@@ -108,7 +108,7 @@ def _alternating(rank: int, pp: int, virtual: int, micro_batches: int, split: bo
 
 
 def _v_shaped(schedule: str, rank: int, pp: int, micro_batches: int) -> list[Pass]:
-    """Of chunks 0 and 1, as far from the first and from the last stage (arXiv 2401.10241; 2412.19437 in its V form)."""
+    """Passes of chunks 0 and 1, equally far from the first and the last stage (2401.10241; V form of 2412.19437)."""
     behind, before = pp - rank - 1, rank + 1
     if schedule == "zbv":
         steady = max(2 * pp - 1, micro_batches) - 2 * pp + before
@@ -123,7 +123,7 @@ def _v_shaped(schedule: str, rank: int, pp: int, micro_batches: int) -> list[Pas
         words += " W I0" * behind + " W" * before
     order, done, waiting = list[Pass](), Counter[str](), list[tuple[str, Pass]]()
     for kind, chunk in ((word[0], word[1:]) for word in words.split()):
-        if kind == "W":  # of the first gradients of inputs that wait, of its chunk where it says one
+        if kind == "W":  # belongs to the first pending I pass, of the given chunk if there is one
             each = next(each for each in waiting if chunk in ("", each[0]))
             waiting.remove(each)
             order.append(each[1]._replace(kind="W"))
@@ -138,11 +138,11 @@ def _v_shaped(schedule: str, rank: int, pp: int, micro_batches: int) -> list[Pas
 
 @lru_cache(maxsize=16)
 def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
-    """The same, as PyTorch's schedules order them."""
+    """Return each pipeline rank's passes in the order of PyTorch's schedules."""
     from torch.distributed.pipelining import schedules
 
     class StageStub:
-        """As much of a stage as an order needs."""
+        """The attributes of a stage that PyTorch needs to order passes."""
 
         is_first, is_last, group_rank, group, submod, device = True, False, 0, None, None, "cpu"
         has_backward, num_stages, group_size = True, pp * virtual, pp
@@ -153,7 +153,7 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
 
     class Order(getattr(schedules, CLASSES[schedule])):  # type: ignore[misc]
         def _prepare_schedule_with_comms(self, actions: Any) -> None:
-            """Messages are no passes, and putting them in place takes a time that grows with their square."""
+            """Skip the placement of messages: they are not passes, and it takes quadratic time."""
 
     held: list[Any] = [StageStub(index) for index in stages_of(schedule, pp, virtual, 0)]
     order_of = Order(held, micro_batches, loss_fn=None).pipeline_order

@@ -1,5 +1,5 @@
-"""Sections of a config that change what a step is, no torch: what the forward pass does not keep for the backward pass
-(a word of a layout, too), what a run minimises, how replicas tell each other their gradients.
+"""Config sections that change the work of a step, without torch: recomputation (also a key of layouts), the objective,
+and gradient communication.
 
 Recompute(mode="every", every=2) == Recompute.parse("every:2")
 str(Recompute(mode="budget", budget="60GiB"))               # "budget:60GiB"
@@ -23,14 +23,14 @@ WORDS = ("none", "selective", "full", "every:K", "budget:SIZE")
 
 
 class Recompute(Section):
-    """What the forward pass does not keep for the backward pass. Memory for time; the loss changes by no bit."""
+    """Recomputation in the backward pass: less memory, more time, and bit-identical losses."""
 
     # full: every block keeps only its input. every: only every k-th block does. selective: by operation, see `keep`.
-    # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
+    # budget: the choice for each block that minimises the time of a step that fits in `budget`.
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
     every: int = Field(2, gt=0)  # k of mode = "every"
-    keep: tuple[Keepable, ...] = KEEPABLE  # what experts compute is never kept
-    budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
+    keep: tuple[Keepable, ...] = KEEPABLE  # results of experts are never kept
+    budget: str | None = None  # peak of all tensors in a step, such as "20GiB"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -42,7 +42,7 @@ class Recompute(Section):
 
     @classmethod
     def parse(cls, word: str) -> Recompute:
-        """none, selective, full, every:K (also every-K, everyK) or budget:SIZE, in GiB where no unit is said."""
+        """Parse none, selective, full, every:K (also every-K, everyK) or budget:SIZE; the default unit is GiB."""
         return _parsed(word.lower())
 
     def __str__(self) -> str:
@@ -50,17 +50,17 @@ class Recompute(Section):
 
     @property
     def stride(self) -> int:
-        """Of how many blocks one is recomputed, where it is in full."""
+        """One in `stride` blocks is recomputed in full."""
         return self.every if self.mode == "every" else 1
 
     @property
     def budget_bytes(self) -> int:
-        """Of mode = "budget"."""
+        """The budget in bytes, for mode = "budget"."""
         assert self.budget is not None
         return parse_bytes(self.budget)
 
     def section(self) -> dict[str, Any]:
-        """As a config file says it."""
+        """Return the section as in a config file."""
         return {"mode": self.mode} | self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
 
@@ -80,7 +80,7 @@ def _parsed(word: str) -> Recompute:
 
 
 def every(blocks: int) -> Recompute:
-    """One block in so many is recomputed in full."""
+    """Recompute one in `blocks` blocks in full."""
     if not 1 <= blocks <= 2**20:
         raise UserError(f"layout: recompute=every:K counts blocks: K is at least 1 and at most {2**20:,}")
     return Recompute(mode="full") if blocks == 1 else Recompute(mode="every", every=blocks)
@@ -97,37 +97,37 @@ def _budget(text: str) -> Recompute:
     raise UserError(f"layout: recompute=budget:{text} is not a size: write for example recompute=budget:60GiB")
 
 
-FROZEN = "frozen model"  # the operation that a teacher's or a reference's forward pass is, in both ledgers
+FROZEN = "frozen model"  # operation for a teacher's or a reference's forward pass, in plans and runs
 
 
 class ObjectiveConfig(Section):
-    """The loss. One process computes those that need a second model."""
+    """The loss. Those that need a second model run in one process."""
 
-    # cross_entropy of the next token; distillation from a larger model (arXiv 1503.02531); dpo: of pairs of answers,
-    # against the model as it was (arXiv 2305.18290), which with adapters is the base without them.
+    # cross_entropy of the next token; distillation from a larger model (arXiv 1503.02531); dpo on pairs of answers,
+    # with the initial model as reference (arXiv 2305.18290): with adapters, the base without them.
     kind: Literal["cross_entropy", "distillation", "dpo"] = "cross_entropy"
-    teacher: str | None = None  # of distillation: a run or a Hugging Face directory with the same tokenizer
+    teacher: str | None = None  # distillation: a run or a Hugging Face directory with the same tokenizer
     temperature: float = Field(2.0, gt=0)  # divides both models' logits
-    weight: float = Field(0.5, ge=0, le=1)  # of what the teacher says; the rest is the text's
+    weight: float = Field(0.5, ge=0, le=1)  # weight of the teacher's targets; the text's targets have the rest
     hidden: float = Field(0.0, ge=0)  # weight of 1 - cosine of the last hidden states (arXiv 1910.01108)
-    beta: float = Field(0.1, gt=0)  # of dpo: how much leaving the reference costs
+    beta: float = Field(0.1, gt=0)  # dpo: strength of the penalty for deviating from the reference
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the logits of a micro-batch exist at once."""
+        """Whether all logits of a micro-batch must exist at once."""
         return self.kind != "cross_entropy"
 
 
 class CommunicationConfig(Section):
-    """What replicas tell each other, where links are slower than that (train/parallel/savers.py, outer.py)."""
+    """Reduced communication among replicas over slow links (train/parallel/savers.py, outer.py)."""
 
-    # How gradients travel. bf16 halves them, in sums too; powersgd (arXiv 1905.13727) sends two thin matrices for each
-    # matrix that shrinks at least twofold by it, and keeps what it left out for the next step.
+    # Format of communicated gradients. bf16 halves the bytes and also rounds sums; powersgd (arXiv 1905.13727) sends
+    # two thin matrices for each matrix that this makes at least twofold smaller, and adds the error to the next step.
     gradients: Literal["fp32", "bf16", "powersgd"] = "fp32"
     rank: int = Field(4, gt=0)  # columns of powersgd's matrices
-    start_step: int = Field(100, ge=2)  # powersgd from here on: early gradients are not of low rank
+    start_step: int = Field(100, ge=2)  # first step with powersgd: early gradients have no low rank
     # Steps between averages of the weights (DiLoCo, arXiv 2311.08105: 500); 0: gradients are averaged every step.
     local_steps: int = Field(0, ge=0)
-    sites: int | None = Field(None, gt=1)  # groups of neighbouring ranks that do so; every replica alone unless given
-    outer_lr: float = Field(0.7, gt=0)  # of the step from the old average to the new one: Nesterov's SGD
-    outer_momentum: float = Field(0.9, ge=0, lt=1)  # of that step
+    sites: int | None = Field(None, gt=1)  # groups of neighbouring ranks with local steps; default: single replicas
+    outer_lr: float = Field(0.7, gt=0)  # of the outer optimizer, Nesterov SGD from the old average to the new one
+    outer_momentum: float = Field(0.9, ge=0, lt=1)  # of the outer optimizer

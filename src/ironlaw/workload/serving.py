@@ -1,14 +1,14 @@
-"""The operations of serving: what one pass of an engine computes over new tokens behind those that its cache holds.
+"""The operations of serving: one forward pass of an engine over new tokens that follow cached ones.
 
-    prefill(model, Batch(sequences=4, tokens=512))                  # prompts, nothing cached
-    prefill(model, Batch(4, 512), cached=1024)                      # a chunk of them behind a cached prefix
-    decode(model, sequences=32, cached=2048)                        # a token each
+    prefill(model, StepBatch(sequences=4, tokens=512))              # prompts, nothing cached
+    prefill(model, StepBatch(4, 512), cached=1024)                  # a chunk of each after a cached prefix
+    decode(model, sequences=32, cached=2048)                        # one token each
     forward_pass(model, [Chunk(512, cached=1024), Chunk(1, 700)])   # both at once, each sequence at its own length
 
-The forward operations are those of training (`forward.py`) where weights and the residual stream are as wide as the
-products; attention sees the cached keys and values, and nothing waits for a backward pass: what a block makes dies with
-it (an upper bound: kernels that work in place hold less). A query sees its own key, those before it, and as much of the
-cache as its window holds; scores are counted one by one, not as half a square.
+The operations are those of training (`forward.py`), with weights and the residual stream in the products' precision.
+Attention includes the cached keys and values. Nothing is saved for a backward pass: a block's tensors are freed with
+it (an upper bound: kernels that work in place hold less). A query attends to its own key, to those before it, and to
+the cache within its window; scores are counted one by one, not as half a square.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ INFERENCE = Conventions(autocast=False)
 
 @dataclass(frozen=True)
 class Chunk:
-    """`tokens` new ones of a sequence of which the cache holds `cached`."""
+    """`tokens` new tokens of a sequence with `cached` tokens in the cache."""
 
     tokens: int
     cached: int = 0
 
 
 def prefill(model: ModelConfig, batch: StepBatch, *, cached: int = 0, precision: Precision = "bf16") -> Program:
-    """A pass over `batch.tokens` of each prompt, behind `cached` that an earlier pass or a shared prefix left."""
+    """Return a pass over `batch.tokens` of each prompt, after `cached` tokens of an earlier pass or a shared prefix."""
     return forward_pass(model, [Chunk(batch.tokens, cached)] * batch.sequences, precision=precision)
 
 
 def decode(model: ModelConfig, sequences: int, cached: int, *, precision: Precision = "bf16") -> Program:
-    """A token of each sequence behind `cached` others."""
+    """Return a pass over one token of each sequence, after `cached` others."""
     return forward_pass(model, [Chunk(1, cached)] * sequences, precision=precision)
 
 
 def forward_pass(
     model: ModelConfig, chunks: Sequence[Chunk], layout: Layout | None = None, *, precision: Precision = "bf16"
 ) -> Program:
-    """One pass over `chunks`; logits of the last token of each. `layout` divides it over `tp` ranks, no other way."""
+    """Return one pass over `chunks`, with logits of the last token of each. `layout` may only have `tp` ranks."""
     layout = layout or Layout()
     if layout.accelerators != layout.tp:
         raise UserError(f"serving is planned over tp ranks, not in layout '{layout}': write for example tp=2")
@@ -88,7 +88,7 @@ def forward_pass(
 
 
 def cache_bytes(model: ModelConfig, lengths: Iterable[int], element_bytes: float) -> float:
-    """Keys and values of all layers for sequences of these lengths; a windowed layer keeps its window."""
+    """Return the bytes of all layers' keys and values for sequences of these lengths; windowed layers keep a window."""
     lengths = list(lengths)
     held = 0
     for layer in range(model.layers):
@@ -98,21 +98,21 @@ def cache_bytes(model: ModelConfig, lengths: Iterable[int], element_bytes: float
 
 
 def kept_elements(model: ModelConfig) -> int:
-    """Of a token in one layer: keys and values, or the narrow vector and the rotated key of latent attention."""
+    """Return the cached elements per token and layer: keys and values, or latent attention's narrow vector and key."""
     return 2 * model.key_value_size if model.latent is None else model.latent.down_size
 
 
 def scores(chunk: Chunk, window: int | None) -> int:
-    """Pairs of a new query and a key that it sees: cached + 1, cached + 2, ... each at most the window."""
+    """Return the unmasked (query, key) pairs of new tokens: cached + 1, cached + 2, ..., each at most the window."""
     last = chunk.cached + chunk.tokens
     if window is None or last <= window:
         return chunk.tokens * chunk.cached + chunk.tokens * (chunk.tokens + 1) // 2
-    short = max(0, window - chunk.cached)  # queries that see less than a window
+    short = max(0, window - chunk.cached)  # queries with fewer keys than a window
     return short * chunk.cached + short * (short + 1) // 2 + (chunk.tokens - short) * window
 
 
 def _block(shape: Shape, kind: str, chunks: Sequence[Chunk]) -> list[Operation]:
-    """A block's forward pass with attention to the cache, which it first adds its keys and values to."""
+    """A block's forward pass that writes its keys and values to the cache and attends to the cache."""
     operations: list[Operation] = []
     for op in forward_of(shape, kind):
         if op.attention is not None:
@@ -126,7 +126,7 @@ def _block(shape: Shape, kind: str, chunks: Sequence[Chunk]) -> list[Operation]:
 
 
 def _touched(op: Operation, shape: Shape) -> Operation:
-    """Of the experts' products those of experts that some token has chosen, where all choose independently."""
+    """Restrict a product of the experts to those chosen by any token, if all tokens choose independently."""
     moe = shape.model.moe
     assert moe is not None and op.matmul is not None
     rows, outputs, inputs = op.matmul
@@ -143,8 +143,8 @@ def _cache_write(op: Operation, shape: Shape) -> Operation:
 
 
 def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Operation]:
-    """Few queries are taken to the narrow space, for many the keys and values of all heads are made anew, whichever
-    multiplies less (`LatentAttention.mixed`); both go through the weights of `latent_up`."""
+    """Latent attention: few queries are projected to the narrow space; for many, keys and values of all heads are
+    recomputed, whichever multiplies less (`LatentAttention.mixed`). Both use the weights of `latent_up`."""
     model, w = shape.model, shape.matmul_bytes
     latent = model.latent
     assert latent is not None
@@ -172,7 +172,7 @@ def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> l
 
 
 def _attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Operation]:
-    """One call for sequences that have several new tokens and one for those with a single one."""
+    """Attention in one call for sequences with several new tokens, and one for those with a single new token."""
     model, w, window = shape.model, shape.matmul_bytes, shape.model.sliding_window
     heads = (model.heads, model.key_value_heads, model.size_of_head)
     operations = [_cache_write(op, shape)]
@@ -195,7 +195,7 @@ def _attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Ope
 
 
 def _head(shape: Shape, rows: int) -> list[Operation]:
-    """The last norm, and the logits of `rows` tokens."""
+    """The final norm and the logits of `rows` tokens."""
     model = shape.model
     operations = final_norm(shape)
     operations += linear(shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias, rows=rows)
@@ -205,7 +205,7 @@ def _head(shape: Shape, rows: int) -> list[Operation]:
 
 
 def _kept_none(operations: Sequence[Operation]) -> list[Operation]:
-    """The same without gradients: what was saved for a backward pass dies with the last of them."""
+    """Make all saved bytes temporary, freed with the last operation, as there is no backward pass."""
     result = [
         replace(op, saved_bytes=0, temporary_bytes=op.saved_bytes + op.temporary_bytes, frees_saved_bytes=0)
         for op in operations
@@ -216,7 +216,7 @@ def _kept_none(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def _collectives(shape: Shape, rows: int) -> list[Collective]:
-    """Of tp ranks: the embedding's and each block's two sums of the residual stream, and the logits put together."""
+    """The collectives of tp ranks: sums of the residual stream (embedding, two per block) and the gathered logits."""
     stream = shape.tokens * shape.model.hidden * shape.matmul_bytes
     calls = 1 + 2 * shape.model.layers
     logits = rows * shape.model.vocab * shape.matmul_bytes

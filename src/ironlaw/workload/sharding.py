@@ -1,7 +1,7 @@
-"""What one rank of a layout holds of a model: layers and tensors of its stages, and how they travel together.
+"""The tensors that one rank of a layout holds, and their groups in communication.
 
-stage_parameters(model, layout, stage)                                     # as one tensor parallel rank holds them
-parameter_groups(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
+stage_parameters(model, layout, stage)                                     # as held by one tensor parallel rank
+parameter_groups(model, parameters), bucket_bytes(parameters)                      # FSDP's units, DDP's buckets
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ironlaw.workload.schedule import layers_of
 from ironlaw.workload.sections import CommunicationConfig
 
 FP32 = 4
-EXPERTS = ".experts"  # ends the name of what FSDP gathers of a block's experts, where ep divides them
+EXPERTS = ".experts"  # suffix of the FSDP unit of a block's experts if ep divides them
 
 
 def of_site(layout: Layout, communication: CommunicationConfig) -> Layout:
-    """The layout of one of the sites that train by themselves; the whole one without local updates."""
+    """Return the layout of one site with local steps; the whole layout without local steps."""
     if not communication.local_steps:
         return layout
     return replace(layout, dp=layout.dp // (communication.sites or layout.dp))
 
 
 def expert_dp(dp: int, cp: int, ep: int) -> int:
-    """Ranks that hold the same experts: they reduce gradients of these together and share what ZeRO shards of them.
+    """Return the number of ranks with the same experts, which reduce their gradients and share their ZeRO shards.
 
-    Ranks of an expert parallel group are taken from dp x cp; each tensor parallel rank has its part of every expert.
+    An expert parallel group consists of ranks of dp x cp; each tensor parallel rank has a part of every expert.
     """
     return dp * cp // ep
 
 
 def shards_hidden(model: ModelConfig | None, ep: int, ranks: int) -> bool:
-    """Whether FSDP divides experts by their hidden size over the `ranks` that hold the same ones, not one from another.
+    """Whether FSDP shards experts over `ranks` ranks by hidden size instead of by expert.
 
-    Always over ep; else where some ranks would have no expert, and FSDP pad them to one each.
+    True with ep > 1, and otherwise if FSDP would have to pad ranks without an expert to one each.
     """
     if model is None or model.moe is None:
         return False
@@ -46,12 +46,12 @@ def shards_hidden(model: ModelConfig | None, ep: int, ranks: int) -> bool:
 
 
 def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: int) -> Parameter:
-    """One rank's part of a tensor that FSDP shards over `ranks`: rows, padded; of experts perhaps the hidden size."""
+    """Return one rank's part of a tensor sharded by FSDP: padded rows, or for some experts part of the hidden size."""
     if ranks == 1:
         return parameter
     rows, *rest = parameter.shape
     if model is not None and of_experts(parameter) and shards_hidden(model, ep, ranks):
-        if model.hidden in rest:  # once, where the experts are as wide
+        if model.hidden in rest:  # divide once, even if the experts' width equals the hidden size
             rest[rest.index(model.hidden)] //= ranks
     else:
         rows = -(-rows // ranks)
@@ -59,8 +59,8 @@ def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: in
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool = False) -> list[Parameter]:
-    """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding. `fused`:
-    query, key and value stay one matrix on every layout."""
+    """Return the tensors of one stage on one tensor parallel rank; the last stage has a copy of a tied embedding.
+    `fused`: query, key and value stay one matrix in every layout."""
     degrees = {name: getattr(layout, name) for name in ("tp", "pp", "virtual_stages", "ep", "etp")}
     return [*_stage_parameters(model, Layout(**degrees, zero=min(layout.zero, 1)), stage, fused)]
 
@@ -77,7 +77,7 @@ def _stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: boo
 
 
 def _divided(parameter: Parameter, model: ModelConfig, layout: Layout, fused: bool) -> list[Parameter]:
-    """Query, key and value apart where ranks hold parts of tensors; then what the layout leaves of each."""
+    """Split qkv into query, key and value if ranks divide tensors, then return one rank's part of each."""
     parts = [parameter]
     if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0) and not fused:
         sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
@@ -100,16 +100,16 @@ def of_experts(parameter: Parameter) -> bool:
 
 
 def is_plain(layout: Layout) -> bool:
-    """Whether replicas are DDP's: nothing divides weights."""
+    """Whether DDP manages the replicas, because nothing divides the weights."""
     return layout.zero == 0 and layout.tp * layout.pp * layout.ep == 1
 
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""DDP's own: the first bucket is small, so that something travels early."""
+"""DDP's bucket sizes: the first is small, so that communication starts early."""
 
 
 def bucket_bytes(parameters: list[Parameter]) -> list[int]:
-    """DDP's buckets in the order they fill, last parameters first: one is full once it has reached its size."""
+    """Return the bytes of DDP's buckets in the order they fill, last parameters first."""
     buckets, limit = [0], FIRST_BUCKET_BYTES
     for parameter in reversed(parameters):
         buckets[-1] += parameter.elements * FP32
@@ -122,11 +122,11 @@ def bucket_bytes(parameters: list[Parameter]) -> list[int]:
 def parameter_groups(
     model: ModelConfig | None, parameters: list[Parameter], ep: int = 1, chunked: bool = False
 ) -> dict[str, list[Parameter]]:
-    """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest.
+    """Return FSDP's units: each block, the embedding and the output layer unless they are one tensor, and the root.
 
-    With a `chunked` loss the output layer is among the rest: the loss takes its weight without calling it.
+    With a `chunked` loss the output layer belongs to the root, since the loss uses its weight without calling it.
 
-    Expert parallel experts are divided over other ranks than the rest of their block, and gathered apart.
+    Expert parallel experts are sharded over other ranks than the rest of their block, and form their own units.
     """
     names = {p.name for p in parameters}
     apart = {"embedding.weight", "head.weight"}
@@ -154,7 +154,7 @@ def parameter_groups(
 
 
 def local_parameters(model: ModelConfig, layout: Layout, parameters: list[Parameter]) -> list[Parameter]:
-    """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides them."""
+    """Return the part of a stage's tensors that this rank updates: its shards under ZeRO, else all of them."""
     shards = layout.sharing
     apart = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
     return [shard_of(p, model, layout.ep, apart if of_experts(p) else shards) for p in parameters]

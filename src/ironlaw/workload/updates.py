@@ -1,4 +1,4 @@
-"""The update of a user's loop: what its optimizers hold and do, from what is known of each. No torch."""
+"""The update step of a user's own training loop: state, temporaries and operations of its optimizers. No torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ironlaw.workload.optimizers import (
 )
 
 LOOPED_CALLS = {"sgd": 1, "momentum": 3, "adam": 6, "adamw": 6}
-"""Passes over three tensors that PyTorch's update makes where it is not fused, tensors touched (3, 8, 18) by three:
-AdamW's are lerp, mul, addcmul, sqrt, division, add and addcdiv. Weight decay adds one."""
+"""Passes over three tensors in PyTorch's unfused updates, a third of the tensors touched (3, 8, 18): AdamW's calls are
+lerp, mul, addcmul, sqrt, division, add and addcdiv. Weight decay adds one pass."""
 
 LIKE: dict[str, OptimizerName] = {
     "SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RMSprop": "rmsprop", "Adafactor": "adafactor", "Muon": "muon",
     "Adam8bit": "adam8bit", "AdamW8bit": "adam8bit",
 }  # fmt: skip
-"""Class of PyTorch or bitsandbytes -> the optimizer of ours that has its states and its work."""
+"""Class of PyTorch or bitsandbytes -> Ironlaw's optimizer with the same states and work."""
 
 
 TEMPORARIES: dict[str, tuple[float, float, float, float]] = {
@@ -34,28 +34,28 @@ TEMPORARIES: dict[str, tuple[float, float, float, float]] = {
     "ASGD": (0, 1, 1, 1), "Rprop": (3, 3, 2, 2), "Adafactor": (1, 1, 1, 1), "Muon": (3, 3, 3, 3),
     "Adam8bit": (5, 5, 5, 5), "AdamW8bit": (5, 5, 5, 5),
 }  # fmt: skip
-"""Class -> tensors that an update holds where it is not fused, without weight decay and with: of the largest one's size
-where it goes tensor by tensor, of all together where `foreach` takes them at once. Measured, torch 2.13."""
-OTHERS_HOLD = (2.0, 2.0, 1.0, 1.0)  # assumed
+"""Class -> temporary tensors of an unfused update, each without and with weight decay: in a loop over tensors, in
+multiples of the largest one; with `foreach`, in multiples of all tensors. Measured, torch 2.13."""
+OTHERS_HOLD = (2.0, 2.0, 1.0, 1.0)  # other classes, assumed
 
 
 @dataclass(frozen=True)
 class Update:
-    """One group of parameters of one optimizer. `like`: ours of the same work, None where it is none that we know."""
+    """One parameter group of an optimizer. `like`: Ironlaw's equivalent optimizer, None if unknown."""
 
-    optimizer: str  # its class
+    optimizer: str  # name of its class
     like: OptimizerName | None
-    shapes: tuple[tuple[tuple[int, ...], int], ...]  # with how many tensors have each
+    shapes: tuple[tuple[tuple[int, ...], int], ...]  # (shape, number of tensors)
     element_bytes: int
     fused: bool
     decays: bool
-    extra_states: int  # tensors beside the usual ones: amsgrad, centered
-    held_bytes: int  # of state, at the end of the run
-    foreach: bool = False  # all tensors at once, which is what PyTorch does on CUDA
+    extra_states: int  # optional state tensors: amsgrad, centered
+    held_bytes: int  # of state, measured at the end of the run
+    foreach: bool = False  # updates all tensors at once, PyTorch's default on CUDA
 
     @property
     def name(self) -> str:
-        """Of its line in the ledger, of a plan as of a run."""
+        """The operation's name in the ledgers of plan and run."""
         return self.optimizer.lower()
 
     @property
@@ -67,7 +67,7 @@ class Update:
         return sum(count for _, count in self.shapes)
 
     def state_bytes(self) -> int:
-        """Calculated from the shapes; of an optimizer that we do not know, what it was seen to hold."""
+        """Return the bytes of state, calculated from the shapes; for an unknown optimizer, as measured."""
         if self.like is None:
             return self.held_bytes
         config, more = OptimizerConfig(name=self.like), self.extra_states * self.element_bytes
@@ -75,7 +75,7 @@ class Update:
         return states * self.element_bytes // FP32 + more * self.elements
 
     def temporary_bytes(self) -> int:
-        """The most that one update holds beyond weights, gradients and state."""
+        """Return an update's peak bytes of temporaries, in addition to weights, gradients and state."""
         if self.fused:
             return 0
         looped, looped_decayed, foreach, foreach_decayed = TEMPORARIES.get(self.optimizer, OTHERS_HOLD)
@@ -87,7 +87,7 @@ class Update:
         return int(held * self.element_bytes)
 
     def operations(self, cuda: bool) -> list[Operation]:
-        """Kernels of one update."""
+        """Return the kernels of one update."""
         if self.like == "muon":
             made = [op for shape, count in self.shapes for op in muon_update(shape, count)]
         elif self.like is not None and (self.fused or self.like in ("rmsprop", "adafactor", "adam8bit")):
@@ -104,13 +104,13 @@ class Update:
         return [replace(op, name=self.name, temporary_bytes=held, frees_temporary_bytes=held) for op in made]
 
     def _calls(self) -> int:
-        if self.like is None:  # weight, gradient and every state read, weight and states written
+        if self.like is None:  # reads weight, gradient and all states, writes weight and states
             states = self.held_bytes / max(1, self.elements * self.element_bytes)
             return max(1, round((3 + 2 * states) / 3))
         return LOOPED_CALLS[self.like] + self.decays + self.extra_states
 
     def says(self) -> str:
-        """How it was planned, in a phrase."""
+        """Return a phrase that describes how the update is planned."""
         if self.like is None:
             return f"{self.optimizer}: state as it was held, every tensor passed over once (assumed)"
         return f"{self.optimizer}{', fused' if self.fused else ''}"
@@ -118,15 +118,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a user's loop does once per step, around its micro-batches."""
+    """The work of a user's loop per step outside of its micro-batches: clipping and updates."""
 
     updates: tuple[Update, ...]
     clips: bool
     cuda: bool = False
-    gradients: str = "none"  # that a forward pass finds: "none", "forward" (cleared before backward), "kept"
+    gradients: str = "none"  # gradients alive in a forward pass: "none", "forward" (until backward), "kept"
 
     def operations(self, trained: int, accumulation: int) -> list[Operation]:
-        """Clipping if it clips, and the updates of all its optimizers; `trained` parameters have gradients."""
+        """Return clipping, if any, and all optimizers' updates. `trained`: number of parameters with gradients."""
         operations = [streamed("clip", "clip", trained, 3)] if self.clips else []
         for update in self.updates:
             operations += update.operations(self.cuda)
