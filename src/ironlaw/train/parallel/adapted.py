@@ -1,11 +1,11 @@
-"""A frozen model with adapters on a layout. Matrices that widen are divided by outputs, those that narrow by inputs, as
-without adapters (`tensor.py`), and adapters with them: y = x W^T + s (x A^T) B^T of
+"""A frozen model with adapters on a layout. Widening matrices are divided by outputs, narrowing ones by inputs, as
+without adapters (`tensor.py`), and the adapters with them. In y = x W^T + s (x A^T) B^T, with
 
-    outputs divided     A whole, B by rows: every rank has a part of A's gradient
-    inputs divided      A by columns, B whole: results are parts of a sum, and so is B's gradient
+    outputs divided     A is whole, B divided by rows: every rank has a part of A's gradient
+    inputs divided      A is divided by columns, B whole: results are parts of a sum, and so is B's gradient
 
-What is divided is a DTensor, so that FSDP, norms and checkpoints know of it; the frozen matrix is a plain part.
-Checkpoints and PEFT's files have whole adapters: they are small, and read on any layout (`adapter_store.py`).
+Divided adapters are DTensors, which FSDP, norms and checkpoints support; the frozen matrix is a plain part. Checkpoints
+and PEFT's files hold whole adapters, which are small and can be read on any layout (`adapter_store.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ironlaw.workload.finetune import NARROWING
 
 
 def divide(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
-    """Every matrix of the blocks that are there, and its adapters: this rank's."""
+    """Reduce every matrix of the blocks that `part` has, and its adapters, to this rank's part."""
     for block in part.blocks:
         for name, layer in block.named_modules():
             if isinstance(layer, Linear):
@@ -36,7 +36,7 @@ def divide(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
 
 
 def rows_of_ranks(name: str, rows: int, config: ModelConfig, ranks: int) -> list[Tensor]:
-    """Rows of a widening matrix that each rank has: of queries, keys and values their own heads'."""
+    """Return the rows of a widening matrix that each rank holds; queries, keys and values are divided by heads."""
     sizes = config.qkv_sizes if name == "attention.qkv" else (rows,)
     parts = [chunk.chunk(ranks) for chunk in torch.arange(rows).split(sizes)]
     return [torch.cat([chunks[rank] for chunks in parts]) for rank in range(ranks)]
@@ -60,7 +60,7 @@ def _by_outputs(layer: Linear, rows: list[Tensor], mesh: DeviceMesh, rank: int) 
 
 
 def _by_inputs(layer: Linear, mesh: DeviceMesh, rank: int) -> None:
-    """The bias is added once: by the first rank."""
+    """Divide a layer by inputs. Only the first rank adds the bias."""
     width = layer.in_features // mesh.size()
     columns = slice(rank * width, (rank + 1) * width)
     _keep(layer, None, columns)
@@ -93,7 +93,7 @@ def _part(tensor: Tensor, chosen: Tensor, dimension: int, mesh: DeviceMesh) -> n
 
 
 def partial(part: nn.Module) -> list[nn.Parameter]:
-    """Whole parameters of which a tensor parallel rank has a part of the gradient."""
+    """Return whole parameters for which a tensor-parallel rank computes a part of the gradient."""
     found: list[nn.Parameter] = []
     for name, layer in adapted_layers(part).items():
         for adapter in layer.adapters.each():
@@ -105,7 +105,7 @@ def partial(part: nn.Module) -> list[nn.Parameter]:
 
 
 def share_codes(part: nn.Module) -> None:
-    """Codes become parameters, which FSDP divides."""
+    """Turn codes into parameters, which FSDP divides."""
     for layer in part.modules():
         for name in ("codes", "scale_codes") if isinstance(layer, FrozenLinear) else ():
             codes = layer._buffers.pop(name)

@@ -1,14 +1,14 @@
-"""What a rank sends in its steps, and how long its main thread waits for the others: always on, a microsecond a call.
+"""Measures what a rank sends in its steps, and how long its main thread waits; always on, at a microsecond per call.
 
-    with observed(ranks) as traffic:                    # PyTorch's own calls are timed where FSDP, DTensor, DDP,
-        with traffic.counting(clock):                   # pipelines and this trainer make them
+    with observed(ranks) as traffic:                    # times the calls that FSDP, DTensor, DDP, pipelines
+        with traffic.counting(clock):                   # and this trainer make
             step.forward_backward(...)
     traffic.found["shard", "all_gather"]                # Found(count, bytes, seconds), of all counted steps
 
-Bytes are those of the whole buffer (nccl-tests' convention): what is reduced, what is gathered, what is sent. Exposed
-is what the main thread waited, and goes to the step's clock; `seconds` is from the call to its completion, where that
-can be told (a message between stages ends when its receiver takes it, and is only waited for). On CUDA collectives run
-behind the host's back: there only counts and bytes are known.
+Bytes are those of the whole buffer that is reduced, gathered or sent (nccl-tests' convention). Exposed time is the time
+the main thread waits, and is passed to the step's clock. `seconds` lasts from a call to its completion, if that can be
+observed (a message between stages ends when its receiver takes it, so that only the wait is timed). On CUDA collectives
+run asynchronously to the host: only counts and bytes are known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ironlaw.observe.profile import COMMUNICATION_SCOPE, scope
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.collectives import Sent
 
-# Functions of torch.distributed: kind, and which argument (by place or name) is the whole buffer.
+# Functions of torch.distributed -> kind, and the position and name of the argument that is the whole buffer.
 CALLS: dict[str, tuple[str, int, str]] = {
     "all_reduce": ("all_reduce", 0, "tensor"),
     "all_gather_into_tensor": ("all_gather", 0, "output_tensor"),
@@ -41,17 +41,17 @@ CALLS: dict[str, tuple[str, int, str]] = {
     "broadcast": ("broadcast", 0, "tensor"),
     "all_to_all_single": ("all_to_all", 1, "input"),
 }
-# Functional collectives, which DTensor calls; the last argument names the group, and `wait_tensor` waits.
+# Functional collectives, which DTensor calls. Their last argument names the group; `wait_tensor` waits for the result.
 FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
-BUCKET_LET_GO_SECONDS = 0.02  # there may be hundreds of buckets
+BUCKET_LET_GO_SECONDS = 0.02  # shorter, as there may be hundreds of buckets
 
 Key = tuple[str, str]  # mesh dimension and kind of a collective
 
 
 @dataclass
 class Found:
-    """Calls of one kind along one mesh dimension. `seconds`: None where an end was not seen."""
+    """Calls of one kind along one mesh dimension. `seconds` is None if their ends are not observed."""
 
     count: int = 0
     bytes: int = 0
@@ -63,13 +63,13 @@ class Found:
 
 
 class Traffic:
-    """What was sent and waited for while `counting`. Groups of one rank send nothing and are not counted."""
+    """Traffic and waiting times while `counting`. Groups of one rank send nothing and are not counted."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.found: dict[Key, Found] = {}
         self.steps = 0
-        # While steps are recorded: a collective is waited for where it is called, until gloo's threads have let go of
-        # its tensors, because a recording sees only what this thread lets go of (`observe/held.py`).
+        # During profiling: wait for each collective where it is called, until gloo's threads have released its
+        # tensors, because the profiler sees only what this thread releases (`observe/held.py`).
         self.settle = False
         self._dimensions = dimensions_of(ranks)
         self._known: dict[Any, tuple[str, int]] = {}
@@ -100,8 +100,8 @@ class Traffic:
         self.steps = 0
 
     def dimension(self, group: Any) -> tuple[str, int]:
-        """The mesh dimension of a group (or of its name) and its size."""
-        if group is None:  # what all agree on, also where they are all there is of another dimension
+        """Return the mesh dimension of a group (or of a group's name) and its size."""
+        if group is None:  # all ranks, even if they are also all ranks of another dimension
             return "world", dist.get_world_size()
         key = group if isinstance(group, str) else id(group)
         if key not in self._known:
@@ -119,7 +119,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self, key: Key) -> Iterator[None]:
-        """Around what the main thread waits in."""
+        """Time a block in which the main thread waits."""
         began = time.perf_counter()
         with scope(COMMUNICATION_SCOPE, self.settle):
             yield
@@ -132,30 +132,30 @@ class Traffic:
         self._clock.waited(" ".join(key), seconds)
 
     def uses(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
-        """Tensors of a call and how many hold each, before it."""
+        """Return the tensors of a call with their reference counts before it."""
         if not self.settle:
             return []
         return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
 
     def let_go(self, uses: list[tuple[Tensor, int]], longest_seconds: float = LET_GO_SECONDS) -> None:
-        """While steps are recorded: wait until gloo's thread holds none of them any more."""
+        """During profiling, wait until gloo's thread has released all these tensors."""
         if not self.settle:
             return
         limit = time.perf_counter() + longest_seconds
         while any(_uses(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
             time.sleep(BREATH_SECONDS)
-        time.sleep(BREATH_SECONDS)  # it gives up Python's name of a tensor last, for which it needs the interpreter
+        time.sleep(BREATH_SECONDS)  # the thread releases a tensor's Python object last, which requires the GIL
 
     def bucket_done(self, key: Key, buffer: Tensor, uses: int, future: Any) -> None:
-        """DDP's hook has sent a bucket."""
+        """Called when DDP's hook has sent a bucket."""
         if self.settle:
             with scope(COMMUNICATION_SCOPE):
                 future.wait()
-                self.let_go([(buffer, uses + 1)], BUCKET_LET_GO_SECONDS)  # one more: the future has it
+                self.let_go([(buffer, uses + 1)], BUCKET_LET_GO_SECONDS)  # plus one reference by the future
         self._last_bucket = key, time.perf_counter()
 
     def backward_done(self) -> None:
-        """DDP waits at the end of the backward pass: since its last bucket was full."""
+        """Count the wait of DDP at the end of the backward pass, which begins when its last bucket has been sent."""
         if self._last_bucket is not None:
             key, since = self._last_bucket
             self.waited(key, time.perf_counter() - since)
@@ -163,8 +163,8 @@ class Traffic:
 
 
 def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
-    """Members of a group -> its mesh dimension and size; of dimensions with the same ranks, the first, as in a plan
-    (`workload/collectives.py`)."""
+    """Map the members of each group to its mesh dimension and size. Of dimensions with the same ranks, the first is
+    used, as in a plan (`workload/collectives.py`)."""
     dimensions: dict[tuple[int, ...], tuple[str, int]] = {}
     for name, group in ranks.process_groups().items():
         dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
@@ -172,13 +172,13 @@ def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many hold a tensor, of all that Python's name for it counts as one."""
+    """Return the reference count of a tensor, in which its Python object counts as one."""
     count = getattr(tensor, "_use_count", None)  # not in PyTorch 2.11
     return int(count()) if count is not None else 0
 
 
 class _Timed:
-    """A pending call whose wait is timed."""
+    """An asynchronous call whose wait is timed."""
 
     def __init__(self, work: Any, traffic: Traffic, key: Key) -> None:
         self._work, self._traffic, self._key = work, traffic, key
@@ -200,7 +200,7 @@ def backward_done() -> None:
 
 
 def bucket_hook(hook: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """DDP's hook for a bucket, observed where somebody does; what it calls is counted as any other call."""
+    """Wrap DDP's hook for buckets to time it while it is observed. Collectives that it calls are counted as usual."""
 
     def timed(state: Any, bucket: Any) -> Any:
         traffic = _current
@@ -212,13 +212,13 @@ def bucket_hook(hook: Callable[..., Any], group: Any) -> Callable[..., Any]:
         traffic.bucket_done((traffic.dimension(group)[0], "all_reduce"), buffer, uses, future)
         return future
 
-    timed.__annotations__.clear()  # DDP compares them with its own types, by identity
+    timed.__annotations__.clear()  # DDP would compare them with its own types, by identity
     return timed
 
 
 @contextmanager
 def observed(ranks: Ranks) -> Iterator[Traffic]:
-    """Time PyTorch's collectives in this process while the block runs."""
+    """Count and time the collectives of PyTorch in this process while the block runs."""
     global _current
     traffic = Traffic(ranks)
     functional = torch.ops._c10d_functional
@@ -228,14 +228,14 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
         plain = getattr(owner, name, None)
         if plain is not None:
             made = wrapped(plain)
-            if hasattr(plain, "default"):  # by which the dispatcher finds the operator where a mode listens
+            if hasattr(plain, "default"):  # needed by the dispatcher if a mode is active
                 made.default = plain.default
             replaced.callback(setattr, owner, name, plain)
             setattr(owner, name, made)
 
     for name, (kind, place, keyword) in CALLS.items():
         replace(dist, name, partial(_call, traffic, kind=kind, place=place, keyword=keyword))
-    for name in ("isend", "irecv"):  # under both names: what is asked of neighbours is checked to be one of the two
+    for name in ("isend", "irecv"):  # in both modules, since batches of messages accept only these functions
         message = _message(traffic, getattr(dist, name), sends=name == "isend")
         for owner in (dist, dist.distributed_c10d):
             replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
@@ -254,7 +254,7 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
 
 @contextmanager
 def counted(ranks: Ranks) -> Iterator[Traffic]:
-    """The same where every call of the block counts."""
+    """Like `observed`, with every call of the block counted."""
     with observed(ranks) as traffic, traffic.counting(StepClock()):
         yield traffic
 
@@ -278,7 +278,7 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
             return _Timed(work, traffic, key)
         with traffic.waiting(key):
             work = plain(*arguments, **named)
-            if named.get("async_op"):  # what a hook of DDP's does next is then done, and let go of, by this thread
+            if named.get("async_op"):  # so that this thread runs, and releases, what DDP's hook does next
                 work.wait()
             else:
                 traffic.let_go(uses)

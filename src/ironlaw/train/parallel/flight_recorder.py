@@ -1,4 +1,4 @@
-"""What each rank's flight recorder says: PyTorch's own list of the latest collectives, kept by gloo and by NCCL."""
+"""Reads PyTorch's flight recorder: each rank's list of its latest collectives, kept by gloo and by NCCL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = 256  # collectives
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """A collective as one rank called it: the `number`-th of the group of `members`, along a mesh dimension."""
+    """A collective as called by one rank: number `number` of the group of `members`, along a mesh dimension."""
 
     kind: str
     number: int
@@ -29,15 +29,15 @@ class RecordedCollective:
 
 
 def switch_on() -> None:
-    """Before the first process group: the buffer is made with it."""
+    """Enable the recorder. Call it before the first process group is created, which allocates the buffer."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
-    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # how long each kernel took
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # durations of kernels
 
 
 def groups_of(used: dict[str, dist.ProcessGroup]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dimension and ranks of the groups that a step uses (`Ranks.process_groups`), by PyTorch's name.
+    """Return dimension and ranks of the groups that a step uses (`Ranks.process_groups`), by PyTorch's name.
 
-    Other groups may wait as long as they like: for data to be prepared, for a checkpoint to be written.
+    Other groups may wait for any time: for the preparation of data, or for a checkpoint.
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, group in used.items():
@@ -47,7 +47,7 @@ def groups_of(used: dict[str, dist.ProcessGroup]) -> dict[str, tuple[str, tuple[
 
 
 def operations(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[RecordedCollective]:
-    """The latest of this rank, oldest first."""
+    """Return the latest collectives of this rank, oldest first."""
     found = []
     for entry in _entries():
         dimension, members = groups.get(entry["process_group"][0], ("", ()))
@@ -64,7 +64,7 @@ _counted = -1
 
 
 def kernel_seconds() -> float:
-    """Of NCCL's collectives since the last call, as long as the buffer holds them all."""
+    """Return the seconds of NCCL's collectives since the last call, if the buffer still holds them all."""
     global _counted
     entries = [entry for entry in _entries() if entry["record_id"] > _counted and "duration_ms" in entry]
     _counted = max((entry["record_id"] for entry in entries), default=_counted)

@@ -1,7 +1,7 @@
-"""A job of many ranks as `ironlaw train` sees it: join, check that all agree, train, leave; and how ranks plan
-together, prepare data once, step on a layout and watch each other.
+"""A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. Its strategy plans on all
+ranks, prepares data once, steps on a layout and watches the ranks.
 
-Before the first step: do all ranks run the same thing? What differs is refused with one line that names the rank.
+Before the first step ranks compare what they run. A difference is refused with one line that names the rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ironlaw.train.strategy import Strategy
 from ironlaw.workload.layout import Layout
 
 CLOCK_SECONDS = 5.0
-"""Clocks further apart than this make checkpoints and logs of one job contradict each other."""
+"""With a larger difference between clocks, checkpoints and logs of one job contradict each other."""
 
 WORDS = {
     "torch": "PyTorch {theirs}, rank 0 has {ours}: install the same on every node",
@@ -56,7 +56,7 @@ WORDS = {
 
 
 def rank_facts(config: RunConfig) -> dict[str, Any]:
-    """What must agree before the first step, and this rank's clock, read when all have come here."""
+    """Return what must agree before the first step, and this rank's clock, read when all ranks are here."""
     dist.barrier()
     return {
         "torch": torch.__version__,
@@ -70,7 +70,7 @@ def rank_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def first_difference(everybodys: list[dict[str, Any]]) -> str | None:
-    """The first difference from rank 0, in one line."""
+    """Return a line on the first difference from rank 0, or None."""
     first = everybodys[0]
     for rank, theirs in enumerate(everybodys):
         who = f"rank {rank} on {theirs['host']} has"
@@ -87,7 +87,7 @@ def first_difference(everybodys: list[dict[str, Any]]) -> str | None:
 
 
 def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
-    """UserError on rank 0, a quiet end on the others, when ranks differ."""
+    """If ranks differ, raise UserError on rank 0 and exit silently on the others."""
     everybodys = ranks.gather(mine)
 
     def refuse() -> None:
@@ -98,8 +98,8 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
 
 
 Result = TypeVar("Result")
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
-SPARE_SECONDS = 60.0  # PyTorch's own timeout comes later than the watcher's, which knows more
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
+SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 
 
 class RankStrategy(Strategy):
@@ -107,7 +107,7 @@ class RankStrategy(Strategy):
     step_class = LayoutStep
 
     def __init__(self, config: RunConfig, ranks: Ranks, store: dist.Store, **named: Any) -> None:
-        """`store` is these ranks' alone; `named` goes to the watcher."""
+        """`store` is exclusive to these ranks; `named` is passed to the watcher."""
         super().__init__(ranks)
         self.config, self.store, self.named = config, store, named
 
@@ -117,7 +117,7 @@ class RankStrategy(Strategy):
     def prepare(
         self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
     ) -> Dataset:
-        """Rank 0 prepares; the others then find everything in the cache."""
+        """Prepare data on rank 0; the other ranks then find everything in the cache."""
         self.mesh.first_does(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
         return prepare(config.data, config.model.vocab)
 
@@ -128,7 +128,7 @@ class RankStrategy(Strategy):
 
 
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
-    """On the rank that found it, whichever that is: the others may not be able to."""
+    """Report a hang, on the rank that found it, since the others may be unable to."""
     print(f"ironlaw: {report}", file=sys.stderr, flush=True)
     write_event(run, "hang", report=report, ranks=[asdict(note) for note in notes])
 
@@ -145,7 +145,7 @@ class RankJob:
 
     @property
     def title(self) -> str:
-        """What runs, for the console."""
+        """Description of the job for the console."""
         left = self.rendezvous.size - self.ranks.size
         return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
 
@@ -158,7 +158,7 @@ STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two mome
 
 
 def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
-    """Where none is written: replicas, and as much sharding as the memory of a rank asks for."""
+    """Return the layout if none is given: replicas, or full sharding if half of a rank's memory is too small."""
     held = STATE_BYTES * config.model.parameters
     here = memory_bytes / torchrun_says("LOCAL_WORLD_SIZE")
     return LayoutConfig(zero=0 if held < here / 2 else 3)
@@ -169,10 +169,10 @@ def job(
     config: RunConfig, memory_bytes: float, resume: bool = False,
     choose: Callable[[RunConfig, int], RunConfig] | None = None,
 ) -> Iterator[RankJob]:  # fmt: skip
-    """Join the process group. Where no layout is written rank 0 asks `choose` for one, of so many ranks; without it
-    `memory_bytes` of this machine decides.
+    """Join the process group. If the config has no layout, rank 0 calls `choose(config, ranks)`; without `choose`, the
+    `memory_bytes` of this machine decide.
 
-    A run that goes on may do so on fewer ranks than torchrun has started, when torchrun may also restart it.
+    A resumed run may use fewer ranks than torchrun has started, provided that torchrun may also restart it.
     """
     size = torchrun_says("WORLD_SIZE")
     written = config
@@ -180,7 +180,7 @@ def job(
     if config.layout is None:
         config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
     elastic = torchrun_says("TORCHELASTIC_MAX_RESTARTS", 0) > 0
-    if not elastic and not planned:  # before anybody waits for anybody
+    if not elastic and not planned:  # before ranks wait for each other
         _quietly(lambda: check(config, size))
     rendezvous = join()
     fewer = elastic and (resume or rendezvous.restarted)
@@ -202,7 +202,7 @@ def job(
     except RuntimeError as error:
         if not any(words in str(error) for words in LOST):
             raise
-        # Every rank but the one that died comes here, and torchrun reports that one.
+        # All ranks but the one that died end here, and torchrun reports that one.
         print(f"ironlaw: rank {rendezvous.rank} has lost the connection to another rank", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     finally:
@@ -216,21 +216,21 @@ SETTLED_LOOKS, LOOK_SECONDS, PATIENCE_SECONDS = 3, 0.02, 5.0
 
 
 def let_go() -> None:
-    """Wait until gloo's threads rest.
+    """Wait until gloo's threads are idle.
 
-    They drop the last collective's tensors a moment after whoever waited for it goes on. Where the interpreter is gone
-    by then, the process aborts: on a busy core one in six ranks did, after a run that had gone well.
+    They release the last collective's tensors a moment after the thread that waited for it continues. If the
+    interpreter is gone by then, the process aborts: on a busy core, one in six ranks did after a successful run.
     """
     until, resting = time.monotonic() + PATIENCE_SECONDS, 0
     while resting < SETTLED_LOOKS and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)  # without the interpreter's lock, which they may be waiting for
+        time.sleep(LOOK_SECONDS)  # releases the GIL, for which they may be waiting
         resting = 0 if _at_work() else resting + 1
 
 
 def _at_work() -> bool:
-    """Whether one of gloo's threads computes or wants to. Where the system does not tell: no."""
+    """Whether one of gloo's threads is runnable. False if the system does not report it."""
     for thread in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             name, _, rest = (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(")")
             if name == GLOO_THREADS and rest.split()[0] == "R":
                 return True
@@ -238,7 +238,7 @@ def _at_work() -> bool:
 
 
 def _quietly(function: Callable[[], Result]) -> Result:
-    """The same on every rank; rank 0 says what is wrong."""
+    """Call a function that behaves alike on every rank. Rank 0 raises its UserError, the others exit silently."""
     try:
         return function()
     except UserError:

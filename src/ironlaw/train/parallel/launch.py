@@ -1,11 +1,11 @@
-"""The job of a run for a cluster's own launcher: a text to read, keep and submit. No scheduler is needed to write it.
+"""Job files for the launchers of clusters, to be read, kept and submitted. Writing one needs no scheduler.
 
-Every one starts `torchrun` once per node with a rendezvous on the first, restarts a job whose ranks die, and goes on
-from the last checkpoint (`--resume` starts a run that is not there yet). The run directory must be on storage that all
-nodes see. PyTorch's flight recorder is on: after a timeout each rank leaves its last collectives beside the run.
+Every job starts `torchrun` once per node with a rendezvous on the first, restarts if ranks die, and resumes from the
+last checkpoint (`--resume` also starts a new run). The run directory must be on storage that all nodes share. PyTorch's
+flight recorder is on: after a timeout each rank writes its last collectives beside the run.
 
-Names of hosts, images and the like must have the form that their launcher gives them (`GRAMMAR`); whatever else a user
-wrote is quoted for the shell that reads it, and YAML is written by way of JSON, which is a part of it.
+Names of hosts, images and so on must follow the syntax of their launcher (`GRAMMAR`). All other user input is quoted
+for the shell that reads it, and YAML scalars are written as JSON, which is a subset of YAML.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ OPTIONS = dict.fromkeys(("time", "partition", "account"), ("--on slurm",)) | {
     "image": ("--on kubernetes",), "claim": ("--on kubernetes",), "hosts": ("--on ssh",),
 }  # fmt: skip
 PORT = 29500
-RESTARTS = 10  # of the whole job by torchrun, before a person should look
+RESTARTS = 10  # of the whole job, by torchrun; after that a person should look
 VARIABLES = {
-    "TORCH_FR_BUFFER_SIZE": "500",  # the flight recorder: collectives remembered
+    "TORCH_FR_BUFFER_SIZE": "500",  # collectives that the flight recorder keeps
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted job must not meet the addresses of dead ranks
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted job must not find the addresses of dead ranks
     "OMP_NUM_THREADS": "4",
 }
 
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL})*|\[[0-9A-Fa-f:.]+\]"
-GRAMMAR = {  # option -> what it must match as a whole, and how to write it
+GRAMMAR = {  # option -> regular expression for the whole value, and a hint for the user
     "--hosts": (rf"([A-Za-z0-9_][A-Za-z0-9_.-]{{0,31}}@)?({_HOST})", "names or addresses such as node0,user@10.0.0.2"),
     "--image": (
         r"[A-Za-z0-9][A-Za-z0-9._-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
@@ -57,7 +57,7 @@ GRAMMAR = {  # option -> what it must match as a whole, and how to write it
 @dataclass(frozen=True)
 class LaunchRequest:
     """`hosts` are for ssh, `image` and `claim` (a shared volume) for Kubernetes, `time`, `partition` and `account` for
-    Slurm. A job that loses nodes goes on with `min_nodes` or more. UserError for what is no host, image and so on."""
+    Slurm. A job that loses nodes continues with `min_nodes` or more. UserError for values that violate `GRAMMAR`."""
 
     name: str
     config: Path
@@ -85,13 +85,13 @@ class LaunchRequest:
 
 
 def script(kind: str, request: LaunchRequest) -> str:
-    """The text of the job. UserError for what a launcher needs and nobody gave, or does not have."""
+    """Return the text of the job. UserError for an option that the launcher needs but is missing, or that it lacks."""
     refuse_options(vars(request), OPTIONS, f"--on {kind}")
     return {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[kind](request)
 
 
 def torchrun(request: LaunchRequest, endpoint: str, run_id: str) -> str:
-    """The command of one node; `endpoint` and `run_id` may be variables of the shell."""
+    """Return the command for one node. `endpoint` and `run_id` may be shell variables."""
     nodes = f"{request.min_nodes}:{request.nodes}" if request.min_nodes else request.nodes
     config, out = (_as_path(path) for path in (request.config, request.out))
     words = [
@@ -100,12 +100,12 @@ def torchrun(request: LaunchRequest, endpoint: str, run_id: str) -> str:
         f"-m ironlaw train {config} --out {out} --resume",
     ]
     words += [f"--set {shlex.quote(override)}" for override in request.overrides]
-    words += ["|| exit $(($? == 138 ? 2 : $?))"]  # ended by a rank that was refused, which has said why
+    words += ["|| exit $(($? == 138 ? 2 : $?))"]  # 138: a rank has refused its input, and has reported why
     return " \\\n  ".join(words)
 
 
 def _as_path(path: Path) -> str:
-    """A path that no program takes for an option."""
+    """Quote a path so that no program takes it for an option."""
     text = str(path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
@@ -204,11 +204,11 @@ spec:
 """
 
 
-_OTHER_THAN_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # to a reader of YAML 1.1
+_OTHER_THAN_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # in YAML 1.1
 
 
 def _yaml(value: Any) -> str:
-    """A scalar of YAML, plain where nobody could read it as anything but these words."""
+    """Return a YAML scalar, unquoted only if no reader can take it for anything but text."""
     text = str(value)
     plain = re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", text) and text not in _OTHER_THAN_TEXT
     return text if plain else json.dumps(text)
@@ -218,7 +218,7 @@ SEAL = "# written by `ironlaw launch`; as long as nobody edits it: "
 
 
 def keep(path: Path, text: str, force: bool = False) -> str:
-    """Write the job, and return what was written: sealed, so that an edited one is known and kept unless `force`."""
+    """Write the job with a checksum and return its text. A file that was edited is not replaced unless `force`."""
     text += f"{SEAL}{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}\n"
     if not force and (path.is_symlink() or path.exists()) and not _sealed(path):
         what = "is a link" if path.is_symlink() else "is not as `ironlaw launch` wrote it"
@@ -228,7 +228,7 @@ def keep(path: Path, text: str, force: bool = False) -> str:
 
 
 def _sealed(path: Path) -> bool:
-    """Whether a job is still what `keep` wrote."""
+    """Whether a job file is unchanged since `keep` wrote it."""
     if path.is_symlink() or not path.is_file():
         return False
     text, seal, digest = read_text(path).rpartition(SEAL)
@@ -236,14 +236,14 @@ def _sealed(path: Path) -> bool:
 
 
 def submit(kind: str, path: Path) -> str | None:
-    """Hand the written job to its launcher; returns what that said. Over ssh it runs here, and shows its output."""
+    """Submit the written job and return the launcher's output. A job over ssh runs here, and shows its output."""
     words = (*SUBMIT[kind], str(path))
     if shutil.which(words[0]) is None or (kind == "ssh" and shutil.which("ssh") is None):
         missing = words[0] if shutil.which(words[0]) is None else "ssh"
         raise UserError(f"{missing} is not on this machine: run `{' '.join(words)}` where it is")
     if kind == "ssh":
         sys.stdout.flush()
-        # Progress belongs to stderr, as everywhere; --json has stdout for itself.
+        # Progress goes to stderr, since stdout is reserved for --json.
         done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
         if done.returncode:
             raise JobFailed(f"the job ended with {done.returncode}: what the nodes said is above")

@@ -1,9 +1,9 @@
-"""From whole tensors to the parts that a rank holds: the first weights of a run, and checkpoints of one process.
+"""Copies whole tensors into the parts that a rank holds: initial weights, and checkpoints of one process.
 
-A model may come as shapes alone (`shapes`, on PyTorch's `meta` device). After the layout is applied, every rank draws
-all weights in the order and from the generator of one process, a tensor at a time, and keeps its parts: the numbers are
-those of one process, and no rank holds more than its parts, one whole tensor and, while generators are brought where
-one process has them, one block. Drawing takes as long as on one process.
+A model may be on PyTorch's `meta` device (`shapes`), without data. After the layout is applied, every rank generates
+all weights, one tensor at a time, in the order and from the generator of one process, and keeps its parts. The values
+are those of one process, and no rank holds more than its parts, one whole tensor and, while generators are advanced to
+the state that one process has, one block. This takes as long as on one process.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-"""Tensors that one of one process is divided into where there are ranks, with their names on disk."""
+"""Splits a tensor of one process, given by name, into the tensors that ranks have instead, with their names on disk."""
 
 
 def shapes(config: ModelConfig) -> Transformer:
-    """The model without its numbers."""
+    """Return the model on the meta device, without data."""
     with torch.device("meta"):
         return Transformer(config)
 
 
 @torch.no_grad()
 def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool = True) -> None:
-    """Memory for the parts, and the first weights in them unless others follow (`drawn`). torch's generator must stand
-    at the run's seed."""
+    """Allocate memory for the parts and, if `drawn`, initialize the weights, for which torch's generator must be in the
+    state after seeding."""
     parts = list(parts)
     for part in parts:
         tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
         part.to_empty(device=device)
-        if tied:  # two tensors now
+        if tied:  # `to_empty` has separated them
             assert part.embedding is not None
             part.head.weight = part.embedding.weight
         _reset_buffers(part, device)
@@ -58,7 +58,7 @@ def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool 
 
 @torch.no_grad()
 def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]) -> None:
-    """Whole tensors by their names in one process, one at a time, into the parts. `source` is told which are wanted."""
+    """Copy whole tensors from `source`, one at a time, into the parts. `source` takes a filter for names."""
     parts = list(parts)
     targets = {name: tensor for part in parts for name, tensor in named_tensors(part)}
     known = {name.removeprefix("weights/").removesuffix(COPY).replace(".qkv.query.", ".qkv.") for name in targets}
@@ -67,10 +67,10 @@ def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]],
 
 
 def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
-    """`train.start_from` into what this rank holds: a Hugging Face model's weights, or another run's on any layout.
+    """Read `train.start_from` into this rank's tensors: a Hugging Face model, or another run with any layout.
 
-    Every rank reads the files, and of tensors that they hold as they are here only its own rows. `joined` has all
-    `parts` under one roof; `store` reads checkpoints.
+    Every rank reads the files, but only its own rows of tensors that are stored as they are held. `joined` is a module
+    with all `parts`; `store` reads checkpoints.
     """
     folder, parts = Path(source), list(parts)
     config = parts[0].config
@@ -90,7 +90,7 @@ def _reset_buffers(part: Transformer, device: torch.device) -> None:
 
 
 def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a new `Transformer(config)`, one at a time, from the same generator."""
+    """Yield (name, tensor) of a new `Transformer(config)`, one at a time, from the same generator."""
     _draw_constructors(config)
     for parameter in model_parameters(config):
         tensor = torch.empty(parameter.shape)
@@ -99,7 +99,7 @@ def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def _draw_constructors(config: ModelConfig) -> None:
-    """PyTorch's layers draw weights of their own when they are built, which `Transformer` then overwrites."""
+    """Advance the generator as the constructors of PyTorch's layers do; `Transformer` overwrites their weights."""
     nn.Embedding(config.vocab, config.hidden)
     if config.positions == "learned":
         nn.Embedding(config.context, config.hidden)
@@ -110,7 +110,7 @@ def _draw_constructors(config: ModelConfig) -> None:
 
 
 def copy_part(target: Tensor, whole: Tensor) -> None:
-    """This rank's part of `whole` into `target`."""
+    """Copy this rank's part of `whole` into `target`."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -121,7 +121,7 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
 
 
 def put(name: str, whole: Tensor, targets: Mapping[str, Tensor], parts: Parts) -> None:
-    """This rank's part of the `parts` of a whole tensor into those of `targets` that have their names."""
+    """Split a whole tensor by `parts`, and copy this rank's share into the `targets` with the same names."""
     for part, tensor in parts(name, whole):
         for target in (targets.get(part), targets.get(part + COPY)):
             if target is not None:
@@ -133,8 +133,8 @@ def read_checkpoint(
     folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, alone: Sequence[Parameter],
     parts: Parts,
 ) -> dict[str, Any]:  # fmt: skip
-    """A checkpoint of one process, which had the tensors `alone`, into those in `wanted` (names as in `store.py`), by
-    the `parts` of each; returns its small states."""
+    """Read a checkpoint of one process, with the tensors `alone`, into `wanted` (names as in `store.py`), split by
+    `parts`. Returns its small states."""
     saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in tuple(file.keys()):
@@ -144,7 +144,7 @@ def read_checkpoint(
         put(f"average/{parameter.name}", whole, wanted, parts)
     if optimizer is None:
         return saved
-    if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here
+    if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
         optimizer.load_state_dict(saved["optimizer"])
         return saved
     order = list(chain.from_iterable(grouped(alone, settings).values()))

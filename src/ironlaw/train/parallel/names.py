@@ -1,4 +1,4 @@
-"""What the tensors of a run are called on disk, whoever holds which part of them (`store.py`)."""
+"""Names of a run's tensors on disk, which do not depend on how ranks divide them (`store.py`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ironlaw.model.config import ModelConfig
 
 COPY = "#copy"
-QKV = ("query", "key", "value")  # parts of the fused projection, by which checkpoints and layouts name them
+QKV = ("query", "key", "value")  # parts of the fused projection, which have their own names in checkpoints and layouts
 
 
 def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of weights and optimizer state: views into what is there, parts of it under the layout's ranks."""
-    # What is moved by something else than gradients: the biases that keep experts' load even.
+    """Yield (name, tensor) of weights and optimizer state, as views; on a layout, of the parts this rank holds."""
+    # Router biases, which balance the load of experts, are updated without gradients.
     yield from ((f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
     for name, parameter in model.named_parameters():
         yield from _pieces("weights", name, "", parameter.detach(), model)
@@ -26,14 +26,14 @@ def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str
 
 
 def named_like(model: nn.Module, prefix: str, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The same of `tensors` that stand beside parameters, each of the shape of the one whose id it is under."""
+    """Yield (name, tensor) of `tensors`, each stored under the id of the parameter whose shape and name it shares."""
     for name, parameter in model.named_parameters():
         if id(parameter) in tensors:
             yield from _pieces(prefix, name, "", tensors[id(parameter)], model)
 
 
 def _pieces(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:
-    """By the names on disk. A tied output layer is among the parameters by its own name only where it is a copy."""
+    """Yield a tensor by its names on disk. A tied output layer is a parameter of its own only if it is a copy."""
     copied = name == "head.weight" and model.config.tied
     common = "embedding.weight" if copied else name
     for part, view in pieces(f"{prefix}/{common}{key}", tensor, model.config):
@@ -41,8 +41,8 @@ def _pieces(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Ite
 
 
 def pieces(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """A fused projection as its three parts, under the names that checkpoints have; a number is shared by all three,
-    and so is what ranks divide."""
+    """Yield a fused projection as its three parts, with their names in checkpoints, and other tensors unchanged. The
+    parts share scalars, and tensors that ranks have divided."""
     if not re.search(r"\.attention\.qkv\.(weight|bias)(/|$)", name):
         yield name, tensor
         return

@@ -1,14 +1,13 @@
-"""Training between sites whose links are too slow for gradients (DiLoCo, arXiv 2311.08105).
+"""Training at several sites whose links are too slow for gradients (DiLoCo, arXiv 2311.08105).
 
     outer = Outer(applied, config)
-    optimizer.step(); outer.after(step)     # every `local_steps` steps the sites meet
+    optimizer.step(); outer.after(step)     # every `local_steps` steps the sites synchronize
 
-Each site (a group of replicas with any layout of its own) trains by itself with its own optimizer state. When they
-meet, the mean of (common weights - own weights) is the gradient of an outer step on the common weights, by SGD with
-Nesterov's momentum; all go on from there. The common weights are what is evaluated, saved as the run's weights and
-exported. Beside them a checkpoint holds each site's own weights and optimizer state, so that a run goes on to the bit;
-with other sites than before, those that were not there start from the common weights with the first site's optimizer
-state.
+Each site (a group of replicas with any layout) trains by itself with its own optimizer state. When sites synchronize,
+the mean of (common weights - own weights) is the gradient of an outer step on the common weights, by SGD with
+Nesterov's momentum; all sites continue from the result. The common weights are evaluated, saved as the run's weights
+and exported. Checkpoints also hold each site's own weights and optimizer state, so that a run resumes bit for bit. If
+the sites have changed, new ones start from the common weights with the first site's optimizer state.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ironlaw.train.parallel.names import COPY, named_like
 from ironlaw.train.parallel.plugin import StepPlugin
 
 CHUNK_ELEMENTS = 8 * 2**20
-"""Reduced at a time: large enough for the bandwidth, small beside the model."""
+"""Number of elements reduced at a time: large enough for the bandwidth, small compared with the model."""
 
 
 def of(applied: Applied, config: RunConfig) -> Outer | None:
@@ -36,7 +35,7 @@ def of(applied: Applied, config: RunConfig) -> Outer | None:
 
 
 class Outer(StepPlugin):
-    """The common weights and their optimizer, as this rank holds its part of the model."""
+    """The common weights and their optimizer, for the part of the model that this rank holds."""
 
     name = "outer"
 
@@ -55,12 +54,12 @@ class Outer(StepPlugin):
         self._reset_momentum()
 
     def _reset_momentum(self) -> None:
-        """Zeros are what SGD starts from without saying so; said, they can be saved before the first meeting."""
+        """Set momentum explicitly to zeros, with which SGD starts implicitly, so that it can be saved at any time."""
         for parameter in self.common:
             self.optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
 
     def after(self, step: int) -> None:
-        """The sites also meet after the run's last step."""
+        """Synchronize the sites if it is due, and after the run's last step."""
         if step % self.every == 0 or step == self.last:
             self.meet()
 
@@ -90,7 +89,7 @@ class Outer(StepPlugin):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The common weights in place of this site's own."""
+        """Context in which the common weights replace this site's own."""
         kept = [local_part(own).detach().clone() for own in self.own]
         self._go_on_from_common()
         try:
@@ -106,7 +105,7 @@ class Outer(StepPlugin):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, Tensor]:
-        """Common weights under the run's own names, and the outer momentum."""
+        """Return the common weights under the run's own names, and the outer momentum."""
         common = {id(own): common.detach() for own, common in zip(self.own, self.common, strict=True)}
         kept = (self.optimizer.state[parameter]["momentum_buffer"] for parameter in self.common)
         momentum = dict(zip(common, kept, strict=True))
@@ -122,7 +121,7 @@ class Outer(StepPlugin):
         return mine | first | shared
 
     def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """What there is of this site; what there is not, from the run's own."""
+        """Select this site's own state if the checkpoint has it, otherwise the run's."""
         self._meets_again = not any(key.startswith(self._of_site("")) for key in known)
         self._reset_momentum()
         if self._meets_again:
@@ -139,7 +138,7 @@ class Outer(StepPlugin):
 
 
 def _chunks(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of consecutive tensors of about `CHUNK_ELEMENTS` together."""
+    """Yield ranges of consecutive tensors with about `CHUNK_ELEMENTS` elements each."""
     start = total = 0
     for index, size in enumerate(sizes):
         total += size

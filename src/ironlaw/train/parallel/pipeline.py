@@ -1,4 +1,4 @@
-"""A pipeline of stages (arXiv 1811.06965, 2104.04473; zero-bubble 2401.10241) on `torch.distributed.pipelining`."""
+"""Pipeline parallelism (arXiv 1811.06965, 2104.04473; zero-bubble 2401.10241) on `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ironlaw.workload.schedule import CLASSES, layers_of
 
 
 def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
-    """The part of `model` that is one stage; parts keep their names, so that a checkpoint knows them."""
+    """Return one stage of `model`. Its parts keep their names, under which checkpoints hold them."""
     part = Transformer.__new__(Transformer)
     nn.Module.__init__(part)
     part.config, part.partition, part.dropout_seed = model.config, model.partition, model.dropout_seed
@@ -31,7 +31,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     for name in ("final_norm", "head"):
         setattr(part, name, getattr(model, name) if stage == stages - 1 else None)
     if stage == stages - 1 and stages > 1 and model.config.tied:
-        # A copy, kept equal: both stages add up their gradients (`step.py`).
+        # A copy, kept equal by summing the gradients of both stages (`step.py`).
         weight = model.head.weight
         part.head = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         part.head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
@@ -42,7 +42,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
 
 
 def joined(parts: dict[int, Transformer]) -> Transformer:
-    """All stages of this rank under one roof and their own names: for the optimizer and for checkpoints."""
+    """Return one module with all stages of this rank, under their own names, for the optimizer and checkpoints."""
     if len(parts) == 1:
         return next(iter(parts.values()))
     some = next(iter(parts.values()))
@@ -68,9 +68,9 @@ def build_schedule(
     autocast: Callable[[], Any],
     phase: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
 ) -> Any:
-    """The schedule over this rank's `parts` (stage number to module). Shapes are given, so none need be exchanged.
+    """Return the schedule over this rank's `parts` (stage number to module). Shapes are given, so none are exchanged.
 
-    `phase` is told of every pass.
+    `phase` is the context of every pass.
     """
     config = ranks.config
     stages = config.pp * config.virtual_stages
@@ -94,14 +94,14 @@ def build_schedule(
             setattr(stage, name, _within(getattr(stage, name), phase, which))
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     kind = getattr(schedules, "Schedule1F1B" if single and config.schedule == "1f1b" else CLASSES[config.schedule])
-    # Losses come divided by the micro-batches, as without a pipeline: gradients are the size of one process's.
+    # Losses are already divided by the number of micro-batches, as without a pipeline: gradients need no scaling.
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss, scale_grads=False)
 
 
 def _within(
     function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
 ) -> Callable[..., Any]:
-    """The function, its time counted to a phase."""
+    """Return the function with its time counted to a phase."""
 
     def timed(*arguments: Any, **named: Any) -> Any:
         with phase(which):
@@ -118,13 +118,13 @@ PASSES = {
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage has computed its loss itself, from the same targets."""
+    """Return the loss that the last stage has computed from the same targets."""
     return output.sum()
 
 
 def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
-    """The stage as the schedule calls it: targets reach the last one, and the loss leaves it with a dimension."""
-    if hasattr(part, "as_stage"):  # of another schedule over the same stages
+    """Adapt a stage to the schedule's calls: the last one receives targets, and returns the loss with a dimension."""
+    if hasattr(part, "as_stage"):  # adapted for another schedule over the same stages
         return part
     plain = part.forward
     part.as_stage = True  # type: ignore[assignment]
@@ -141,8 +141,8 @@ def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
 
 
 def message_buffers(schedule: Any) -> Iterator[Tensor]:
-    """What stages receive into, a buffer for each micro-batch. From a stage on the same rank nothing is received: its
-    tensors themselves are there, those of the last step until new ones take their place.
+    """Yield the buffers into which stages receive, one per micro-batch. Nothing is received from a stage on the same
+    rank: its tensors are used directly, those of the last step until new ones replace them.
     """
     if schedule is None:
         return

@@ -1,4 +1,4 @@
-"""The plan of a job on its own ranks, and the layout that is planned where none is written."""
+"""Plans a job on its own ranks, and chooses a layout if none is given."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from ironlaw.workload.sections import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
-AGREED, CHOOSING_SECONDS = "planned layout", 900.0  # measuring the machine may be part of it
+AGREED, CHOOSING_SECONDS = "planned layout", 900.0  # may include measuring the machine
 
 
 def costs_here(profile: Profile) -> RankCosts:
-    """What two ranks of this machine cost each other: measured once, for this machine as it was measured."""
+    """Return the costs of communication between two ranks of this machine, measured once per machine."""
     try:
         costs = load_costs()
         if costs.machine == profile.machine:
@@ -56,7 +56,7 @@ def local_ranks(size: int) -> int:
 
 
 def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
-    """On every rank together: two of them on different hosts may have to be timed. The plan is rank 0's."""
+    """Plan the job, on every rank, as two on different hosts may have to time messages. The plan is made on rank 0."""
     size, local = ranks.size, local_ranks(ranks.size)
     if ranks.device.type != "cpu":
         return ranks.first_does(lambda: plan_on_accelerators(config, profile, size, local).ledger)
@@ -67,10 +67,10 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
 
 
 def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> ClusterPlan:
-    """The plan of a job on `size` catalogued accelerators, by the planner of clusters with our own conventions.
+    """Plan a job on `size` catalogued accelerators, by the planner of clusters with the conventions of this trainer.
 
-    `per_host` of them are together: as many as their usual node has unless given. What the trainer does beside the
-    layout is decided as for one process. UserError where the catalogue lacks the accelerator, or the layout cannot run.
+    `per_host` accelerators share a node; by default, as many as in their usual node. Decisions beside the layout are
+    those of one process. UserError if the catalogue lacks the accelerator or the layout cannot run.
     """
     of_one = plan_run(config.model_copy(update={"recompute": Recompute()}), profile)
     layout = planned_layout(config, check(config, size))
@@ -83,13 +83,13 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     plan.ledger.decisions = replace(decided, recompute=plan.ledger.decided.recompute)
     plan.ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
     totals = plan.ledger.totals
-    totals["resident_bytes"] = totals["peak_bytes"]  # of the device's memory
+    totals["resident_bytes"] = totals["peak_bytes"]  # in device memory
     totals["total_seconds"] = total_time(plan.ledger, config, totals["step_seconds"])
     return plan
 
 
 def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cluster, str]:
-    """The job's cluster by the catalogue, and what was assumed to find it."""
+    """Return the job's cluster from the catalogue, and the assumption made to find it."""
     acc, assumed = accelerator_of(profile.name)
     usual = node(acc.default_node)
     return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
@@ -104,12 +104,12 @@ def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterStep:
 
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
-    """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
+    """Plan the layout of a config on `size` ranks. Raises UserError if it cannot run on them."""
     return plan_step(config, profile, planned_layout(config, check(config, size)), fabric, size)
 
 
 def _between(local: int) -> Link:
-    """Messages between the first ranks of the first two hosts, timed over the job's own group."""
+    """Time messages between the first ranks of the first two hosts, over the job's own group."""
     me, told = dist.get_rank(), [None]
     seconds: dict[int, float] = {}
     if me in (0, local):
@@ -133,7 +133,7 @@ def _between(local: int) -> Link:
 
 
 def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice[StepPlan] | LayoutChoice[ClusterPlan]:
-    """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
+    """Return the layout planned to be fastest among those that fit and that this trainer can run on `size` ranks."""
     local = local_ranks(size)
     if profile.device == "cpu":
         fabric = RankFabric(costs_here(profile), local)
@@ -146,19 +146,19 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
             return "recompute.mode is none in the config"
         return not_trained_here(layout, config.model, config.train.precision, config.optimizer.name)
 
-    kept = config.model_copy(update={"recompute": Recompute()})  # a budget is a rank's, not one process's
+    kept = config.model_copy(update={"recompute": Recompute()})  # a memory budget applies to a rank, not to one process
     asked = _step(config, cluster, plan_run(kept, profile).decided.precision)
     fastest = (replace(one.layout, **wanted) for one in search(replace(asked, excluded=excluded), keep=50).best)
     return chosen(
         (layout for layout in fastest if runs(config, layout)),
-        # What our trainer holds is walked layout by layout.
+        # The memory of our trainer is planned layout by layout.
         lambda layout: plan_on_accelerators(with_layout(config, layout), profile, size, local), size,
         fastest_first=True,
     )  # fmt: skip
 
 
 def runs(config: RunConfig, layout: Layout) -> bool:
-    """Whether this trainer runs `config` in this layout."""
+    """Whether this trainer can run `config` in this layout."""
     try:
         check(with_layout(config, layout), layout.accelerators)
     except UserError:
@@ -167,14 +167,14 @@ def runs(config: RunConfig, layout: Layout) -> bool:
 
 
 def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
-    """The config that trains in this layout, its micro-batch included."""
+    """Return the config that trains in this layout, with its micro-batch."""
     words = {name: getattr(layout, name) for name in LayoutConfig.model_fields if hasattr(layout, name)}
     train = config.train.model_copy(update={"micro_batch": layout.micro_batch})
     return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
 
 
 def agreed(store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
-    """What rank 0 chooses, on every rank, before there is a process group. Its UserError ends all; it says it."""
+    """Return rank 0's choice on every rank, before there is a process group. A UserError on rank 0 ends all ranks."""
     if rank:
         store.wait([AGREED], datetime.timedelta(seconds=CHOOSING_SECONDS))
         told = store.get(AGREED).decode()

@@ -1,6 +1,6 @@
-"""The process group, the device mesh and what this rank is within the layout.
+"""The process group, the device mesh and this rank's coordinates within the layout.
 
-Ranks are placed tp, cp, dp, pp from the inside out, as the planner assumes: neighbours talk most.
+Ranks are ordered tp, cp, dp, pp from the inside out, as the planner assumes: neighbours communicate most.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks(Mesh):
-    """`mesh` has the dimensions pp, replicate, shard, tp; shard covers context parallel ranks too when state is sharded
-    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
-    groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others. `experts` has pp,
-    expert_replicate, expert_shard, ep, tp: dp and cp ranks by what they hold of the experts. `groups` are those that
-    the model adds, by name. `writing`: all ranks again, for what they `gather` beside the training step."""
+    """A mesh of many ranks. `mesh` has the dimensions pp, replicate, shard, tp; context-parallel ranks belong to shard
+    if state is sharded, else to replicate. `context` is the mesh of this rank's sequence. With several `sites` (equal
+    groups of neighbouring ranks) `mesh` has `site` as first dimension. `experts` has pp, expert_replicate,
+    expert_shard, ep, tp: dp and cp ranks by the experts they hold. `groups` are groups added by the model, by name.
+    `writing`: a second group of all ranks, with which they `gather` in parallel with the training step."""
 
     mesh: DeviceMesh
     context: DeviceMesh | None = None
@@ -44,7 +44,7 @@ class Ranks(Mesh):
     writing: dist.ProcessGroup | None = None
 
     def index(self, dimension: str) -> int:
-        """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
+        """Return the coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
         c, per_site, dp = self.config, self.size // self.sites, self.dp // self.sites
         site, rank = divmod(self.rank, per_site)
         if dimension == "site":
@@ -62,7 +62,7 @@ class Ranks(Mesh):
         return self.mesh.size(names.index(dimension))
 
     def process_groups(self) -> dict[str, dist.ProcessGroup]:
-        """Those that a step uses, by mesh dimension. The last are all ranks, who agree on loss and norm."""
+        """Return the groups that a step uses, by mesh dimension. The last, of all ranks, agrees on loss and norm."""
         names = ("replicate", "shard", "tp", "pp") + (("site",) if self.sites > 1 else ())
         groups = {name: self.group(name) for name in names} | self.groups
         if self.context is not None:
@@ -70,10 +70,10 @@ class Ranks(Mesh):
         assert dist.group.WORLD is not None
         return groups | {"world": dist.group.WORLD}
 
-    # -- what ranks do together ------------------------------------------------------------------------------
+    # -- collectives -----------------------------------------------------------------------------------------
 
     def first_does(self, function: Callable[[], Result]) -> Result:
-        """Rank 0 says its UserError, the others leave quietly."""
+        """Raise UserError on rank 0, and exit silently on the other ranks, if `function` raises it."""
         told: list[Any] = [None, None]
         error: UserError | None = None
         if self.first:
@@ -103,20 +103,20 @@ class Ranks(Mesh):
     def barrier(self) -> None:
         dist.barrier()
 
-    # -- what a trainer is made of ---------------------------------------------------------------------------
+    # -- resources -------------------------------------------------------------------------------------------
 
     def threads(self, profile: Profile) -> int:
-        """Ranks of one machine share its cores."""
+        """Return the number of threads of a rank; ranks of one machine share its cores."""
         here = torchrun_says("LOCAL_WORLD_SIZE")
         return min(usable_threads(), max(1, profile.threads // here))
 
 
 PATIENCE = datetime.timedelta(days=7)
-_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of the process group under way
+_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the current group of all ranks
 
 
 def _patient() -> dist.ProcessGroup:
-    """A group that waits as long as it takes: rank 0 may prepare data for hours. Should it die, all know at once."""
+    """Return a group with a long timeout, since rank 0 may prepare data for hours. If it dies, all notice at once."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _patient_groups:
@@ -126,7 +126,7 @@ def _patient() -> dist.ProcessGroup:
 
 
 def settled(config: LayoutConfig, size: int) -> LayoutConfig:
-    """The layout with dp worked out for `size` ranks. UserError when it does not give that many."""
+    """Return the layout with dp computed for `size` ranks. Raises UserError if it needs another number of ranks."""
     others = config.tp * config.pp * config.cp
     if size % others or (config.dp or size // others) * others != size:
         dp = f"dp {config.dp} x " if config.dp else ""
@@ -139,7 +139,7 @@ def settled(config: LayoutConfig, size: int) -> LayoutConfig:
 
 
 def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
-    """Groups of ranks that average weights now and then, not gradients at every step; 1 without local updates."""
+    """Return the number of groups of ranks that average weights at intervals, not gradients; 1 without local steps."""
     communication = config.communication
     assert layout.dp is not None
     return (communication.sites or layout.dp) if communication.local_steps else 1
@@ -166,7 +166,7 @@ def _check_communication(config: RunConfig, layout: LayoutConfig) -> None:
 
 
 def check(config: RunConfig, size: int) -> LayoutConfig:
-    """The settled layout of a run on `size` ranks. UserError for what cannot run, with what to write instead."""
+    """Return the settled layout of a run on `size` ranks. Raises UserError, with a correction, if it cannot run."""
     layout = settled(config.layout or LayoutConfig(), size)
     assert layout.dp is not None
     model, share = config.model, config.train.global_batch // layout.dp
@@ -202,17 +202,17 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
 
 
 def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
-    """A settled `layout` of a run as the planner has it."""
+    """Convert the settled `layout` of a run to the planner's type."""
     return layout_of(layout, micro_batch_of(config, config.train.global_batch // (layout.dp or 1)))
 
 
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
-    """Replicas whose sequences are one micro-batch of the config: more than one where theirs are fewer than that."""
+    """Return how many replicas share a micro-batch of the config: more than one if each has fewer sequences."""
     return max(1, config.micro_batch // (config.train.global_batch // dp))
 
 
 def _check_supported(config: RunConfig, layout: LayoutConfig) -> None:
-    """One process does these; several do not yet."""
+    """Raise UserError for what only a single process supports."""
     train = config.train
     unsupported = {
         f'objective.kind = "{config.objective.kind}"': config.objective.needs_logits,
@@ -254,9 +254,9 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
 
 
 def usable(config: RunConfig, size: int) -> int:
-    """The most ranks, of `size`, that the layout and the batch can be divided among. UserError when there is none.
+    """Return the most ranks, up to `size`, that the layout and the batch permit. Raises UserError if there are none.
 
-    For a restart on what is left of the ranks; dp must be free, because everything else is what the user wrote.
+    Used to restart on the ranks that are left. dp must be free, because everything that the user wrote is kept.
     """
     first: UserError | None = None
     for wanted in range(size, 0, -1):
@@ -276,9 +276,9 @@ def start(
     config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, rendezvous: Rendezvous | None = None, size: int = 0,
     sites: int = 1,
 ) -> Ranks:  # fmt: skip
-    """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
+    """Join the job that torchrun started (or use the existing process group) and create the mesh.
 
-    `rendezvous`: the ranks have met already; the first `size` of them take part.
+    `rendezvous`: the ranks have met already; its first `size` ranks take part.
     """
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()

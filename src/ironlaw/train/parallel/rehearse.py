@@ -1,13 +1,13 @@
-"""A layout rehearsed before anybody rents it: its ranks, meshes, schedule and collectives, with tiny shapes, here.
+"""Rehearses a layout before any hardware is rented: its ranks, meshes, schedule and collectives, at tiny shapes.
 
-    result = rehearse(model, layout)
-    result.stages[0].found == result.stages[0].planned
+    stages = rehearse(model, layout)
+    stages[0].found == stages[0].planned
 
-One rank of every pipeline stage runs the trainer's own step three times, each in a process of its own, in a process
-group that has the layout's size and answers for the ranks that are not there (PyTorch's `fake` backend: nothing is
-sent, what is received means nothing; routers that are not there choose as those that are). What each rank calls is
-counted and compared with the plan of the same shapes. So structure and traffic are tested, neither numbers nor time:
-those of small layouts are tested in `tests/train/parallel`.
+One rank of every pipeline stage runs the trainer's own step three times, in a separate process and in a process group
+of the layout's size that simulates the absent ranks (PyTorch's `fake` backend: nothing is sent, received values are
+meaningless, and absent routers choose as those present). The calls of each rank are counted and compared with the plan
+for the same shapes. This tests structure and traffic, but neither numbers nor time; the numbers of small layouts are
+tested in `tests/train/parallel`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.schedule import V_SHAPED
 from ironlaw.workload.sharding import expert_dp, shards_hidden
 
-STEPS = 3  # DDP makes its buckets anew after the first pass, in the second
+STEPS = 3  # DDP rebuilds its buckets in the second
 HEAD_SIZE = 4
 
 
 @dataclass(frozen=True)
 class RehearsedStage:
-    """Rank `rank` of pipeline position `position`: what its second step called, and what the plan says; the most bytes
-    of tensors that it held, and the plan's.
+    """Rank `rank` of pipeline position `position`: the collectives of its last step and those of the plan, and its
+    peak bytes of tensors, measured and planned.
     """
 
     position: int
@@ -59,7 +59,7 @@ class RehearsedStage:
 
 
 def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
-    """The same kinds of parts, layers and divisions, each as small as the layout lets it be."""
+    """Return a config with the same kinds of parts, layers and divisions, each as small as the layout permits."""
     if layout.expert_tp != layout.tp:
         raise UserError(f"etp = {layout.etp}: this trainer splits an expert over all tp ranks: give a --layout without")
     if model.key_value_heads % layout.tp:
@@ -74,14 +74,14 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     }  # fmt: skip
     if model.moe is not None:
         document["moe"] = _few_experts(model.moe, layout)
-    if model.latent is not None:  # heads of their own sizes, and no wider than they need be
+    if model.latent is not None:  # its heads have sizes of their own, which are kept small
         del document["kv_heads"], document["head_size"]
         small = {"key_value_rank": 4, "plain_size": 4, "rotary_size": 2, "value_size": 4}
         document["latent"] = small | ({"query_rank": 4} if model.latent.query_rank else {})
     windows = ("sliding_window", "full_every", "full_offset", "full_first", "rope_theta_local")
     for key in (*windows, "rope_scaling", "rotary_size"):
         document.pop(key, None)
-    # The fewest that fill the pipeline; a V needs twice as many.
+    # The fewest that fill the pipeline; V-shaped schedules need twice as many.
     micro_batches = 2 if layout.pp == 1 else layout.pp * (2 if layout.schedule in V_SHAPED else 1)
     wanted = {name: getattr(layout, name) for name in LayoutConfig.model_fields}
     return build_config(
@@ -89,13 +89,13 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
             "model": document,
             "train": {"global_batch": layout.dp * micro_batches, "micro_batch": 1, "precision": "fp32"},
             "layout": wanted,
-            "checkpoint": {"every": 0},  # whose copies are held beside the steps
+            "checkpoint": {"every": 0},  # copies of checkpoints would count as held memory
         }
     )
 
 
 def _expert_shards(model: ModelConfig, layout: Layout) -> int:
-    """Ranks that shard the same experts by the hidden size; 1 where they do not."""
+    """Return the number of ranks that shard the same experts by the hidden size, or 1."""
     if not layout.zero:
         return 1
     if layout.ep > 1:
@@ -104,7 +104,7 @@ def _expert_shards(model: ModelConfig, layout: Layout) -> int:
 
 
 def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
-    """As many as ep ranks share, and a token can choose from."""
+    """Return a table with the fewest experts that the ep ranks can share and a token can choose from."""
     fewest = max(2, moe.experts_per_token)
     few = {"experts": math.ceil(fewest / layout.ep) * layout.ep, "expert_ffn": 2 * layout.tp, "groups": 1}
     if moe.shared_experts:
@@ -113,14 +113,14 @@ def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
 
 
 def rehearse(model: ModelConfig, layout: Layout) -> list[RehearsedStage]:
-    """One rank of every pipeline position, two at a time. UserError when the trainer cannot run the layout."""
+    """Rehearse one rank of every pipeline position, two at a time. UserError if the trainer cannot run the layout."""
     config = tiny(model, layout)
     from ironlaw.train.parallel.ranks import check
 
     check(config, layout.accelerators)
     per_position = layout.accelerators // layout.pp
     arguments = [(config.model_dump(mode="json", exclude_none=True), p, p * per_position) for p in range(layout.pp)]
-    # Forked from a process that has loaded PyTorch and started nothing; each rank once, because groups are remembered.
+    # Workers fork from a process that has only loaded PyTorch. Each runs a single rank, because groups are cached.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ironlaw.train.parallel.step", "torch.testing._internal.distributed.fake_pg"])
     workers = max(1, min(2, usable_cores()))
@@ -149,13 +149,13 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
     assert config.layout is not None
     layout = layout_of(config.layout, 1)
     dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
-    # Stages vote on whether to exchange shapes; those that are not there have nothing against it.
+    # Stages vote on whether to exchange shapes; the absent ones agree.
     dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
     gather: Any = dist.all_gather_into_tensor
 
     def all_gather(out: Tensor, mine: Tensor, *rest: Any, **named: Any) -> Any:
         work = gather(out, mine, *rest, **named)
-        if out.dtype is torch.int64:  # experts that tokens chose: all choose as those here
+        if out.dtype is torch.int64:  # chosen experts: absent ranks choose as this one
             out.view(-1, *mine.shape).copy_(mine)
         return work
 
@@ -168,12 +168,12 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
             return None
         done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         done.set_result([tensor])
-        # The fake work's own future has no value, and DDP's hook asks for it.
+        # The future of fake work has no value, but DDP's hook reads it.
         return SimpleNamespace(wait=work.wait, get_future=lambda: done)
 
     dist.all_reduce = reduced
     ranks = start(check(config, layout.accelerators))
-    dist.new_group = lambda **named: dist.group.WORLD  # for checkpoints, which are not written
+    dist.new_group = lambda **named: dist.group.WORLD  # only for checkpoints, which are not written
     step = LayoutStep(config, Decisions("fp32"), ranks)
     tokens = torch.zeros(step.share, config.sequence, dtype=torch.long)
     recorded = Recorded()
@@ -193,9 +193,9 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
 def at_scale(
     model: ModelConfig, layout: Layout, sequence: int, global_batch: int, decided: Decisions | None = None
 ) -> tuple[list[Table], list[Peak]]:  # fmt: skip
-    """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position.
+    """Return the traffic and the peak memory of this trainer for the whole model in bf16, per pipeline position.
 
-    `decided`: by the plan of this layout.
+    `decided`: decisions of the plan for this layout.
     """
     batch, recipe = recipe_of_layout(model, layout, sequence, global_batch, "bf16", "adamw")
     if decided is not None:

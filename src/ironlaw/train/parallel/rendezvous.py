@@ -1,8 +1,8 @@
-"""Ranks meet in torchrun's store, and only those of one start: what ranks that died have left there is not read.
+"""Rendezvous of the ranks of one start in torchrun's store, ignoring entries of earlier ranks that died.
 
-torchrun keeps its store over restarts, and the addresses of dead ranks with it. It counts restarts per node, so that a
-node that has joined later, or that only followed another's restart, has another number: nothing in the environment
-names a start alike on all nodes. Here rank 0 names it, and every rank makes sure that it was meant.
+torchrun keeps its store across restarts, including the addresses of dead ranks. It counts restarts per node: a node
+that joined later, or only followed another's restart, has another count, so that no environment variable identifies a
+start on all nodes. Therefore rank 0 chooses a name for it, and every rank verifies that it takes part.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ironlaw.errors import UserError
 
 ROUND, STARTS, FINISHED = "ironlaw/round", "ironlaw/starts", "finished"
 POLL_SECONDS = 0.02
-TIMEOUT_SECONDS = 360.0  # PyTorch's own, should the watcher not have ended the job before
+TIMEOUT_SECONDS = 360.0  # PyTorch's timeout, in case the watcher has not ended the job before
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """`store` is this start's own. `restarted`: torchrun has started this job before, with as many ranks or not."""
+    """`store` is exclusive to this start. `restarted`: torchrun has started the job before, with any size."""
 
     store: dist.Store
     rank: int
@@ -37,16 +37,16 @@ def join(timeout_seconds: float = TIMEOUT_SECONDS) -> Rendezvous:
     """Meet the other ranks that torchrun started."""
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    except ValueError as error:  # a variable that torchrun sets is missing, or no number
+    except ValueError as error:  # a variable that torchrun sets is missing or not a number
         raise UserError(f"{error}: start with torchrun, or unset WORLD_SIZE") from None
     return meet(store, rank, size, timeout_seconds)
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Rendezvous:
-    """UserError when not all of them come.
+    """Meet all ranks. Raises UserError if not all of them come in time.
 
-    Rank 0 publishes a name; each other rank leaves a word of its own under it; rank 0 repeats all words. A rank that
-    does not find its own among them was looking at a name of earlier ranks, and looks again.
+    Rank 0 publishes a name; each other rank stores a random word under it; rank 0 publishes all words. A rank that does
+    not find its own word among them has read the name of an earlier start, and tries again.
     """
     until = time.monotonic() + timeout_seconds
     if rank == 0:
@@ -63,7 +63,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Ren
     while True:
         if store.check([ROUND]):
             name = store.get(ROUND).decode()
-            if name.endswith(f"/{size}"):  # another number: of a start with fewer or more ranks
+            if name.endswith(f"/{size}"):  # otherwise the name of a start with fewer or more ranks
                 if store.check([f"{name}/all"]):
                     told = json.loads(store.get(f"{name}/all"))
                     if mine in told["words"]:
@@ -74,13 +74,13 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Ren
 
 
 def stand_by(rendezvous: Rendezvous) -> None:
-    """Wait until the others are done. Should one of them die, torchrun ends this rank too and starts all again."""
+    """Wait until the other ranks are done. If one of them dies, torchrun ends this rank too and restarts all."""
     while True:
         time.sleep(1.0)
         try:
             if rendezvous.store.check([FINISHED]):
                 return
-        except RuntimeError:  # the store was rank 0's, which has ended
+        except RuntimeError:  # rank 0, which serves the store, has ended
             return
 
 

@@ -1,4 +1,4 @@
-"""A step on one of many ranks: what a layout changes in forward, backward and update, and what all ranks agree on."""
+"""A training step on one of many ranks: forward, backward and update under a layout, and agreement among ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LayoutStep(Step):
         drawn, whole = fresh and not config.train.start_from, described(model)
         self.applied = apply(model, config, ranks, plan.recompute, self._compiled, drawn)
         self.model = self.applied.model
-        # Of the layers that dividing has made, too: projections apart, a pipeline's copy of a tied head.
+        # Also for layers that the division has created: split projections, a pipeline's copy of a tied head.
         use_onednn(self.model, onednn)
         group = dist.new_group(backend="gloo")
         self.writers = replace(ranks, writing=group)
@@ -71,11 +71,11 @@ class LayoutStep(Step):
         self.optimizer = build_optimizer(self.applied.model, config.optimizer, whole=whole)
         if ranks.config.pp > 1:
             self.schedule = self._schedule_of(self.micro_batches)
-        self._schedule_of_part: Any = None  # of a step that estimates the noise scale
-        # Ranks over which gradients are averaged.
+        self._schedule_of_part: Any = None  # for the parts of a step that estimates the noise scale
+        # Number of ranks over which gradients are averaged.
         self.averaging = ranks.dp // ranks.sites * ranks.config.cp
         self.has_loss = ranks.config.pp * ranks.config.virtual_stages - 1 in self.applied.plain
-        self.overflowed = False  # the last step's gradient: the weights stay as they are
+        self.overflowed = False  # whether the last step's gradient did, which leaves the weights unchanged
         self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
         found = (of(self.applied, config) for of in (gradient_compression.of, outer.of))
         self.plugins = [plugin for plugin in found if plugin is not None]
@@ -84,7 +84,7 @@ class LayoutStep(Step):
             plugin.begin(next(iter(self.applied.parts.values())), self.local(tokens))
 
     def _adapted(self) -> Transformer:
-        """The base with adapters, whole; the layout then leaves each rank its part."""
+        """Return the whole base model with adapters, which the layout then divides."""
         model, layout = self._first_model(read=True), self.mesh.config
         adapted = {int(name.split(".")[1]) for name, layer in adapted_layers(model).items() if layer.adapters}
         stages = layers_of(model.config.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)
@@ -93,12 +93,12 @@ class LayoutStep(Step):
         return model
 
     def _can_compile(self) -> bool:
-        """On every rank or on none, or they would wait for each other: a small function shows whether there is a
-        compiler at all."""
+        """Test on every rank whether a small function compiles. If one rank fails, none compiles, since ranks with and
+        without compilation would wait for each other."""
         problem = None
         try:
             torch.compile(lambda x: x.cos() + 1)(torch.zeros(8, device=self.device))
-        except Exception as error:  # it fails in many ways
+        except Exception as error:  # compilers fail in many ways
             problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
         first = next((reason for reason in self.mesh.gather(problem) if reason is not None), None)
         if first is not None:
@@ -106,7 +106,7 @@ class LayoutStep(Step):
         return first is None
 
     def compile(self) -> bool:
-        return self._compiled  # before FSDP was put around the blocks
+        return self._compiled  # compiled before FSDP wrapped the blocks
 
     def trained(self) -> dict[str, Tensor]:
         assert isinstance(self.store, SharedAdapterFiles)
@@ -119,7 +119,7 @@ class LayoutStep(Step):
     # -- forward and backward --------------------------------------------------------------------------------
 
     def local(self, tokens: Tensor) -> Tensor:
-        """This rank's positions of sequences (B, S)."""
+        """Return this rank's positions of token sequences (B, S)."""
         partition = next(iter(self.applied.plain.values())).partition
         if not isinstance(partition, RankPartition) or partition.cp == 1:
             return tokens
@@ -143,7 +143,7 @@ class LayoutStep(Step):
         named = {name: tensor for name, tensor in by_row.items() if tensor is not None}
 
         def of(some: slice, schedule: Any) -> Tensor:
-            """Gradients of some of this replica's sequences."""
+            """Compute the gradients of the sequences `some` of this replica."""
             x, y, here = inputs[some], targets[some], {name: tensor[some] for name, tensor in named.items()}
 
             def loss_of(rows: slice) -> Tensor:
@@ -163,12 +163,12 @@ class LayoutStep(Step):
         return self._in_two(of) if estimating else of(slice(None), self.schedule)
 
     def _in_two(self, of: Callable[[slice, Any], Tensor]) -> Tensor:
-        """A step that estimates the noise scale, computed in two parts, each as a step of its own: forward, backward,
-        gradients reduced over the ranks.
+        """Compute a step that estimates the noise scale in two parts, each a step of its own: forward, backward,
+        reduction of gradients over the ranks.
 
-        The small batch is the first part of every replica: one micro-batch, or in a pipeline half of them, which fill
-        it. The gradient of the whole is the sum of both, so that the step is the same but for rounding; it takes one
-        reduction of the gradients more, and memory for another set of them.
+        The small batch is the first part of every replica: one micro-batch, or in a pipeline half of them, to fill it.
+        The whole gradient is the sum of both parts, so that the step is the same except for rounding. It costs one more
+        reduction of the gradients, and memory for a second set of them.
         """
         count = first_part(self.config, self.mesh.config)
         rows = count * self.micro_batch
@@ -190,16 +190,16 @@ class LayoutStep(Step):
         return loss
 
     def _loss_scale(self) -> float:
-        """What this rank's loss is multiplied with. Its gradients are averaged with others', those of one process added
-        up: divided by their number, they have its size, and overflow where it does."""
+        """Return the factor of this rank's loss. Gradients are averaged over ranks but summed in one process: divided
+        by the number of ranks, they have the same size as there, and overflow at the same scale."""
         return self.scale.get_scale() / self.averaging if self.scale.is_enabled() else 1.0
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss * self._loss_scale() if self.scale.is_enabled() else loss
 
     def _weights(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where rows have unequal numbers of targets: what a sum of losses is multiplied with, and for every row what
-        a balancing loss counts beside that. The mean over ranks then is the mean over targets.
+        """Return weights for rows with unequal numbers of targets: the factor of a sum of losses and, for experts, the
+        weight of each row's balancing loss. The mean over ranks is then the mean over all targets.
         """
         counted = (targets != IGNORED).view(self.micro_batches, -1).sum(1)
         total, ranks = counted.sum(), self.averaging
@@ -215,7 +215,7 @@ class LayoutStep(Step):
         return ranks / total.clamp(min=1), counted.float().repeat_interleave(self.micro_batch)
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced with the last micro-batch; ZeRO 2 and 3 do not hold whole ones, and reduce each."""
+        """Reduce gradients with the last micro-batch only; ZeRO 2 and 3, which hold no whole ones, with each."""
         (part,) = self.applied.parts.values()
         if isinstance(part, DistributedDataParallel):
             return nullcontext() if last else part.no_sync()
@@ -233,14 +233,14 @@ class LayoutStep(Step):
         self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, scale: float,
         more: dict[str, Any], backward: bool = True,
     ) -> Tensor:  # fmt: skip
-        """The sum of losses times `factor`, on the ranks that have it. `backward`: with gradients, times `scale`."""
+        """Return the sum of losses times `factor`, on ranks that have it. `backward`: add gradients times `scale`."""
         losses: list[Tensor] = []
         for part in self.applied.plain.values():
             part.loss_factor = factor * scale
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
-        with self.clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
+        with self.clock.phase(Phase.HOST):  # the schedule's own time: passes and waits within it have their own phases
             if backward:
                 schedule.step(*first, return_outputs=False, **more)
             else:
@@ -250,7 +250,7 @@ class LayoutStep(Step):
         return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
     def _finish_gradients(self) -> None:
-        """What neither autograd nor FSDP adds up."""
+        """Reduce gradients that neither autograd nor FSDP reduces."""
         layout = self.mesh.config
         for parameter in self.applied.parameters():
             gradient = parameter.grad
@@ -258,7 +258,7 @@ class LayoutStep(Step):
                 continue
             if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        if self.applied.exchanged:  # averaged over ranks of the same experts; tokens of ep ranks are in it
+        if self.applied.exchanged:  # averaged over ranks with the same experts, but summed over tokens of ep ranks
             torch._foreach_div_([local_part(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
         if self.applied.partial:
             _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.mesh.group("tp"))
@@ -266,7 +266,7 @@ class LayoutStep(Step):
             self._tie_gradients()
 
     def _tie_gradients(self) -> None:
-        """The two copies of a tied weight, on the first stage and the last, take the sum of their gradients."""
+        """Set the gradients of both copies of a tied weight, on the first and the last stage, to their sum."""
         layout, first, copy = self.mesh.config, self.applied.plain.get(0), self.applied.copied_head
         ours = first.embedding.weight if first is not None and first.embedding is not None else copy
         if ours is None or ours.grad is None:
@@ -280,7 +280,7 @@ class LayoutStep(Step):
         peer = dist.get_global_rank(group, rank_of_last(layout.schedule, layout.pp) if first else 0)
         mine = local_part(ours.grad)
         other = torch.empty_like(mine)
-        # Ready first: gloo sends when the other has said so, and what is said after a message waits behind it.
+        # Receive first: gloo sends when the receiver is ready, and readiness is announced in order, behind messages.
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.irecv, other, peer, group), dist.P2POp(dist.isend, mine.contiguous(), peer, group)]
         )
@@ -291,9 +291,9 @@ class LayoutStep(Step):
     # -- what all ranks agree on -----------------------------------------------------------------------------
 
     def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[float, float, bool, list[float]]:
-        """One all-reduce: every element of the gradient is counted on one of the ranks that hold it.
+        """Clip the gradients and agree on all results in one all-reduce; elements with copies count once in the norm.
 
-        Sites that train by themselves have a norm each, and clip by it; the first one's is returned.
+        Sites that train independently each clip by a norm of their own; the first site's is returned.
         """
         layout, sites, device = self.mesh.config, self.mesh.sites, self.device
         weight = 1.0 / (self.mesh.dp * layout.cp * layout.tp) if self.has_loss else 0.0
@@ -306,18 +306,18 @@ class LayoutStep(Step):
         scale, clip = self._loss_scale(), self.config.train.clip
         norms = [math.sqrt(total) / scale for total in sums[:sites]]
         norm = norms[self.mesh.index("site")]
-        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
+        # As in torch.nn.utils.clip_grad_norm_, which adds the same 1e-6.
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
         gradients = [local_part(p.grad) for p in self.applied.parameters() if p.grad is not None]
         if shrink != 1.0 and gradients:
             torch._foreach_mul_(gradients, shrink)
-        if self.scale.is_enabled():  # from the same numbers, so that no rank skips alone
+        if self.scale.is_enabled():  # all ranks decide from the same numbers, so that none skips a step alone
             self.overflowed = not all(map(math.isfinite, norms))
             self.scale.decided(self.overflowed)
         return mean, norms[0], flags > 0, sums[sites:]
 
     def square(self) -> Tensor:
-        """Of the gradient as it is: this rank's part of its squared norm."""
+        """Return this rank's part of the squared norm of the current gradients."""
         square = torch.zeros((), device=self.device, dtype=torch.float64)
         for parameter in self.applied.parameters():
             if parameter.grad is not None and parameter is not self.applied.copied_head:
@@ -326,7 +326,7 @@ class LayoutStep(Step):
         return square
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
-        """Ranks of one stage that hold the same elements."""
+        """Return the number of ranks in a stage that hold the same elements of a parameter."""
         parts = 1
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
@@ -355,10 +355,10 @@ class LayoutStep(Step):
             part.train()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # the parameters are the sharded ones again
+                    module.reshard()  # restore the sharded parameters
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
-        """Nothing where another stage has the loss."""
+        """Return the sum of losses and the number of targets, or zeros if another stage has the loss."""
         inputs, targets = self.local(batch.inputs), self.local(batch.targets)
         more: dict[str, Any] = {"reduction": "sum"}
         more |= {} if batch.documents is None else {"documents": batch.documents}
@@ -368,7 +368,7 @@ class LayoutStep(Step):
                 with self.autocast():
                     loss = part(inputs, targets, **more)
             else:
-                backward = self.mesh.config.schedule in V_SHAPED  # PyTorch's cannot leave it out
+                backward = self.mesh.config.schedule in V_SHAPED  # PyTorch's V schedules cannot skip it
                 with torch.set_grad_enabled(backward):
                     loss = self._pipelined(self.schedule, inputs, targets, 1.0, 1.0, more, backward)
                 for parameter in self.applied.parameters() if backward else ():
@@ -378,13 +378,13 @@ class LayoutStep(Step):
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return float(loss), int((targets != IGNORED).sum())
 
-    # -- what is known of it ---------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> int:
-        """Of tensors this rank holds between steps: a batch, buckets, what plug-ins keep and stages receive into."""
+        """Return the bytes held between steps: tensors, a batch, DDP's buckets, plug-ins, and receive buffers."""
         total = super().persistent_bytes() + 2 * 8 * self.share * self.config.sequence
         for part in self.applied.parts.values():
-            if isinstance(part, DistributedDataParallel):  # gradients are views of the buckets, which stay
+            if isinstance(part, DistributedDataParallel):  # gradients are views of persistent buckets
                 total += sum(p.nbytes for p in part.parameters() if p.requires_grad)
         received = list(pipeline.message_buffers(self.schedule))
         return total + tree_bytes([plugin.held() for plugin in self.plugins]) + tree_bytes(received)
@@ -397,7 +397,7 @@ class LayoutStep(Step):
 
 
 def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """One all-reduce for many small gradients."""
+    """Sum many small gradients over a group, in one all-reduce."""
     parts = [local_part(tensor) for tensor in tensors]
     if not parts:
         return

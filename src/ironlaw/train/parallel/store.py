@@ -1,9 +1,9 @@
-"""Checkpoints of many ranks through `torch.distributed.checkpoint`: each rank writes its shards, any layout reads them.
+"""Checkpoints of many ranks with `torch.distributed.checkpoint`: each rank writes its shards, any layout reads them.
 
-Every tensor has one name and one whole shape, whoever holds which part of it: `weights/NAME` and `optimizer/NAME/KEY`,
-with query, key and value apart (a fused matrix is read and written as three views) and a tied weight once. So a run
-goes on with other degrees of dp, tp and pp at once, on one process too. Small states (random generators, ...) are
-rank 0's.
+Every tensor has one name and one global shape, whichever rank holds which part: `weights/NAME` and
+`optimizer/NAME/KEY`, with query, key and value separate (a fused matrix is read and written as three views) and a tied
+weight once. A run can therefore resume with other degrees of dp, tp and pp, or on one process. Small states (random
+generators, ...) are those of rank 0.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FOLDER = "shards"
 
 
 class ShardedFiles:
-    """A `Store`. `group`: a process group of its own, because writing goes on beside training; None alone. `settings`
-    say in which order one process has the tensors of an optimizer."""
+    """A store of shards. `group`: a separate process group, because writing overlaps with training; None for one
+    process. `settings` determine the order of the tensors in the optimizer of one process."""
 
     name = NAME
 
@@ -47,7 +47,7 @@ class ShardedFiles:
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         optimizer = states["optimizer"]
-        # Copies are not written: the original is on this rank, or on one that writes it.
+        # Copies are not written, since this or another rank writes the original.
         tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not name.endswith(COPY)}
         for part in states.values():
             if isinstance(part, StepPlugin):
@@ -69,8 +69,8 @@ class ShardedFiles:
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
         optimizer = states.get("optimizer")
         if optimizer is not None:
-            _init_optim_state(optimizer)  # type: ignore[arg-type]  # tensors to read into: one update by nothing
-        # Two tensors may read the same name: a tied weight and its copy on the last stage.
+            _init_optim_state(optimizer)  # type: ignore[arg-type]  # allocates tensors to read into, by a zero update
+        # Two tensors may be read from the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, StepPlugin)]
         alone = not (folder / FOLDER).is_dir()  # written by one process
@@ -91,7 +91,7 @@ class ShardedFiles:
         return sorted(states.keys() - saved.keys() - {"optimizer"})
 
     def _alone(self, model: nn.Module) -> tuple[Sequence[Parameter], Parts]:
-        """The tensors of one process, and which tensors here are parts of one, by the names that both have on disk."""
+        """Return the tensors of one process, and the function that splits them into those here, by names on disk."""
         config: Any = model.config
         return model_parameters(config), partial(pieces, config=config)
 
@@ -110,18 +110,18 @@ class ShardedFiles:
 
 
 def _known(folder: Path) -> dict[str, torch.Size]:
-    """Names and whole shapes of the tensors in a checkpoint."""
+    """Return the names and global shapes of the tensors in a checkpoint."""
     metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
     return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _of_one_process(folder: Path) -> dict[str, torch.Size]:
-    """The states in a checkpoint of one process, as if each were a tensor."""
+    """Return the states in a checkpoint of one process, each with the shape of a scalar."""
     return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
 
 
 def _host(tensor: Tensor) -> Tensor:
-    """A copy that no later step changes; of a DTensor, of this rank's part."""
+    """Return a host copy that no later step changes; for a DTensor, of this rank's part."""
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
     from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu

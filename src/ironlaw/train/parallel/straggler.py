@@ -1,10 +1,10 @@
-"""A rank that is slower than the others, which all wait for it: how long each works by itself, and who stands out.
+"""Detects ranks that are slower than the others: measures how long each works by itself, and finds outliers.
 
-In a step with collectives inside every rank takes as long as the slowest. What tells them apart is how much of it they
-spend waiting: a rank's own time is the step's less the time its training thread sleeps in communication. On CPUs the
-kernel counts a thread's time on a core and in the queue for one; the rest it slept, and samples by the watcher say how
-much of that was outside PyTorch (reading data, stopped, swapped). On CUDA the host knows nothing: own time is the
-step's less that of NCCL's kernels, by the flight recorder. Linux only.
+In a step with collectives every rank takes as long as the slowest; ranks differ in the time they spend waiting. A
+rank's own time is the step's minus the time its training thread sleeps in communication. On CPUs the kernel counts a
+thread's time on a core and in the queue for one. It sleeps for the rest, and the watcher's samples estimate how much of
+that was outside PyTorch (reading data, stopped, swapped). On CUDA the host cannot observe the waiting: own time is the
+step's minus that of NCCL's kernels, from the flight recorder. Linux only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
-CERTAIN = 4.0  # robust standard deviations
+SIGMA = 1.4826  # standard deviation of a normal distribution in median absolute deviations
+CERTAIN = 4.0  # robust standard deviations above the median
 
 
 class OwnTime:
-    """Own seconds of the thread that made it, added up over steps. `outside`: seconds it slept elsewhere, sampled."""
+    """Own seconds of the thread that creates it, summed over steps. `outside_seconds`: asleep elsewhere, sampled."""
 
     def __init__(self, kernels: Callable[[], float] | None = None) -> None:
-        """`kernels`: seconds of the device's collectives since it was last called, where the host does not wait."""
+        """`kernels` returns the seconds of the device's collectives since its last call, if the host does not wait."""
         self._kernels = kernels
         self.seconds = self.wall_seconds = 0.0
         self.outside_seconds = 0.0
@@ -41,7 +41,7 @@ class OwnTime:
         return self._file is not None
 
     def awake_seconds(self) -> float:
-        """On a core or waiting for one, since the thread began."""
+        """Return the seconds on a core or in the queue for one, since the thread began."""
         assert self._file is not None
         running, queued, _ = os.pread(self._file, 100, 0).split()
         return (int(running) + int(queued)) / 1e9
@@ -60,7 +60,7 @@ class OwnTime:
         self.seconds += min(wall, self.awake_seconds() - awake + self.outside_seconds)
 
     def take(self) -> tuple[float, float]:
-        """(own, wall) seconds since the last call."""
+        """Return the (own, wall) seconds since the last call."""
         if self._kernels is not None:
             self.seconds = max(0.0, self.wall_seconds - self._kernels())
         found = self.seconds, self.wall_seconds
@@ -73,17 +73,17 @@ class Slow:
     rank: int
     own_seconds: float
     typical_seconds: float
-    share: float  # of the step, that the others wait for
+    share: float  # of the step, for which the others wait
 
     @property
     def longer(self) -> float:
-        """Than the others, as a fraction of their time."""
+        """The excess over the others' time, as a fraction of that."""
         return self.own_seconds / self.typical_seconds - 1 if self.typical_seconds else float("inf")
 
 
 def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], threshold: float) -> list[Slow]:
-    """The ranks whose own seconds exceed the median of their pipeline stage by `threshold` of the step and by four
-    robust standard deviations. A stage with one rank has nobody to compare it with."""
+    """Return the ranks whose own seconds exceed the median of their pipeline stage by `threshold` of the step and by
+    four robust standard deviations. Stages with a single rank are skipped."""
     found = []
     for stage in sorted(set(stages)):
         members = [rank for rank, its in enumerate(stages) if its == stage]
@@ -94,7 +94,7 @@ def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], thresho
         spread = SIGMA * statistics.median(abs(value - middle) for value in values)
         for rank in members:
             excess = own[rank] - middle
-            # Of two or three ranks the deviation tells nothing: half of them may be the slow one.
+            # With two or three ranks the deviation is of no use: the slow rank may be half of them.
             if excess > threshold * wall and (len(members) < 4 or excess > CERTAIN * spread):
                 found.append(Slow(rank, own[rank], middle, excess / wall))
     return found
@@ -102,18 +102,18 @@ def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], thresho
 
 @dataclass
 class Straggling:
-    """The history of one run. `observe` returns what is news: a rank that became slow, or is no longer."""
+    """Follows the ranks of one run. `observe` returns changes: ranks that became slow, and those no longer slow."""
 
     stages: Sequence[int]
     threshold: float
-    patience: int = 2  # windows in a row
+    patience: int = 2  # consecutive windows
     total: list[float] = field(default_factory=list)  # own seconds by rank
     steps: int = 0
     _streak: dict[int, int] = field(default_factory=dict)
     _known: set[int] = field(default_factory=set)
 
     def observe(self, own: Sequence[float], wall: float, steps: int) -> tuple[list[Slow], list[int]]:
-        """`own` and `wall` seconds of `steps` steps."""
+        """Add a window of `steps` steps with its own and wall seconds. Returns newly slow ranks, and recovered ones."""
         self.total = [a + b for a, b in zip(self.total or [0.0] * len(own), own, strict=True)]
         self.steps += steps
         slow = {each.rank: each for each in slow_ranks(own, wall, self.stages, self.threshold)}
@@ -130,5 +130,5 @@ class Straggling:
 
     @property
     def own_seconds(self) -> list[float]:
-        """Per rank and step, over the whole run."""
+        """Mean own seconds per step of each rank, over the whole run."""
         return [seconds / self.steps for seconds in self.total] if self.steps else []

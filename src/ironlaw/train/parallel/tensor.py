@@ -1,8 +1,8 @@
 """Tensor parallelism (arXiv 1909.08053), with sequence parallelism (arXiv 2205.05198), as DTensor placements.
 
-Matrices that widen are divided by outputs, those that narrow by inputs, the vocabulary by rows: per block and direction
-one all-reduce of the residual stream, or under sequence parallelism an all-gather and a reduce-scatter, for attention
-and as much for the feed-forward network.
+Widening matrices are divided by outputs, narrowing ones by inputs, the vocabulary by rows. For attention, and again for
+the feed-forward network, a block needs one all-reduce of the residual stream in each direction, or with sequence
+parallelism an all-gather and a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ironlaw.train.parallel.names import QKV
 
 
 class SplitProjection(nn.Module):
-    """Query, key and value as matrices of their own: each can then be divided by heads, and has a name of its own."""
+    """Query, key and value as separate matrices, each of which can be divided by heads and has a name of its own."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ def split_projections(model: Transformer) -> None:
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, adapts: bool = False) -> None:
-    """Divide the parts of `model` that are there (a pipeline stage has some) over `mesh`.
+    """Divide the parts that `model` has (a pipeline stage has only some) over `mesh`.
 
-    `adapts`: the matrices of its blocks are frozen, and parts already (`adapted.py`).
+    `adapts`: the matrices of its blocks are frozen, and already divided (`adapted.py`).
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     tied = model.embedding is not None and model.head is not None and model.head.weight is model.embedding.weight
@@ -79,7 +79,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, a
     if model.head is not None:
         # Logits stay divided by vocabulary; the loss is computed on the parts (`loss_parallel`).
         styles["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
-    # Every rank has built the same weights: nothing to send.
+    # All ranks have built the same weights, so that nothing is sent.
     parallelize_module(model, mesh, styles, src_data_rank=None)  # type: ignore[arg-type]
     if tied:
         assert model.embedding is not None
@@ -87,12 +87,12 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, a
 
 
 def _of_block(config: ModelConfig, here: str, block: Block, stream: Placement) -> dict[str, object]:
-    """Matrices as `model/parameters.py` says that they divide. The narrow vectors of latent attention are computed by
-    every rank, whole; routed experts are divided in `experts.py`."""
+    """Return the styles that divide a block's matrices as in `model/parameters.py`. Every rank computes the narrow
+    vectors of latent attention in full; routed experts are divided in `experts.py`."""
     styles: dict[str, object] = {}
     parts = {"attention": isinstance(block.attention, LatentAttention), "ffn": isinstance(block.ffn, MixtureOfExperts)}
     for name, sums in parts.items():
-        # The input is a DTensor for all products that read it: their gradients add up before they are reduced, once.
+        # All products read the input as one DTensor, so that their gradients are summed first and reduced once.
         beside = (None,) * 3 if name == "attention" else ()
         gathered = PrepareModuleInput(input_layouts=(stream, *beside), desired_input_layouts=(Replicate(), *beside))
         styles[here + name] = PartOfSum(stream) if sums else gathered
@@ -110,10 +110,10 @@ def _of_block(config: ModelConfig, here: str, block: Block, stream: Placement) -
 
 
 class PartOfSum(ParallelStyle):
-    """A module that computes a part of its result on every rank, from the whole input and with plain tensors.
+    """Style of a module that computes a part of a sum on every rank, from the whole input and with plain tensors.
 
-    Parts are added up at its end, and so are the gradients of its input: those of whole weights inside (a router's) are
-    parts as well, and are added up with the others of `partial_parameters`. Inputs beside the first pass as they are.
+    The parts are summed at its end, as are the gradients of its input. Gradients of whole weights inside (a router's)
+    are also parts, and are summed with the others of `partial_parameters`. Further inputs are passed unchanged.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -136,7 +136,7 @@ class PartOfSum(ParallelStyle):
 
 
 class DividedLinear(ParallelStyle):
-    """A linear layer of which every rank has a part and computes with it alone: outputs (0) or inputs (1) divided."""
+    """Style of a linear layer whose ranks compute with their own parts of it: of the outputs (0) or the inputs (1)."""
 
     def __init__(self, dimension: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class DividedLinear(ParallelStyle):
 
 
 def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.Parameter]:
-    """Parameters whole on every rank that see only the rank's heads or positions: gradients add up over tp."""
+    """Return whole parameters that see only the rank's heads or positions; their gradients are summed over tp."""
     found: list[nn.Parameter] = []
     for block in blocks_of(model):
         attention = block.attention

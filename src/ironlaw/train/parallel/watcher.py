@@ -1,13 +1,13 @@
-"""A thread of every rank that looks at its training thread: what it waits for, and since when.
+"""A thread on every rank that watches the training thread: what it waits for, and since when.
 
     with Watcher(ranks, store, timeout_seconds, ...) as watcher:
         watcher.step = 17
 
-Twenty times a second it looks whether the thread sleeps outside PyTorch (`straggler.py`), every few seconds it leaves a
-`Note` of what the rank does in the job's store. The first whose collective has waited for `timeout_seconds` reads all
-notes and says in one line who is missing, where it is instead, and who waits for it where: a function of the notes.
-Then all end themselves: torchrun starts the job again, if it may. Measured on a CPU: 14 us a sample and 3 ms a note,
-0.13% of a core with the default timeout.
+20 times a second it checks whether the training thread sleeps outside PyTorch (`straggler.py`). Every few seconds it
+writes a `Note` on the rank's activity to the job's store. The first rank whose collective has waited for
+`timeout_seconds` reads all notes and reports in one line which ranks are missing, where they are, and which ranks wait
+for them; the report is a function of the notes. Then all ranks exit, and torchrun restarts the job if it may. Measured
+on a CPU: 14 us per sample and 3 ms per note, 0.13% of a core with the default timeout.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.straggler import OwnTime
 
 STALE_SECONDS = 5.0
-"""A note older than the newest by this, and by thrice what is usual, is of a process that is stopped or gone."""
+"""A process is stopped or gone if its note is older than the newest by this, and by 3 times the usual difference."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank does. `last`: its latest operation of each group; `waits`: the one it is in, None outside."""
+    """The activity of one rank. `last`: its latest operation in each group; `waits`: the one it is in, if any."""
 
     rank: int
     host: str
-    step: int  # the one under way, from 1
+    step: int  # in progress, from 1
     where: str  # innermost line of the training thread outside PyTorch
     written_seconds: float  # time.time()
     last: tuple[RecordedCollective, ...] = ()
     waits: RecordedCollective | None = None
-    message: bool = False  # waits for a message of another pipeline stage, which no recorder lists
+    message: bool = False  # waits for a message of another pipeline stage, which the recorder does not list
     waited_seconds: float = 0.0
 
     @property
@@ -56,7 +56,7 @@ class Note:
         return self.waits is not None or self.message
 
     def reached(self, operation: RecordedCollective) -> bool:
-        """Whether this rank has called the same operation of the same group."""
+        """Whether this rank has called the same operation of the same group, or a later one."""
         there = [o.number for o in self.last if o.members == operation.members]
         return bool(there) and max(there) >= operation.number
 
@@ -65,7 +65,7 @@ NOTE_JSON = TypeAdapter(Note)
 
 
 def quiet(notes: Sequence[Note]) -> list[Note]:
-    """The ranks whose notes have stopped: whatever the last one says."""
+    """Return the ranks whose notes have stopped, whatever the last one contains."""
     newest = max((note.written_seconds for note in notes), default=0.0)
     ages = [newest - note.written_seconds for note in notes]
     limit = max(STALE_SECONDS, 3 * median_low(ages)) if ages else 0.0
@@ -73,8 +73,8 @@ def quiet(notes: Sequence[Note]) -> list[Note]:
 
 
 def absent(notes: Sequence[Note]) -> list[Note]:
-    """The ranks whose notes have stopped; failing these, those that others wait for and that wait for nobody; then
-    those that never come to a collective because they wait in another one; failing these too, nobody."""
+    """Return the ranks that cause a hang: those whose notes have stopped; if none, those that others wait for and that
+    do not wait; if none, those that others wait for while they wait in another collective; if all do, none."""
     stopped = quiet(notes)
     if stopped:
         return stopped
@@ -85,7 +85,7 @@ def absent(notes: Sequence[Note]) -> list[Note]:
         for member in note.waits.members if member in by_rank and not by_rank[member].reached(note.waits)
     }  # fmt: skip
     silent = [note for note in notes if note.rank in missing and not note.blocked]
-    if not silent and any(note.message for note in notes):  # stages wait for messages: of whom, nobody recorded
+    if not silent and any(note.message for note in notes):  # messages between stages, whose senders are not recorded
         silent = [note for note in notes if not note.blocked]
     if silent:
         return silent
@@ -94,7 +94,7 @@ def absent(notes: Sequence[Note]) -> list[Note]:
 
 
 def report(notes: Sequence[Note], now_seconds: float) -> str:
-    """One line: "rank 3 on node7 is at step 17 in data/loader.py:88, its last operation ... #212 over shard; ..." """
+    """Return one line: "rank 3 on node7 is at step 17 in data/loader.py:88, its last operation ... #212 over ..." """
     waited = max((note.waited_seconds for note in notes), default=0.0)
     culprits, stopped = absent(notes), quiet(notes)
     parts = [_whereabouts(note, now_seconds - note.written_seconds if note in stopped else 0) for note in culprits[:4]]
@@ -139,16 +139,16 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 SAMPLE_SECONDS = 0.05
 NOTE_SECONDS = 1.0
-NOTES_PER_SECOND = 500  # of all ranks together: one store serves them
-GRACE_SECONDS = 3.0  # for the notes of the others, and for the report to be written before they end
-# What times PyTorch's calls belongs to them.
+NOTES_PER_SECOND = 500  # of all ranks together, which share one store
+GRACE_SECONDS = 3.0  # to collect the other ranks' notes, and to write the report before they exit
+# The module that times PyTorch's calls counts as a part of PyTorch.
 TORCH = str(Path(torch.__file__).parent), str(Path(communication.__file__))
 SOURCE = str(Path(__file__).parents[2])
 HUNG = "hung"
 
 
 class Watcher:
-    """Made by the thread that trains. `told(report, notes)` is called on the rank that reports a hang."""
+    """Watches the thread that creates it. `told(report, notes)` is called on the rank that reports a hang."""
 
     def __init__(
         self, ranks: Ranks, store: dist.Store, timeout_seconds: float, told: Callable[[str, list[Note]], None],
@@ -157,12 +157,12 @@ class Watcher:
         self.ranks, self.timeout_seconds = ranks, timeout_seconds
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._told, self._end = told, end
-        self.step = 0  # the one under way, from 1
+        self.step = 0  # in progress, from 1
         self.own = OwnTime(kernels=flight_recorder.kernel_seconds if ranks.device.type == "cuda" else None)
         self._main = threading.get_ident()
         self._state = f"/proc/self/task/{threading.get_native_id()}/stat"
         self._groups = flight_recorder.groups_of(ranks.process_groups())
-        self._still_since = time.time()  # when the training thread was last seen to compute
+        self._still_since = time.time()  # when the training thread was last seen computing
         self._awake = 0.0
         self._every = max(NOTE_SECONDS, ranks.size / NOTES_PER_SECOND, timeout_seconds / 100)
         self._stop = threading.Event()
@@ -177,7 +177,7 @@ class Watcher:
         self._thread.join(timeout=GRACE_SECONDS)
 
     def host(self, rank: int) -> str:
-        """Of another rank, by its latest note."""
+        """Return the host of another rank from its latest note."""
         key = f"note/{rank}"
         return NOTE_JSON.validate_json(self.store.get(key)).host if self.store.check([key]) else "its node"
 
@@ -191,7 +191,7 @@ class Watcher:
                 self.own.outside_seconds += now - before
             if now - noted > self._every:
                 noted = now
-                # A store that is gone was rank 0's, and what is wrong with it shows in the next collective.
+                # If rank 0, which serves the store, has ended, the next collective fails and shows it.
                 with contextlib.suppress(RuntimeError):
                     self._look()
             before = now
@@ -233,14 +233,14 @@ class Watcher:
         message = message and waits is None and self.own.known
         since = waits.started_seconds if waits is not None else self._still_since
         if waits is not None and self.ranks.device.type == "cpu" and self.own.known:
-            # What overlaps with computing is not waited for; on CUDA the host may poll, which looks like work.
+            # Time that overlaps with computation is not waiting. Not on CUDA, where a host that polls looks busy.
             since = max(since, self._still_since)
         waited = now - since if waits is not None or message else 0.0
         last = tuple(latest.values())
         return Note(self.ranks.rank, socket.gethostname(), self.step, where, now, last, waits, message, waited)
 
     def _place(self) -> tuple[str, bool]:
-        """The innermost line outside PyTorch, and whether it waits for a message between pipeline stages."""
+        """Return the innermost line outside PyTorch, and whether it waits for a message between pipeline stages."""
         message = False
         with stacks() as frames:
             frame = frames.get(self._main)
@@ -255,7 +255,7 @@ class Watcher:
     def _report(self) -> None:
         if self.store.add("reports", 1) != 1:
             return
-        self._stop.wait(2 * self._every)  # until the notes of the others are as old as this one
+        self._stop.wait(2 * self._every)  # until the other ranks' notes are as recent as this one's
         notes = []
         for rank in range(self.ranks.size):
             if self.store.check([f"note/{rank}"]):
