@@ -1,5 +1,5 @@
-"""What OpenAI's clients read: whole answers and chunks of both APIs, from what the engine said; and its tokens as text
-while an answer grows, up to a stop string."""
+"""Answers in OpenAI's format, whole or in chunks, for both APIs; and the decoding of tokens to text while an answer
+grows, up to a stop string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ironlaw.serve.request import Chosen, Piece, Request
 
 
 class Form:
-    """One HTTP request's answer."""
+    """The format of one HTTP request's answer."""
 
     kind, prefix, chunk_kind = "", "", ""
 
@@ -38,7 +38,7 @@ class Form:
         first = piece.index not in self._begun
         self._begun.add(piece.index)
         if not (piece.text or first or piece.finish or self.logprobs is not None):
-            return  # part of a character, or what may become a stop string
+            return  # an incomplete character, or the possible start of a stop string
         choice = {"index": piece.index, "finish_reason": piece.finish} | self.gained(piece)
         yield self.document(self.chunk_kind, [choice])
 
@@ -148,7 +148,7 @@ def usage(requests: Sequence[Request], answers_each: int) -> dict[str, Any]:
 
 
 class Reader:
-    """One answer's text as its tokens come. What may be the beginning of a stop string is held back."""
+    """Decodes one answer as its tokens arrive. Text that may be the start of a stop string is held back."""
 
     def __init__(self, text: Text | None, stop: Sequence[str] = (), keeps_stop: bool = False) -> None:
         from tokenizers.decoders import DecodeStream
@@ -160,7 +160,7 @@ class Reader:
         self._ready: list[str] = []
 
     def __call__(self, chosen: Sequence[Chosen]) -> bool:
-        """True when a stop string is complete."""
+        """Decode new tokens. Returns True if a stop string is complete."""
         if self._tokenizer is None:
             return False
         for one in chosen:
@@ -183,7 +183,7 @@ class Reader:
         return False
 
     def take(self, ended: bool) -> str:
-        """The text that may be shown, since the last time."""
+        """Return the new text that may be shown."""
         if ended:
             self._ready.append(self._held)
             self._held = ""
@@ -192,5 +192,5 @@ class Reader:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

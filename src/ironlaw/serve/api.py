@@ -1,8 +1,8 @@
-"""The HTTP server: OpenAI's completion and chat APIs over one engine, on FastAPI.
+"""The HTTP server: OpenAI's completion and chat APIs for one engine, with FastAPI.
 
     app = create_app(engine)
 
-Handlers run in the event loop, the engine in a thread of its own; what it produces in a step crosses once per step.
+Handlers run in the event loop, the engine in a separate thread; its outputs are passed on once per step.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import Body, Chat, Completion
 from ironlaw.serve.request import Chosen, Piece, Request
 
-_OPEN = ("/", "/health")  # without a key
+_OPEN = ("/", "/health")  # accessible without a key
 _JSON = "application/json"
-BODY_SECONDS = 60  # for a request to be sent whole
+BODY_SECONDS = 60  # limit for receiving a whole body
 Result = TypeVar("Result")
 
 
 class Outbox:
-    """From the engine's thread to the event loop: the pieces of a step in one call."""
+    """Passes outputs from the engine's thread to the event loop, with one call per step."""
 
     def __init__(self, engine: Engine) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None  # set where it runs
+        self.loop: asyncio.AbstractEventLoop | None = None  # set once it runs
         self._pieces: list[tuple[asyncio.Queue[Piece], Piece]] = []
         engine.after_step = self.send
 
@@ -58,7 +58,7 @@ class Outbox:
     def send(self) -> None:
         if self._pieces and self.loop is not None:
             pieces, self._pieces = self._pieces, []
-            with suppress(RuntimeError):  # the loop is gone, and so is whoever listened
+            with suppress(RuntimeError):  # the loop is closed, and nobody listens
                 self.loop.call_soon_threadsafe(_deliver, pieces)
 
 
@@ -69,7 +69,7 @@ def _deliver(pieces: list[tuple[asyncio.Queue[Piece], Piece]]) -> None:
 
 @dataclass
 class Job:
-    """One HTTP request: several prompts, or several answers to one, are several requests of the engine."""
+    """One HTTP request. Several prompts, or several answers to one, are several requests of the engine."""
 
     requests: list[Request] = field(default_factory=list)
     queue: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
@@ -83,14 +83,14 @@ class Job:
 
 
 class Server:
-    """What the handlers share."""
+    """State that the handlers share."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.text, self.config = engine, engine.served.text, engine.config
         self.metrics = Metrics(engine)
         self.outbox = Outbox(engine)
         self.created = int(time.time())
-        if self.text is not None:  # an answer is over where its turn is, whatever the model's own end of text
+        if self.text is not None:  # in a chat, an answer also ends with its turn
             engine.served.end_tokens |= self.text.turn_ends()
         engine.on_finish = self.metrics.finished
 
@@ -99,7 +99,7 @@ class Server:
             raise HTTPException(404, f"no model {body.model[:100]!r} here: use {self.engine.served.name!r}")
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
-        ruled = body.grammar() is not None  # large grammars take seconds to read
+        ruled = body.grammar() is not None  # large grammars take seconds to compile
         job = await _aside(ruled, partial(self._job, body, prompts, form))
         try:
             self.engine.submit(*job.requests)
@@ -113,7 +113,7 @@ class Server:
         return await self._whole(job, form, http)
 
     def retry_seconds(self) -> int:
-        """When a place should be free: what waits at the rate of the newest answers."""
+        """Return the seconds until a place should be free: those of the newest answers, times the queue's length."""
         done = [r for r in list(self.engine.finished)[-20:] if r.last_token is not None]
         if not done:
             return 1
@@ -133,7 +133,7 @@ class Server:
         job = Job()
         for prompt in prompts:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
-            for number in range(body.n):  # answers of one seed differ from one another, and are the same the next time
+            for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
                 self._connect(Request(prompt, replace(sampling, seed=seed), priority=body.priority), job)
         return job
@@ -183,7 +183,7 @@ class Server:
             for chunk in form.end(job.requests):
                 yield _event(chunk)
             yield "data: [DONE]\n\n"
-        finally:  # also when the client is gone
+        finally:  # also if the client disconnects
             self.engine.cancel(*(r for r in job.requests if r.finish is None))
 
     async def _whole(self, job: Job, form: Form, http: HttpRequest) -> Response:
@@ -196,7 +196,7 @@ class Server:
                 await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not following.done():
                     following.cancel()
-                    return Response(status_code=499)  # nobody reads it
+                    return Response(status_code=499)  # the client has disconnected
                 piece = following.result()
                 if piece is None:
                     return JSONResponse(form.whole(job.requests, collected))
@@ -211,7 +211,7 @@ class Server:
             self.engine.cancel(*(r for r in job.requests if r.finish is None))
 
     def state(self) -> dict[str, Any]:
-        """For the page: what happens now."""
+        """Return the current state for the web page."""
         engine = self.engine
         newest = list(engine.trace.steps)[-200:]
         span = newest[-1].start + newest[-1].seconds - newest[0].start if newest else 0.0
@@ -226,7 +226,7 @@ class Server:
 
 
 async def _aside(is_long: bool, work: Callable[[], Result]) -> Result:
-    """What takes long happens in a thread: streams go on."""
+    """Run long work in a thread, so that streams continue."""
     return await asyncio.to_thread(work) if is_long else work()
 
 
@@ -319,8 +319,8 @@ def _add_figures(app: FastAPI, server: Server) -> None:
 
     @app.get("/steps")
     async def steps(since: int = 0, after: float = 0.0) -> dict[str, Any]:
-        """Newest engine steps from number `since` on, what they ran on, and how long requests that arrived `after` a
-        moment waited: `ironlaw bench` writes them into its run."""
+        """Return the newest engine steps from number `since` on, facts on the engine, and the queue seconds of requests
+        that arrived after the time `after`. `ironlaw bench` writes them into its run."""
         from ironlaw.serve.measured import facts
 
         found = await asyncio.to_thread(lambda: [s.to_json() for s in engine.trace.since(since)])
@@ -331,7 +331,7 @@ def _add_figures(app: FastAPI, server: Server) -> None:
 
     @app.post("/profile")
     async def profile(steps: int = 5) -> dict[str, Any]:
-        """Record the next steps that only decode, and that only compute prompts, operation by operation."""
+        """Record the next steps of decode only and of prefill only, operation by operation."""
         if not 0 < steps <= 100:
             raise UserError(f"steps = {steps} is not between 1 and 100")
         engine.recording.ask(steps)
@@ -344,7 +344,7 @@ def _add_figures(app: FastAPI, server: Server) -> None:
 
 async def _json(http: HttpRequest) -> dict[str, Any]:
     kind = http.headers.get("content-type", _JSON)
-    # A page of another site may have a browser send text: JSON alone is asked about first.
+    # A browser may send text on behalf of another site's page; only JSON requires a preflight request.
     if kind.partition(";")[0].strip().lower() != _JSON:
         raise HTTPException(415, f"content-type {kind[:100]!r} is not read: send {_JSON}")
     coding = http.headers.get("content-encoding", "identity")
@@ -353,7 +353,7 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
     try:
         text = (await asyncio.wait_for(http.body(), BODY_SECONDS)).decode("utf-8")
         document = json.loads(text)
-        if "\\ud" in text.lower():  # half of a pair is no character, and no tokenizer takes it
+        if "\\ud" in text.lower():  # half of a surrogate pair is not a character, and tokenizers reject it
             json.dumps(document, ensure_ascii=False).encode("utf-8")
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {BODY_SECONDS} s") from None
@@ -365,7 +365,7 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Whatever goes wrong is one line in OpenAI's form."""
+    """Report every error as one line in OpenAI's format."""
     refusals: dict[type[Exception], Callable[[Any], Response]] = {
         HTTPException: lambda error: _refusal(str(error.detail), error.status_code, error.headers),
         ClientDisconnect: lambda error: _refusal("the client left before its request was whole", 400),
@@ -395,7 +395,7 @@ def _explained(problems: Sequence[Any]) -> str:
 
 
 class Gate:
-    """Before a handler: keys, and the size of the body, whatever its headers say."""
+    """Middleware that checks the API key, and the size of the body, whatever its headers say."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self.app, self.limit = app, config.body_bytes

@@ -1,9 +1,9 @@
-"""Which pages of keys and values are whose: counted references, equal beginnings shared, the least recent reused first.
+"""Manages pages of keys and values: reference counts, sharing of equal prefixes, reuse of the least recently used page.
 
-A page is of one group of layers: all of one kind where a model has two, with a window and without, so that a window's
-pages are free again behind it. A request has a table of pages for each group. A full page is known by its group and
-the digest of all tokens up to its end. A page that nobody uses any more keeps its content, and its digest, until it is
-needed for something else.
+A page belongs to a group of layers. If a model has layers with and without a window, each group has one kind only, so
+that pages behind a window can be freed. A request has a table of pages for each group. A full page is identified by its
+group and the digest of all tokens up to its end. An unused page keeps its content, and its digest, until it is needed
+for something else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from itertools import chain, cycle
 from ironlaw.model.config import ModelConfig
 from ironlaw.serve.request import Request
 
-MANY_GROUPS = 8  # every step makes a table of pages for each
+MANY_GROUPS = 8  # at most about so many, since every step builds a table of pages for each
 
 
 def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[list[int]]]:
-    """The window of each group, None where one of its layers sees everything, and of each model's layers the group.
+    """Return the window of each group, None if one of its layers has none, and the group of each layer of each model.
 
-    Pages are of one size: that of the rarer kind's layers of the first model, as in vLLM's hybrid cache manager, where
-    few enough groups follow. A draft model's layers join them.
+    Groups are of one size: the number of layers of the first model's rarer kind, as in vLLM's hybrid cache manager, or
+    more if there would be too many groups. The layers of a draft model join these groups.
     """
     first = models[0]
     windowed = sum(map(first.is_windowed, range(first.layers)))
@@ -44,8 +44,8 @@ def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[
 
 
 class Blocks:
-    """`count` pages of `size` tokens, for groups of layers with these `windows`. Page 0 is nobody's: rows that only
-    fill up a batch write there, and it stands where a request had pages that are behind a window."""
+    """`count` pages of `size` tokens, for groups of layers with these `windows`. Page 0 is reserved: padding rows of a
+    batch write to it, and it replaces the pages of a request that are behind a window."""
 
     def __init__(self, count: int, size: int, share: bool = True, windows: Sequence[int | None] = (None,)) -> None:
         self.count, self.size, self.share, self.windows = count, size, share, windows
@@ -53,8 +53,8 @@ class Blocks:
         self._key: list[tuple[int, bytes] | None] = [None] * count
         self._known: dict[tuple[int, bytes], int] = {}
         self._empty = list(range(count - 1, 0, -1))  # without content
-        self._unused: OrderedDict[int, None] = OrderedDict()  # with content that somebody may ask for again
-        self.queried = self.hits = 0  # tokens of prompts that were looked up, and found
+        self._unused: OrderedDict[int, None] = OrderedDict()  # with content that may be shared again
+        self.queried = self.hits = 0  # prompt tokens that were looked up, and found
 
     @property
     def free(self) -> int:
@@ -70,18 +70,18 @@ class Blocks:
 
     @property
     def tokens(self) -> int:
-        """Whose keys and values all pages hold, where no window has been passed."""
+        """Number of tokens that all pages hold if none are freed behind windows."""
         return (self.count - 1) // len(self.windows) * self.size
 
     def longest(self, budget: int) -> float:
-        """Tokens of a request that is alone, of which `budget` are computed at a time."""
+        """Return the most tokens of a request that runs alone, with `budget` tokens computed at a time."""
         within = sum(-(-(window + budget) // self.size) + 1 for window in self.windows if window is not None)
         left, full = self.count - 1 - within, self.windows.count(None)
         behind = left // full * self.size if full else math.inf if left >= 0 else 0
         return max(self.tokens, behind)
 
     def digests(self, tokens: Sequence[int], known: Sequence[bytes], salt: bytes) -> list[bytes]:
-        """Of the full pages of `tokens`, the first of which are `known`; equal tokens of another `salt` are others."""
+        """Return the digests of the full pages of `tokens`, given the first ones; they depend on `salt`, too."""
         found = list(known)
         before = found[-1] if found else salt
         for start in range(len(found) * self.size, len(tokens) - self.size + 1, self.size):
@@ -91,8 +91,8 @@ class Blocks:
         return found
 
     def find(self, request: Request) -> list[list[int]]:
-        """Pages by group that hold the beginning of a request, but for its last token: that one's logits are wanted. 0
-        where a page is behind the window."""
+        """Return the pages by group that hold the beginning of a request, without its last token, whose logits are
+        wanted. 0 stands for a page behind the window."""
         if not self.share:
             return [[] for _ in self.windows]
         request.digests = self.digests(request.tokens, request.digests, request.salt)
@@ -109,18 +109,18 @@ class Blocks:
         return [[0] * least + [row[group] for row in rows[least:longest]] for group, least in enumerate(unseen)]
 
     def _unseen(self, computed: int, window: int | None) -> int:
-        """Of the pages with so many tokens, those that no token to come can see."""
+        """Return how many of the pages of `computed` tokens no later token can see."""
         return 0 if window is None else max(0, computed - window + 1) // self.size
 
     def needed(self, request: Request, tokens: int) -> int:
-        """Pages to add for a request to hold `tokens`."""
+        """Return the number of pages to add to a request that is to hold `tokens`."""
         return len(self.windows) * (-(-tokens // self.size) - len(request.blocks[0]))
 
     def can_take(self, found: Sequence[Sequence[int]], more: int) -> bool:
         return more <= self.free - sum(page > 0 and self._users[page] == 0 for page in chain(*found))
 
     def take(self, request: Request, found: Sequence[list[int]]) -> None:
-        """The pages `found` become the request's first."""
+        """Make the pages `found` the first ones of a request."""
         for page in filter(None, chain(*found)):
             if self._users[page] == 0:
                 del self._unused[page]
@@ -128,7 +128,7 @@ class Blocks:
         request.blocks, request.remembered = [list(table) for table in found], len(found[0])
 
     def extend(self, request: Request, count: int) -> None:
-        """Add `count` pages, which `free` says are there, equally many to each table."""
+        """Add `count` pages, which must be free, in equal numbers to each table."""
         for number in range(count):
             if self._empty:
                 page = self._empty.pop()
@@ -142,7 +142,7 @@ class Blocks:
             request.blocks[number % len(self.windows)].append(page)
 
     def remember(self, request: Request, computed: int) -> None:
-        """The full pages among the first `computed` tokens can be shared from now on."""
+        """Let other requests share the full pages among the first `computed` tokens."""
         full = computed // self.size
         if not self.share or full == request.remembered:
             return
@@ -156,14 +156,14 @@ class Blocks:
                     self._known[group, digest] = page
 
     def release(self, request: Request) -> None:
-        """Last pages first: beginnings are shared more often, and so live longer."""
+        """Free the pages of a request, last first: beginnings are shared more often, and should stay longer."""
         for table in request.blocks:
             self._give_back(table)
         request.blocks = [[] for _ in self.windows]
         request.computed = 0
 
     def forget(self, request: Request) -> None:
-        """Give back the pages that no token to come can see."""
+        """Free the pages that no later token can see."""
         for table, window in zip(request.blocks, self.windows, strict=True):
             unseen = self._unseen(request.computed, window)
             if unseen and table[unseen - 1]:

@@ -1,4 +1,4 @@
-"""How a model is served: the `[serve]` keys of `ironlaw serve --set serve.key=value`."""
+"""The settings of serving: the `[serve]` keys of `ironlaw serve --set serve.key=value`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServeConfig(BaseModel):
 
 
 def serve_config(overrides: Sequence[str] = (), **values: Any) -> ServeConfig:
-    """From `serve.key=value` texts, the prefix optional; the first problem becomes a one-line UserError."""
+    """Return the config from `serve.key=value` texts (prefix optional). The first problem is a one-line UserError."""
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("serve.")

@@ -1,6 +1,6 @@
-"""Answers of a given form: JSON, JSON of a schema, a regular expression, a grammar or a choice, by `llguidance`.
+"""Constrains answers, by `llguidance`: to JSON, JSON of a schema, a regular expression, a grammar or a choice.
 
-Before each token the library says which ones the answer may go on with; the others' logits become minus infinity.
+Before each token the library returns which tokens may follow; the logits of all others become minus infinity.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ironlaw.serve.sampler import Row
 
 
 class State:
-    """What an answer must be, and how far it has come: each request has its own."""
+    """The constraint of one request's answer, and how much of it has been matched."""
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
         self.matcher = _library().LLMatcher(tokenizer, grammar)
 
     def mask(self, vocab: int) -> Tensor:
-        """(V,): true where a token is allowed."""
+        """Return a mask (V,), true where a token is allowed."""
         bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
         each = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         flat = each.flatten().bool()[:vocab]
@@ -35,7 +35,7 @@ class State:
 
 
 def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
-    """(R, V) of the rows of a step; None where no request has a constraint."""
+    """Return masks (R, V) for the rows of a step, or None if no request has a constraint."""
     if not any(row.request.state is not None for row in rows):
         return None
     everything = torch.ones(vocab, dtype=torch.bool)
@@ -43,7 +43,7 @@ def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
 
 
 def grammar_of(kind: str, value: Any) -> str:
-    """`kind`: json_object, json_schema, regex, choice or grammar (Lark). UserError where the library cannot read it."""
+    """Compile a json_object, json_schema, regex, choice or grammar (Lark). UserError if the library cannot read it."""
     LLMatcher = _library().LLMatcher
     try:
         if kind == "json_object":
@@ -74,5 +74,5 @@ def _library() -> Any:
 
 
 def token_table(file: Path, end_tokens: Iterable[int], vocab: int) -> Any:
-    """The tokenizer as the library wants it; made once per server."""
+    """Return the tokenizer in the library's format. Called once per server."""
     return _library().LLTokenizer(str(file), n_vocab=vocab, eos_token=sorted(end_tokens) or None)

@@ -1,11 +1,11 @@
-"""The engine: requests in, tokens out, one step at a time.
+"""The engine: takes requests and produces tokens, one step at a time.
 
     engine = Engine(loaded, config)
-    engine.submit(request)              # from any thread; Busy when too many wait
-    engine.step()                       # or engine.start(), and a thread of its own takes the steps
+    engine.submit(request)              # from any thread; raises Busy if too many requests wait
+    engine.step()                       # or engine.start(), which takes the steps in a separate thread
     engine.cancel(request)
 
-Everything but `submit`, `cancel` and the figures happens in the thread that takes the steps.
+Everything but `submit`, `cancel` and reading statistics happens in the thread that takes the steps.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger("ironlaw.serve")
 
 
 class Busy(Exception):
-    """Too many requests wait: come back later."""
+    """Too many requests are waiting: try again later."""
 
 
 class Draining(Exception):
-    """The server is going down, and takes nothing new."""
+    """The server is shutting down and accepts no new requests."""
 
 
 class Engine:
@@ -56,8 +56,8 @@ class Engine:
             for m, own in zip(models, groups, strict=True)
         )
         count = config.blocks or served.kv_memory(config) // page
-        # No more than all requests at their longest can use, and at least one of them.
-        count = min(count, config.batch * len(windows) * -(-self.context // config.block)) + 1  # page 0 is nobody's
+        # No more than all requests of full length can use.
+        count = min(count, config.batch * len(windows) * -(-self.context // config.block)) + 1  # page 0 is reserved
         if count <= len(windows):
             raise UserError(
                 f"no memory for keys and values: {page * len(windows):,} bytes a page; raise serve.kv_memory"
@@ -75,11 +75,11 @@ class Engine:
             self.proposer = DraftModel(drafts[0], config.drafted)
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
-        self.passes: list[dict[str, Any]] = []  # timed by `warmup.py`
-        self.request_seconds: float | None = None  # until one of several that come together waits: there too
+        self.passes: list[dict[str, Any]] = []  # measured in `warmup.py`
+        self.request_seconds: float | None = None  # to queue one of several simultaneous requests, measured there too
         self.is_draining = False
         self.failure: str | None = None
-        self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told
+        self.after_step: Callable[[], None] = lambda: None  # set by the HTTP server, to deliver outputs
         self.on_finish: Callable[[Request], None] = lambda request: None
         self._arrivals: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
@@ -88,8 +88,8 @@ class Engine:
         self._stopping = False
         self._number = 0
         longest = self.blocks.longest(config.token_budget)
-        self.longest_prompt = int(min(self.context, longest)) - 1  # an answer of one more has a place
-        self.finished: deque[Request] = deque(maxlen=4_000)  # newest, for figures
+        self.longest_prompt = int(min(self.context, longest)) - 1  # leaves room for an answer of one token
+        self.finished: deque[Request] = deque(maxlen=4_000)  # the newest, for statistics
         self.drafted_tokens = self.accepted_tokens = 0
 
     # -- from any thread ---------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Engine:
         return len(self.scheduler.running)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """UserError where a request can never run."""
+        """Raise UserError if a request can never run."""
         if not prompt:
             raise UserError("the prompt has no tokens: send some text")
         if len(prompt) > self.longest_prompt:
@@ -115,7 +115,7 @@ class Engine:
             raise UserError(f"token {worst} is not in the vocabulary of {self.model_config.vocab}")
 
     def submit(self, *requests: Request) -> None:
-        """All or none of them. Raises Busy, Draining, or UserError."""
+        """Queue all requests or none. Raises Busy, Draining, or UserError."""
         for request in requests:
             self.check(request.prompt, request.sampling)
         with self._wake:
@@ -143,7 +143,7 @@ class Engine:
         self._thread.start()
 
     def drain(self, seconds: float) -> bool:
-        """Take nothing new, finish what runs; true if all of it finished in time."""
+        """Accept nothing new and finish the requests in progress. Returns whether all of them finished in time."""
         with self._wake:
             self.is_draining = True
         end = time.monotonic() + seconds
@@ -156,13 +156,13 @@ class Engine:
         return done
 
     def stop(self) -> None:
-        """Take no further step: what runs is told that it was cancelled."""
+        """Take no further steps. Requests in progress are reported as cancelled."""
         with self._wake:
             self._stopping = self.is_draining = True
             self._wake.notify()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
-        """Answers to all prompts, without a thread: for `ironlaw generate`, tests and benchmarks."""
+        """Answer all prompts in the calling thread, for `ironlaw generate`, tests and benchmarks."""
         requests = [Request(prompt, sampling) for prompt in prompts]
         left = deque(requests)
         while left or self.running or self.waiting:
@@ -172,9 +172,9 @@ class Engine:
         return requests
 
     def continued(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-        """An answer that may outgrow the context: whenever it is full, the newest half is what the model goes on from.
+        """Return an answer that may exceed the context: whenever it is full, the model continues from its newest half.
 
-        The end of text is not part of it.
+        The end-of-text token is not included.
         """
         new: list[int] = []
         window = list(prompt)[-self.longest_prompt :]
@@ -200,9 +200,9 @@ class Engine:
                     break
             try:
                 if not self.step():
-                    time.sleep(0.001)  # nothing fits: a client that leaves may change that
+                    time.sleep(0.001)  # no request fits until another one is cancelled
                 self.after_step()
-            except Exception as error:  # a defect or a device that failed: nobody may wait for ever
+            except Exception as error:  # a bug or a failed device: no client may wait forever
                 log.exception("the engine stopped")
                 self.failure = f"the engine stopped: {type(error).__name__}: {error}".splitlines()[0]
                 break
@@ -212,7 +212,7 @@ class Engine:
         self.after_step()
 
     def step(self) -> int:
-        """One step; the number of requests in it."""
+        """Take one step. Returns the number of requests in it."""
         began = time.perf_counter()
         self._take_in()
         step = self.scheduler.schedule(None if self.proposer is None else self._propose)
@@ -243,7 +243,7 @@ class Engine:
         return len(step)
 
     def _chosen(self, logits: torch.Tensor | None, ordered: list[RunnerWork]) -> list[Chosen]:
-        """A token for each of the rows (R, V). Where that fails, requests are tried alone, and end alone."""
+        """Sample a token for each of the rows (R, V). If that fails, each request is tried alone, and may end alone."""
         rows = [[Row(w.request, w.start + len(w.tokens) - n) for n in reversed(range(w.wanted))] for w in ordered]
         if logits is None:
             return []
@@ -282,7 +282,7 @@ class Engine:
         drafted = self.proposer.propose(request) if request.sampling.can_speculate else []
         if not self.model_config.rope_long or request.is_long:
             return drafted
-        # Beyond the original context all is computed again: a step never spans that.
+        # Beyond the original context all tokens are computed again, so a step must not cross its end.
         return drafted[: max(0, self._original_context - len(request.tokens))]
 
     def _work(self, scheduled: Scheduled) -> RunnerWork:
@@ -304,7 +304,7 @@ class Engine:
         )  # fmt: skip
 
     def _accept(self, ordered: Sequence[RunnerWork], chosen: Sequence[Chosen], record: StepRecord) -> None:
-        """Take what stands of the proposals, and one token more; tell whoever asked."""
+        """Accept the drafted tokens that are confirmed and one token more, and pass them on."""
         at, now = 0, time.monotonic()
         for w in ordered:
             request, drafted = w.request, w.request.drafted
@@ -323,7 +323,7 @@ class Engine:
             request.drafted = []
             try:
                 record.produced += self._append(request, new[: stands + 1], now)
-            except Exception as error:  # its text or its form: nobody else's
+            except Exception as error:  # in its text or constraint: other requests are not affected
                 log.exception("a token could not be read")
                 self._fail(request, "a token could not be read", error)
 
@@ -356,7 +356,7 @@ class Engine:
         if finish is not None:
             self._finish(request, finish, taken)
             return len(taken)
-        if not request.is_long and self._is_long(request):  # all positions turn otherwise now: compute them again
+        if not request.is_long and self._is_long(request):  # all rotary positions change: compute them again
             request.is_long, request.digests = True, []
             self.blocks.release(request)
             request.drafted_for = 0
@@ -369,7 +369,7 @@ class Engine:
         self.finished.append(request)
         self.on_finish(request)
         request.on_output(request, taken)
-        # What is kept for figures keeps nobody else.
+        # The request is kept for statistics, but must not keep other objects alive.
         request.on_output, request.reads, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Decode steps on CUDA as recorded graphs: one launch in place of hundreds of small kernels that the host launches."""
+"""Decode steps as CUDA graphs: one launch instead of hundreds of launches of small kernels by the host."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], Any]]]
 
 @dataclass(frozen=True)
 class Graph:
-    inputs: Sequence[Tensor]  # of its own: what changes is copied there
+    inputs: Sequence[Tensor]  # buffers of the graph, into which new inputs are copied
     result: Tensor  # written by `replay`
     replay: Callable[[], Any]
 
 
 def can_record(config: ModelConfig) -> bool:
-    """Whether a decode step has the same operations every time, all on the device: how many tokens each expert gets is
-    asked by the host, which of two tables turns a position changes, ALiBi's slopes come from the host."""
+    """Whether a decode step always has the same operations, all on the device. It has not with experts (the host reads
+    their numbers of tokens), two rotary tables (the choice may change), or ALiBi (slopes come from the host)."""
     return config.moe is None and not config.rope_long and config.positions != "alibi"
 
 
 class Graphs:
-    """One for each set of shapes, recorded when they first come. `record`: of a function what it gives, and what runs
-    it again; tests have another one."""
+    """Graphs by shapes, recorded when these first occur. `record` takes a function, and returns its result and a
+    function that runs it again; tests replace it."""
 
     def __init__(self, record: Record | None = None) -> None:
         self.record, self.found = record or _recorder(), dict[tuple[int, ...], Graph]()
 
     def __call__(self, step: Step, *inputs: Tensor) -> Tensor:
-        """What `step(*inputs)` gives, until the next call."""
+        """Return the result of `step(*inputs)`, which is valid until the next call."""
         shapes = tuple(map(len, inputs))
         graph = self.found.get(shapes)
         if graph is None:
@@ -48,12 +48,12 @@ class Graphs:
 
 
 def _recorder() -> Record:
-    pool = torch.cuda.graph_pool_handle()  # one for all graphs: no two run at a time
+    pool = torch.cuda.graph_pool_handle()  # shared by all graphs, which never run at the same time
 
     def record(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Any]]:
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # libraries make their workspaces before anything is recorded
+        with torch.cuda.stream(beside):  # libraries allocate workspaces before the recording
             step()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()

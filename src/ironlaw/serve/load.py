@@ -1,7 +1,7 @@
-"""Load for any server with OpenAI's API, and what its clients felt: `ironlaw bench`.
+"""Load generator for any server with OpenAI's API, and the latencies that its clients see: `ironlaw bench`.
 
-Requests come when they come, answered or not (an open loop): at the times of a Poisson process of a given rate, or of a
-recorded trace; or, without a rate, so many at once (a closed loop). What the server refuses is counted, not repeated.
+In an open loop, requests are sent whether earlier ones are answered or not, at the times of a Poisson process or of a
+recorded trace. In a closed loop, without a rate, a fixed number is in progress. Refusals are counted, not repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RECORDED_STEPS = 3  # of each phase, under the profiler
 
 @dataclass(frozen=True)
 class Plan:
-    """One request to come: when, and how long."""
+    """One request to send: when, and of which length."""
 
     at: float  # seconds after the start
     prompt_tokens: int
@@ -44,13 +44,13 @@ class Plan:
 
 @dataclass
 class RequestOutcome:
-    """One request as its client saw it. Times in seconds, of one clock."""
+    """One request as its client saw it. Times are in seconds, by one clock."""
 
     at: float
     prompt_tokens: int
     asked_tokens: int
     output_tokens: int = 0
-    status: int = 0  # of HTTP; 0: no answer at all
+    status: int = 0  # of HTTP; 0: no response
     error: str | None = None
     ttft: float | None = None
     end: float | None = None  # after the start of the request
@@ -72,7 +72,7 @@ class RequestOutcome:
 
 
 def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> list[Plan]:
-    """`rate` requests a second; lengths as given."""
+    """Return requests of the given lengths that arrive at a mean of `rate` per second."""
     draws, at, plans = random.Random(seed), 0.0, []
     for _ in range(requests):
         plans.append(Plan(at, prompt, output))
@@ -81,10 +81,10 @@ def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> 
 
 
 def read_trace(path: Path) -> list[Plan]:
-    """JSON lines (or CSV with a header) of `timestamp` in seconds, `input_length`, `output_length`, perhaps `prompt`.
+    """Read JSON lines (or CSV with a header) of `timestamp` in seconds, `input_length`, `output_length`, and `prompt`.
 
-    Also Mooncake's (milliseconds, by its `hash_ids`) and Azure's names of columns (TIMESTAMP, ContextTokens,
-    GeneratedTokens).
+    `prompt` is optional. Also reads Mooncake's traces (milliseconds, recognized by `hash_ids`) and Azure's columns
+    (TIMESTAMP, ContextTokens, GeneratedTokens).
     """
     import csv
     import datetime
@@ -122,7 +122,7 @@ def read_trace(path: Path) -> list[Plan]:
 
 
 class Client:
-    """Just enough HTTP for one streamed answer after another, with nothing between the socket and the clock."""
+    """A minimal HTTP client for streamed answers, with no layers between the socket and the clock."""
 
     def __init__(self, url: str, model: str | None, key: str | None, timeout: float) -> None:
         try:
@@ -156,7 +156,7 @@ class Client:
         return status, _lines(reader, found.get("transfer-encoding") == "chunked"), writer
 
     async def get(self, path: str, method: str = "GET") -> Any:
-        """A JSON document; None where the server has none there."""
+        """Return a JSON document, or None if the server has none there."""
         try:
             status, lines, writer = await asyncio.wait_for(self.open(method, path), 10)
             data = b"".join([line async for line in lines])
@@ -215,7 +215,7 @@ class Client:
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """A body's, of a known length or in chunks."""
+    """Yield the lines of a body, of known length or in chunks."""
 
     async def piece() -> bytes:
         if not chunked:
@@ -244,19 +244,19 @@ def _message(data: bytes) -> str | None:
 
 @dataclass
 class Report:
-    """A whole run of load."""
+    """The results of a load test."""
 
     outcomes: list[RequestOutcome]
     seconds: float
-    server: dict[str, Any] | None = None  # steps and facts, of an Ironlaw server
+    server: dict[str, Any] | None = None  # steps and facts of an Ironlaw server
 
 
 async def run(
     client: Client, plans: Sequence[Plan], *, concurrency: int | None, ignore_end: bool,
     shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
 ) -> Report:  # fmt: skip
-    """`concurrency`: so many at once, whatever the plans' times; None: at their times. `profile`: an Ironlaw server
-    records a few steps by operation afterwards, when nothing is timed: a profiler multiplies a small step's time."""
+    """Send requests. `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an
+    Ironlaw server records a few steps by operation, afterwards, since a profiler slows small steps severalfold."""
     models = await client.get("/v1/models")
     if models is None:
         raise UserError(f"no OpenAI-compatible server answers at http://{client.host}:{client.port}: start one first")
@@ -296,7 +296,7 @@ async def run(
 
 
 async def _profiled(client: Client, plans: Sequence[Plan], prompts: Sequence[str]) -> list[Any]:
-    """Operations of a few steps of such requests, all at once and with short answers."""
+    """Return the operations of a few steps, with such requests all at once and short answers."""
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
     asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
@@ -307,7 +307,7 @@ async def _profiled(client: Client, plans: Sequence[Plan], prompts: Sequence[str
 
 
 async def _prompts(client: Client, plans: Sequence[Plan], shared: int, seed: int = 7) -> list[str]:
-    """Texts of about the wanted numbers of tokens: how many tokens a word has is asked once of the server."""
+    """Return texts with about the wanted numbers of tokens. A first request measures the tokens per word."""
     draws, words = random.Random(seed), _WORDS.split()
     probe = " ".join(draws.choice(words) for _ in range(64))
     outcome = RequestOutcome(0.0, 0, 1)
@@ -327,7 +327,7 @@ async def _prompts(client: Client, plans: Sequence[Plan], shared: int, seed: int
 
 
 def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float | None = None) -> dict[str, Any]:
-    """Counts, percentiles and rates, as `ironlaw bench --json` prints them."""
+    """Return counts, percentiles and rates, as printed by `ironlaw bench --json`."""
     good = [o for o in report.outcomes if o.is_ok]
     refused = [o for o in report.outcomes if o.status in (429, 503)]
     errors: dict[str, int] = {}
@@ -366,8 +366,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 async def _crowds() -> None:
-    """Random prompts for a server that warms up. The first line of the standard input says where (a command line would
-    show its key to everybody), every other line is one crowd."""
+    """Send random prompts to a server that warms up. The first line of standard input has URL, key and vocabulary size
+    (everybody could see the key on a command line), every other line the sizes of one batch."""
     url, key, vocab = sys.stdin.readline().split()
     client, draws = Client(url, None, key, 60.0), random.Random(0)
     print(flush=True)

@@ -1,4 +1,4 @@
-"""From a run or a Hugging Face directory to a model that is ready to serve."""
+"""Loads a run or a Hugging Face directory as a model that is ready to serve."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
 from ironlaw.train.restore import load_trained
 
-_SMALL = 30_000_000  # parameters: products of fewer take longer to divide among threads than to compute, one token's
-_KV_SHARE = 0.4  # of the memory that is free once the weights are there
+_SMALL = 30_000_000  # parameters: below, one token's products take longer to divide among threads than to compute
+_KV_SHARE = 0.4  # of the memory that is free after the weights are loaded
 
 
 @dataclass
 class LoadedModel:
-    """A model on its device, and what belongs to it."""
+    """A model on its device, with its tokenizer and formats."""
 
     name: str
     model: Transformer
@@ -40,12 +40,12 @@ class LoadedModel:
     weight_bytes: int = 0
     end_tokens: frozenset[int] = frozenset()
     tokenizer: Tokenizer | None = None
-    template: tuple[str | None, dict[str, str]] = (None, {})  # of chats, and names of special tokens for it
+    template: tuple[str | None, dict[str, str]] = (None, {})  # chat template, and the special tokens it names
     draft: LoadedModel | None = None
-    about: dict[str, Any] = field(default_factory=dict)  # which checkpoint of a run
-    passed_over: tuple[str, ...] = ()  # newer ones that are damaged
-    kernels: dict[str, int] = field(default_factory=dict)  # of layers in few bits, how many have which
-    note: str = ""  # what was asked for, or is held so, and cannot be multiplied so here
+    about: dict[str, Any] = field(default_factory=dict)  # identifies the checkpoint of a run
+    passed_over: tuple[str, ...] = ()  # newer checkpoints that are damaged
+    kernels: dict[str, int] = field(default_factory=dict)  # kernel -> number of quantized layers that use it
+    note: str = ""  # on formats that were requested or stored, but have no kernel here
 
     @property
     def autocast(self) -> bool:
@@ -53,11 +53,11 @@ class LoadedModel:
 
     @cached_property
     def text(self) -> Text | None:
-        """What makes tokens of prompts and text of answers; None without a tokenizer."""
+        """Converts prompts to tokens and answers to text; None without a tokenizer."""
         return None if self.tokenizer is None else Text(self.tokenizer, *self.template)
 
     def kv_memory(self, config: ServeConfig) -> int:
-        """Bytes for keys and values."""
+        """Return the bytes for keys and values."""
         if config.kv_memory is not None:
             return config.kv_memory
         if self.device.type == "cuda":
@@ -67,8 +67,8 @@ class LoadedModel:
 
 
 def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> LoadedModel:
-    """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory. Without a tokenizer
-    prompts are token ids; `needs_text`: that is not enough."""
+    """Load a model to serve. UserError if `path` is neither a run with a checkpoint nor a Hugging Face directory.
+    Without a tokenizer prompts are token ids, or with `needs_text` a UserError is raised."""
 
     trained = load_trained(path, needs_text)
     folder = path if path.is_dir() else path.parent
@@ -90,7 +90,7 @@ def prepare(
 ) -> LoadedModel:
     """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name.
 
-    ValueError: the model, which is changed in place, is held in other formats already.
+    Raises ValueError if the model, which is changed in place, is already held in other formats.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("serve.device = cuda, but PyTorch sees no CUDA device: use serve.device = cpu")

@@ -1,8 +1,8 @@
-"""From engine steps and answers to the measured ledger of serving, and the run directory that holds it.
+"""Makes the measured ledger of serving from engine steps and answers, and writes its run directory.
 
-Phases: a request waits (queue), its prompt is computed (prefill), its answer token by token (decode); every step also
-draws tokens (sampling) and works on the host (host: scheduling, text, handing over, and what lies between two steps
-while some request runs). `phase_seconds` are of a mean engine step, so that they add up to the wall time.
+Phases: a request waits (queue), its prompt is computed (prefill), then its answer token by token (decode). Every step
+also samples tokens (sampling) and works on the host (host: scheduling, text, delivery, and the time between two steps
+while some request runs). `phase_seconds` are those of a mean engine step, so that they add up to the wall time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """What the steps ran on: all that a plan of the same serving needs."""
+    """Return the engine's settings and counters: all that a plan of the same serving needs."""
     import torch
 
     served, config = engine.served, engine.config
@@ -57,7 +57,7 @@ def device_name(device: Any) -> str:
 def serving_ledger(
     steps: Sequence[dict[str, Any]], facts: dict[str, Any], requests: dict[str, Any], profile: Iterable[Line] = ()
 ) -> Ledger:
-    """`steps` as the server gives them, `requests` as `load.summary` does; what nobody measured stays absent."""
+    """Return the ledger of a server's `steps` and of `requests` (`load.summary`). What was not measured is absent."""
     ledger = Ledger("run", facts=facts | {"kind": "serving", "requests": requests})
     measured = Origin.MEASURED
     for name in ("ttft_seconds", "tpot_seconds", "queue_seconds"):
@@ -82,13 +82,13 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     measured, count = Origin.MEASURED, len(steps)
     sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST), 0.0)
     by_batch = decode_seconds(steps)
-    # What the server timed when it started, where a run has no step of that size that only decodes.
+    # The server's warm-up provides times of batches for which a run has no decode-only step.
     started = decode_seconds([p | {"decode_tokens": p["tokens"]} for p in ledger.facts.get("passes") or ()])
     alone = started | by_batch
     for step, gap in zip(steps, gaps(steps), strict=True):
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
-        if step["phase"] == "mixed":  # what the same decode takes alone; what prompts add delays it
+        if step["phase"] == "mixed":  # decode counts with its time alone; the rest is due to prompts, which delay it
             share = step["decode_tokens"] / (step["decode_tokens"] + step["prefill_tokens"])
             decode = min(model, alone.get(bucket(step["decode_tokens"]), model * share))
         sums[Phase.DECODE] += decode
@@ -97,7 +97,7 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
         sums[Phase.HOST] += step["schedule_seconds"] + step["output_seconds"] + gap
     seconds = np.array([step["seconds"] for step in steps])
     busy = float(seconds.sum()) + sum(gaps(steps))
-    sums[Phase.IDLE] = max(0.0, _end(steps[-1]) - _begin(steps[0]) - busy)  # nobody asked for anything
+    sums[Phase.IDLE] = max(0.0, _end(steps[-1]) - _begin(steps[0]) - busy)  # no requests
     ledger.phase_seconds = {phase: total / count for phase, total in sums.items()}
     low, middle, high = (float(q) for q in np.percentile(seconds, [10, 50, 90]))
     ledger.totals["step_seconds"] = Estimate(middle, measured, f"median of {count} engine steps", low, high)
@@ -119,8 +119,8 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def gaps(steps: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds before each step in which some request ran or waited: the engine's thread hands over what it made, and
-    waits for the interpreter. 0 where nobody had asked for anything."""
+    """Return the seconds before each step while some request ran or waited: the engine's thread delivers outputs, and
+    waits for the interpreter. 0 if there was no request."""
     found = [0.0] * min(1, len(steps))
     for before, step in pairwise(steps):
         held = step["decode_tokens"] or before["waiting"] or not before["produced"]
@@ -137,7 +137,7 @@ def _end(step: dict[str, Any]) -> float:
 
 
 def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Median seconds of the model in steps that only decode, by batch size up to the next power of two."""
+    """Return the model's median seconds in decode-only steps, by batch size rounded up to a power of two."""
     found: dict[int, list[float]] = {}
     for step in steps:
         if step["phase"] == "decode":
@@ -148,7 +148,7 @@ def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
 def write_run(
     folder: Path, ledger: Ledger, requests: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]
 ) -> None:
-    """`ledger.json`, and beside it `requests.jsonl` and `steps.jsonl`, one line each."""
+    """Write `ledger.json`, and beside it `requests.jsonl` and `steps.jsonl`, one line each."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("requests.jsonl", requests), ("steps.jsonl", steps)):
         write_text(folder / name, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under vLLM's names: dashboards made for that server show this one."""
+"""Metrics for Prometheus under vLLM's names, so that dashboards made for vLLM show this server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Metrics:
 
 
 class _Live:
-    """Gauges and counters that the engine has anyway, read when they are asked for."""
+    """Gauges and counters of the engine, read at every request for metrics."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

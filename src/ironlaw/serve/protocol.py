@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's completion and chat APIs, with the fields that vLLM adds, and what they ask of the engine."""
+"""Request bodies of OpenAI's completion and chat APIs, with vLLM's fields, and their conversion for the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from ironlaw.errors import UserError
 from ironlaw.serve.request import Sampling
 
-# Sent by clients as a matter of course; they do not change what a single server answers.
+# Fields that clients often send, and that do not affect the answers of a single server.
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
                    "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
 _ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
@@ -42,7 +42,7 @@ class StructuredOutputs(BaseModel):
 
 
 class Body(BaseModel):
-    """What both APIs have."""
+    """Fields of both APIs."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=False)
 
@@ -77,7 +77,7 @@ class Body(BaseModel):
         asked = [name for name in _ABSENT if data.get(name) not in (None, [], {}, "none", "auto")]
         if asked:
             raise ValueError(f"{asked[0]} is not supported by this server: leave it out")
-        # As clients send them: null is the default.
+        # Clients send null for the default.
         return {k: v for k, v in data.items() if k not in (*_WITHOUT_EFFECT, *_ABSENT) and v is not None}
 
     @model_validator(mode="after")
@@ -99,7 +99,7 @@ class Body(BaseModel):
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def grammar(self) -> tuple[str, Any] | None:
-        """Kind and text of what the answer must be, as `constrain.grammar_of` takes them."""
+        """Return the kind and text of the answer's constraint, as `constrain.grammar_of` takes them, or None."""
         form, other = self.response_format, self.structured_outputs
         if form is not None and form.type == "json_object":
             return "json_object", None

@@ -1,4 +1,4 @@
-"""A few engine steps under PyTorch's profiler: the model's time by operation, under the names that a plan has."""
+"""Records a few engine steps with PyTorch's profiler: the model's time by operation, under the names of plans."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ironlaw.observe.spans import MODULE_SCOPE, scopes_recorded
 
 _SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"),
            (Native, "attend", "attention"), (Native, "keep", "cache"))  # fmt: skip
-_OPERATIONS = ("attend", "keep", "turn", "norm")  # of Native: no operations of PyTorch, which the profiler sees
+_OPERATIONS = ("attend", "keep", "turn", "norm")  # of Native: not operations of PyTorch, so the profiler misses them
 
 
 class Recording:
-    """How many steps of each phase are to be recorded, and the quickest of each key so far. Mixed steps are not."""
+    """Records as many prefill and decode steps as are wanted, and keeps the shortest time of each operation."""
 
     def __init__(self) -> None:
         self.wanted = {"prefill": 0, "decode": 0}
@@ -42,7 +42,7 @@ class Recording:
 
     @contextmanager
     def step(self, model: nn.Module, phase: str) -> Iterator[None]:
-        """Around the model's part of a step."""
+        """Record the model's part of a step if its phase is wanted. Mixed steps are not recorded."""
         if not self.wanted.get(phase):
             yield
             return
@@ -65,7 +65,7 @@ class Recording:
                 self._lines[key] = replace(line)
 
     def lines(self) -> list[Line]:
-        """Seconds of one step."""
+        """Return the operations of one step."""
         return [self._lines[key] for key in sorted(self._lines)]
 
 

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what it asks of the sampler."""
+"""A request to the engine, and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. The order: penalties and biases, the constraint, temperature, top-k, top-p, min-p."""
+    """Sampling parameters, in this order: penalties and biases, constraint, temperature, top-k, top-p, min-p."""
 
     max_tokens: int = 256
     temperature: float = 1.0  # 0: the likeliest token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    min_p: float = 0.0  # least probability, as a part of the likeliest token's
-    presence_penalty: float = 0.0  # off the logits of tokens in the answer (OpenAI's definition)
-    frequency_penalty: float = 0.0  # off them for every time they are
+    min_p: float = 0.0  # least probability, as a fraction of the most likely token's
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer (OpenAI's definition)
+    frequency_penalty: float = 0.0  # subtracted for every occurrence of the token in the answer
     repetition_penalty: float = 1.0  # divides logits of tokens in prompt and answer (arXiv 1909.05858)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()  # beside the end of text
+    stop_tokens: tuple[int, ...] = ()  # in addition to the end of text
     ignore_end: bool = False  # the end of text is a token like any other
-    min_tokens: int = 0  # before which nothing stops the answer
-    logprobs: int | None = None  # so many likeliest tokens with each token; 0: the token's own only
+    min_tokens: int = 0  # the answer is not stopped before
+    logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     logit_bias: tuple[tuple[int, float], ...] = ()
-    constraint: Callable[[], Any] | None = None  # makes the state of what the answer must be: `constrain.State`
+    constraint: Callable[[], Any] | None = None  # creates the state of the answer's constraint: `constrain.State`
     keeps_stop: bool = False  # the stop string is part of the answer
 
     @property
@@ -38,20 +38,20 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Before a token is drawn: then its row is handled apart."""
+        """Whether penalties or biases change a row of logits before sampling, which is then processed separately."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
     @property
     def can_speculate(self) -> bool:
-        """Proposed tokens are checked against the model's own logits: nothing may change or mask these."""
+        """Whether drafted tokens can be verified by the model's own logits, which nothing may change or mask."""
         return not self.changes_logits and self.constraint is None
 
 
 @dataclass
 class Chosen:
-    """A token and, where asked for, logarithms of probabilities."""
+    """A token and, if requested, log-probabilities."""
 
     token: int
     logprob: float | None = None
@@ -60,7 +60,7 @@ class Chosen:
 
 @dataclass
 class Piece:
-    """What one request gained in one step."""
+    """The output of one request in one step."""
 
     index: int
     text: str
@@ -68,14 +68,14 @@ class Piece:
     finish: Finish | None
 
 
-@dataclass(eq=False)  # each is itself: queues are searched for it
+@dataclass(eq=False)  # compared by identity, when queues are searched
 class Request:
-    """`tokens` grow from the prompt to prompt and answer; keys and values of the first `computed` are in pages."""
+    """`tokens` grows from the prompt to prompt and answer; keys and values of the first `computed` are in pages."""
 
     prompt: Sequence[int]
     sampling: Sampling
-    on_output: Callable[[Request, list[Chosen]], None] = lambda request, chosen: None  # `finish` is set with the last
-    reads: Callable[[list[Chosen]], bool] | None = None  # new tokens as text: true where that ends the answer
+    on_output: Callable[[Request, list[Chosen]], None] = lambda request, chosen: None  # the last call has `finish` set
+    reads: Callable[[list[Chosen]], bool] | None = None  # decodes new tokens; true if their text ends the answer
     priority: int = 0  # lower goes first, with policy "priority"
     number: int = 0  # in order of arrival
     seed: int = 0
@@ -84,14 +84,14 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)  # pages by group of layers
-    remembered: int = 0  # of each group's, which others can find by now
-    digests: list[bytes] = field(default_factory=list)  # of the first full blocks
-    is_long: bool = False  # beyond the original context of a model that turns positions otherwise from there on
+    remembered: int = 0  # pages in each group that other requests can find
+    digests: list[bytes] = field(default_factory=list)  # of the first full pages
+    is_long: bool = False  # beyond the original context, from which on the model uses another rotary table
     drafted_for: int = 0  # tokens whose keys and values the draft model has
     drafted: list[int] = field(default_factory=list)  # proposed for this step
     finish: Finish | None = None
-    failure: str | None = None  # with `finish` "error", if it is this request's alone
-    shared_tokens: int = 0  # of the prompt, found in pages when the request was first admitted
+    failure: str | None = None  # the reason for `finish` "error", if other requests are not affected
+    shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
     state: Any = None  # of the constraint
     admitted: float | None = None  # first scheduled
@@ -115,5 +115,5 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """All but the newest token are in pages."""
+        """Whether all but the newest token are in pages."""
         return self.computed == len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)

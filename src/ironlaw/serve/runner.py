@@ -1,4 +1,4 @@
-"""One step of the engine on the model: scheduled tokens in, logits out, keys and values kept in pages."""
+"""Runs one step of the engine on the model: takes scheduled tokens, returns logits, keeps keys and values in pages."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from ironlaw.serve.trace import bucket
 
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8,
             "int4": INT4}  # fmt: skip
-# Pages that a group may read for nothing, because its sequences are not equally long, before it is divided in two:
-# about what one more attention call costs in each layer.
+# Pages that a group may read in vain, because its sequences differ in length, before it is split in two: about the cost
+# of one more attention call in each layer.
 _SPARE_PAGES = 64
-# Of more tokens than this there are only multiples where oneDNN multiplies: it makes a kernel for every number of rows
-# that it has not multiplied yet, which takes about a millisecond and stays in memory (`model/grouped.py`).
+# Numbers of tokens above this are rounded up to multiples of it where oneDNN multiplies: it compiles a kernel for every
+# new number of rows, which takes about a millisecond and stays in memory (`model/grouped.py`).
 _ROWS = 16
-# Up to so many new tokens of a sequence, compiled code attends to its pages as they are; beyond, products do.
+# Sequences with up to this many new tokens use compiled attention, which reads pages in place; others, matrix products.
 _FEW = 8
 
 
 def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """What is kept of a token in one layer: so many heads of so many elements, for each part of the cache."""
+    """Return what the cache holds of a token in one layer: the number of heads, and their elements in each part."""
     if config.latent is not None:
         return 1, (config.latent.key_value_rank + config.latent.rotary_size,)
     return config.key_value_heads, (config.size_of_head, config.size_of_value)
 
 
 def kv_bytes_per_token(config: ModelConfig, store: str) -> int:
-    """In one layer; formats of 8 and 4 bits have an fp32 scale for each head's key and value."""
+    """Return the bytes of a token in one layer. At 8 and 4 bits each head's key and value have an fp32 scale."""
     heads, sizes = kv_heads_and_sizes(config)
     bits = number_format(store).bits
     return heads * sum(math.ceil(size * bits / 8) + (4 if bits <= 8 else 0) for size in sizes)
@@ -53,7 +53,7 @@ def kv_bytes_per_token(config: ModelConfig, store: str) -> int:
 
 @dataclass(frozen=True)
 class RunnerWork:
-    """Tokens of one request to compute: `tokens` from place `start` on; logits after the last `wanted` of them."""
+    """Tokens of one request to compute: `tokens` from position `start` on; logits after the last `wanted` of them."""
 
     request: Request
     tokens: Sequence[int]
@@ -62,7 +62,7 @@ class RunnerWork:
 
 
 class Runner:
-    """`groups`: of each layer, whose pages it shares (`blocks.py`). The n-th layers of all groups have one tensor."""
+    """Runs a model. `groups`: the group of each layer (`blocks.py`). The n-th layers of all groups share a tensor."""
 
     def __init__(
         self, served: LoadedModel, groups: Sequence[int], pages: int, page: int, compiles: bool = True,
@@ -73,7 +73,7 @@ class Runner:
         heads, sizes = kv_heads_and_sizes(config)
         self.autocast = served.autocast
         shapes = Shapes(config.heads, heads, sizes[0], sizes[-1], sizes[-1], page)
-        if config.latent is not None:  # values are the beginnings of keys
+        if config.latent is not None:  # values are the first elements of keys
             shapes = replace(shapes, value=config.latent.key_value_rank)
         activation = torch.bfloat16 if self.autocast else torch.float32
         self.native = None
@@ -92,7 +92,7 @@ class Runner:
         own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
         self.rows = _ROWS if device.type == "cpu" and not own else 1
         nobody = Request([0], Sampling(), blocks=[[0] for _ in range(max(groups) + 1)])
-        self.spare = RunnerWork(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
+        self.spare = RunnerWork(nobody, [0], 0, 0)  # padding rows, which write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
         self.graphs = Graphs() if graphed else None
 
@@ -102,7 +102,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, work: Sequence[RunnerWork]) -> tuple[Tensor | None, list[RunnerWork]]:
-        """Logits (R, V) of the wanted rows, and `work` in the order that they have."""
+        """Return the logits (R, V) of the wanted rows, or None, and `work` in their order."""
         if self.graphs is not None and all(len(w.tokens) == w.wanted == 1 for w in work):
             return self._graphed(self.graphs, work)[: len(work)], list(work)
         count = sum(len(w.tokens) for w in work)
@@ -116,7 +116,7 @@ class Runner:
         for w in ordered:
             row += len(w.tokens)
             wanted += range(row - w.wanted, row)
-        # A chunk in the middle of a prompt wants none: the least that the model gives is one token's.
+        # A chunk within a prompt wants no logits, but the model computes at least one row.
         rows = None if len(wanted) == len(tokens) else self._tensor(wanted or [len(tokens) - 1])
         long = None
         if self.config.rope_long:
@@ -125,14 +125,14 @@ class Runner:
         now = [self._now(few, many, positions, group) for group in range(max(self.groups) + 1)]
         for cache, group in zip(self.caches, self.groups, strict=True):
             cache.now = now[group]
-        # The profiler sees operations by their modules.
+        # Not under the profiler, which identifies operations by their modules.
         whole = self.blocks if now[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         with self.precision():
             logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
 
     def _graphed(self, graphs: Graphs, work: Sequence[RunnerWork]) -> Tensor:
-        """Logits (P, V) of one new token each, in a step of few shapes: requests and pages are powers of two."""
+        """Return logits (P, V) of one new token each, by a graph: requests and pages are padded to powers of two."""
         work = [*work, *[self.spare] * (bucket(len(work)) - len(work))]
         positions, width = self._tensor([w.start for w in work]), bucket(max(w.start // self.page + 1 for w in work))
         tokens, groups = self._tensor([w.tokens[0] for w in work]), range(max(self.groups) + 1)
@@ -141,7 +141,7 @@ class Runner:
         return graphs(self._decode, tokens, positions, *rows, *blocks)
 
     def _decode(self, tokens: Tensor, positions: Tensor, *places: Tensor) -> Tensor:
-        """`places`: of each group the rows to write, then of each the blocks to read."""
+        """Return logits. `places`: the rows to write for each group, then the blocks to read for each group."""
         rows, blocks = places[: len(places) // 2], places[len(places) // 2 :]
         whole = slice(0, len(tokens))
         now = [
@@ -157,7 +157,7 @@ class Runner:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def arrange(self, work: Sequence[RunnerWork]) -> tuple[list[RunnerWork], list[list[RunnerWork]]]:
-        """Those for compiled code, and the others by group: each has equally many new tokens."""
+        """Split `work` into requests for compiled code, and groups of others with equal numbers of new tokens."""
         few = [w for w in work if len(w.tokens) <= _FEW] if self.native is not None else []
         many = [w for w in work if len(w.tokens) > _FEW] if self.native is not None else work
         parts: list[list[RunnerWork]] = []
@@ -166,7 +166,7 @@ class Runner:
             last = parts[-1] if parts else []
             fits = bool(last) and len(last[0].tokens) == len(w.tokens) and (last[0].start == 0) == (w.start == 0)
             if fits and w.start:
-                # Ordered by length: those before become as long as this one.
+                # In order of length: all earlier ones are padded to the length of this one.
                 spare += (len(w.request.blocks[0]) - len(last[-1].request.blocks[0])) * len(last)
                 fits = spare <= _SPARE_PAGES
             if fits:
@@ -207,9 +207,9 @@ class Runner:
     def _table(
         self, part: Sequence[RunnerWork], group: int, width: int | None = None, dtype: torch.dtype = torch.int64
     ) -> Tensor:
-        """(sequences, pages) of one group; `width` pages, or as many as the longest has"""
+        """Return a table (sequences, pages) of one group, `width` pages wide, or as wide as the longest needs."""
         width = width or max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
-        table = np.zeros((len(part), width), np.int32)  # numpy reads lists in a third of PyTorch's time
+        table = np.zeros((len(part), width), np.int32)  # NumPy reads lists in a third of PyTorch's time
         for row, w in zip(table, part, strict=True):
             held = w.request.blocks[group][:width]
             row[: len(held)] = held

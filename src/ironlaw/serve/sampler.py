@@ -1,7 +1,7 @@
-"""From logits to tokens, all requests of a step at once.
+"""Samples tokens from logits, for all requests of a step at once.
 
-A token is found by inversion: one uniform number per token, a function of the request's seed and the token's place
-alone. So an answer does not depend on who else is in the batch, on preemption, or on speculation.
+A token is sampled by inversion of the distribution at one uniform number, which depends on the request's seed and the
+token's position only. An answer is thus independent of the other requests in the batch, preemption and speculation.
 
 Shapes: R rows, V vocabulary.
 """
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from ironlaw.serve.request import Chosen, Request
 
-_CANDIDATES = 256  # the likeliest tokens, among which top-p and min-p mostly find all they keep
+_CANDIDATES = 256  # most likely tokens, which usually include all that top-p and min-p keep
 _MASK = (1 << 64) - 1
 
 
 @dataclass
 class Row:
-    """The logits after one token of a request; the token that they give gets `place` in the sequence."""
+    """The logits after one token of a request. The token sampled from them gets position `place`."""
 
     request: Request
     place: int
 
 
 def uniform(seed: int, place: int) -> float:
-    """In (0, 1): splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place."""
+    """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in (0, 1)."""
     state = (seed * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) & _MASK
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
         state = ((state ^ (state >> shift)) * multiplier) & _MASK
@@ -39,7 +39,7 @@ def uniform(seed: int, place: int) -> float:
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[Chosen]:
-    """One token for each row of `logits` (R, V). `masks` (R, V): the allowed tokens."""
+    """Sample one token for each row of `logits` (R, V). `masks` (R, V) are true for allowed tokens."""
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = any(s.changes_logits for s in asked)
@@ -64,14 +64,14 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """(R,) tokens; on a CPU by numpy, which takes a tenth to a twenty-fifth of PyTorch's time."""
+    """Return the most likely tokens (R,). On a CPU NumPy takes a tenth to a twenty-fifth of PyTorch's time."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
 def _change(logits: Tensor, row: Row) -> None:
-    """Penalties and biases of one request, in place; `logits` (V,)."""
+    """Apply the penalties and biases of one request to `logits` (V,) in place."""
     request, sampling = row.request, row.request.sampling
     device = logits.device
     if sampling.repetition_penalty != 1.0:
@@ -88,7 +88,7 @@ def _change(logits: Tensor, row: Row) -> None:
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """(R,) tokens, by temperature, top-k, top-p and min-p; `logits` (R, V)."""
+    """Sample tokens (R,) from `logits` (R, V) with temperature, top-k, top-p and min-p."""
     asked = [row.request.sampling for row in rows]
     device, vocab = logits.device, logits.shape[1]
     column = lambda values: torch.tensor(values, device=device, dtype=torch.float32)[:, None]  # noqa: E731
@@ -108,7 +108,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     before = largest.cumsum(-1) - largest
     top_k = column([s.top_k or vocab for s in asked])
     kept = torch.arange(largest.shape[1], device=device) < top_k
-    # Of what top-k leaves, as all engines do: one after the other.
+    # top-p and min-p apply to what top-k leaves, as in all engines.
     whole = (largest * kept).sum(-1, keepdim=True)
     kept &= before < column([s.top_p for s in asked]) * whole
     kept &= largest >= column([s.min_p for s in asked]) * largest[:, :1]
@@ -116,7 +116,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _enough(largest: Tensor, asked: Sequence[object]) -> bool:
-    """Whether the likeliest candidates hold all that is kept of every row."""
+    """Whether the candidates include all tokens to keep, in every row."""
     mass, least = largest.sum(-1).tolist(), (largest[:, -1] / largest[:, 0]).tolist()
     width = largest.shape[1]
     return all(
@@ -126,14 +126,14 @@ def _enough(largest: Tensor, asked: Sequence[object]) -> bool:
 
 
 def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
-    """(R,): the first column whose running sum of `weights` (R, n) exceeds its row's number (R, 1) of the whole."""
+    """Return (R,): the first column whose running sum of `weights` (R, n) exceeds `numbers` (R, 1) of the total."""
     sums = weights.double().cumsum(-1)
     found = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
     return found.clamp(max=weights.shape[1] - 1)
 
 
 def _add_logprobs(logits: Tensor, chosen: list[Chosen], wanted: Sequence[int | None]) -> None:
-    """Of the model itself, before temperature and penalties."""
+    """Add log-probabilities of the model itself, before temperature and penalties."""
     logs = torch.log_softmax(logits, -1)
     most = max(count or 0 for count in wanted)
     values, tokens = (t.tolist() for t in logs.topk(most)) if most else ([[]] * len(chosen),) * 2

@@ -1,8 +1,8 @@
-"""What runs in the next step: decode first, then prompts in chunks, under a budget of tokens and of pages.
+"""Chooses what runs in the next step: decode first, then prompts in chunks, within budgets of tokens and of pages.
 
-A request is never divided into phases: it has tokens, of which some are computed. A step computes more of them, one
-while it decodes, as many as the budget allows before. When pages run out, the request that came last gives up its own
-and waits to be computed again; sharing makes that cheap where its pages are still there.
+Requests are not divided into phases: each has tokens, some of which are computed. A step computes more of them: one if
+the request decodes, otherwise as many as the budget allows. When pages run out, the request that came last releases its
+own and waits to be computed again, which prefix sharing makes cheap if its pages are still cached.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ironlaw.serve.request import Request
 
 @dataclass(eq=False)
 class Scheduled:
-    """One request's part of a step: `count` tokens from `request.computed` on, drafted ones included."""
+    """One request's part of a step: `count` tokens from `request.computed` on, including drafted ones."""
 
     request: Request
     count: int
 
     @property
     def is_last_chunk(self) -> bool:
-        """Logits are wanted: nothing known is left to compute."""
+        """Whether no known token is left to compute afterwards, so that logits are wanted."""
         return self.request.computed + self.count >= len(self.request.tokens)
 
 
 class Scheduler:
     def __init__(self, config: ServeConfig, blocks: Blocks) -> None:
         self.config, self.blocks = config, blocks
-        self.waiting: list[Request] = []  # in the order in which they will be admitted
-        self.running: list[Request] = []  # in the order in which they were
+        self.waiting: list[Request] = []  # in the order of admission
+        self.running: list[Request] = []  # likewise
         self.preemptions = 0
 
     def order(self, request: Request) -> tuple[int, int]:
@@ -44,23 +44,23 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=self.order)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is, and free its pages."""
+        """Remove a request from its queue and free its pages."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
         self.blocks.release(request)
 
     def schedule(self, propose: Callable[[Request], list[int]] | None = None) -> list[Scheduled]:
-        """`propose`: drafted tokens of a request that decodes, taken as far as budget and pages go."""
+        """Return the next step. `propose` drafts tokens of a decoding request, as far as budget and pages allow."""
         budget = self.config.token_budget
         step: list[Scheduled] = []
         if any(self.blocks.windows):
             for request in self.running:
                 self.blocks.forget(request)
-        left, preempted = len(self.running), self.preemptions  # each that decodes goes before what is only drafted
+        left, preempted = len(self.running), self.preemptions  # drafts get what other decoding requests leave
         for request in list(self.running):
             left -= 1
-            if self.preemptions > preempted and request not in self.running:  # for one before it
+            if self.preemptions > preempted and request not in self.running:  # preempted for an earlier one
                 continue
             known = len(request.tokens) - request.computed
             drafted = propose(request) if propose is not None and request.is_decoding else []
@@ -81,7 +81,7 @@ class Scheduler:
         return step
 
     def _remember(self, scheduled: Scheduled) -> None:
-        """Others may share what the step will compute: keys are written before they are read, also within a step."""
+        """Let others share what the step will compute: keys are written before they are read, also within a step."""
         request = scheduled.request
         self.blocks.remember(request, min(request.computed + scheduled.count, len(request.tokens)))
 
@@ -90,7 +90,7 @@ class Scheduler:
         computed = len(found[0]) * self.blocks.size
         count = min(len(request.tokens) - computed, budget)
         more = len(found) * (-(-(computed + count) // self.blocks.size) - len(found[0]))
-        # One page of every running request may be full: to admit what is preempted a step later helps nobody.
+        # Every running request may need a page next: do not admit a request that would be preempted a step later.
         if not self.blocks.can_take(found, more + min(len(found) * len(self.running), self.blocks.free // 8)):
             return None
         self.waiting.pop(0)
@@ -106,8 +106,8 @@ class Scheduler:
         return Scheduled(request, count)
 
     def _make_room(self, request: Request, tokens: int, step: list[Scheduled]) -> bool:
-        """Pages for the first `tokens` of a request and for what is drafted after them, where there are any left.
-        Others lose theirs, the last first, and at the end the request itself."""
+        """Allocate pages for the first `tokens` of a request and, if enough are free, for its draft. Preempts requests,
+        the last first. Returns False if that includes the request itself."""
         if self.blocks.needed(request, tokens + len(request.drafted)) <= 0:
             return True
         if self.blocks.needed(request, tokens + len(request.drafted)) > self.blocks.free:

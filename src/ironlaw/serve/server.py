@@ -1,4 +1,4 @@
-"""`ironlaw serve` in one process: uvicorn around the API, ready when it says so, draining when it is told to go."""
+"""`ironlaw serve` in one process: uvicorn with the API, which announces when it is ready, and drains on a signal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ironlaw.serve.engine import Engine
 
 
 def require_extra() -> None:
-    """UserError in one line where the extra is not installed."""
+    """Raise a one-line UserError if the extra is not installed."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -20,10 +20,10 @@ def require_extra() -> None:
 
 
 def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
-    """Until SIGINT or SIGTERM. What runs by then is finished, what comes is refused."""
+    """Serve until SIGINT or SIGTERM. Requests in progress are then finished, new ones refused."""
     try:
         build_server(engine, on_ready).run()
-    except SystemExit:  # uvicorn has said why
+    except SystemExit:  # uvicorn has logged the reason
         config = engine.config
         raise UserError(
             f"cannot listen on {config.host}:{config.port}: use another serve.host, or serve.port (0: any free one)"
@@ -31,7 +31,7 @@ def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
 
 
 def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
-    """A `uvicorn.Server`; `on_ready` gets the URL."""
+    """Return a `uvicorn.Server`. `on_ready` is called with the URL."""
     import uvicorn
 
     from ironlaw.serve.api import create_app
@@ -47,9 +47,9 @@ def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
                 on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
         def handle_exit(self, sig: int, frame: Any) -> None:
-            # Not uvicorn's own, which raises the signal again when all is done: a server that drained has succeeded.
+            # Replaces uvicorn's handler, which raises the signal again at the end: a server that drained has succeeded.
             engine.is_draining = True
-            if self.should_exit:  # told twice: now
+            if self.should_exit:  # second signal: stop now
                 engine.stop()
                 self.force_exit = True
             self.should_exit = True

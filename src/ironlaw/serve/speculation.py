@@ -1,8 +1,8 @@
-"""Proposing tokens that the model then checks, several in one pass (arXiv 2211.17192).
+"""Speculative decoding: propose tokens that the model then verifies, several in one pass (arXiv 2211.17192).
 
-The sampler draws the model's own token at every proposed place, with that place's own random number, and a proposal
-stands while it is the token drawn. So the answer is, token by token, the one without speculation; a proposed token t
-is accepted with probability p(t), as in rejection sampling of a proposal without spread.
+The sampler draws the model's own token at every proposed position, with that position's own random number. Proposals
+are accepted as long as they equal the drawn tokens, so that the answer is, token by token, that without speculation. A
+proposed token t is accepted with probability p(t), as in rejection sampling with a deterministic proposal.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ironlaw.serve.sampler import likeliest
 
 class Proposer:
     def propose(self, request: Request) -> list[int]:
-        """Tokens that may come next; a placeholder each where `fill` finds them for all requests at once."""
+        """Return tokens that may come next, or placeholders if `fill` finds them for all requests at once."""
         raise NotImplementedError
 
     def fill(self, requests: Sequence[Request]) -> None:
-        """Put proposed tokens in the place of placeholders; pages for them are there."""
+        """Replace placeholders by proposed tokens. Pages for them are allocated."""
 
     def computed(self, work: Sequence[RunnerWork]) -> None:
-        """The model has computed this."""
+        """Called with the work that the model has computed."""
 
 
 class NGram(Proposer):
-    """What followed the last time that the newest tokens occurred (prompt lookup): no model, no cost."""
+    """Proposes what followed the last occurrence of the newest tokens (prompt lookup): no model, no cost."""
 
     def __init__(self, longest: int, count: int) -> None:
         self.longest, self.count = longest, count
@@ -39,7 +39,7 @@ class NGram(Proposer):
         for length in range(min(self.longest, len(tokens) - 1), 0, -1):
             newest = data[-4 * length :]
             found = data.rfind(newest, 0, len(data) - 4)
-            while found % 4 > 0:  # within a number; -1 % 4 is 3, so not found ends by the next search
+            while found % 4 > 0:  # not aligned to a token; -1 (not found), since -1 % 4 is 3, ends the search
                 found = data.rfind(newest, 0, found + 4 * length - 1) if found > 0 else -4
             if found >= 0:
                 start = found // 4 + length
@@ -48,7 +48,7 @@ class NGram(Proposer):
 
 
 class DraftModel(Proposer):
-    """A smaller model's likeliest tokens. It keeps its keys and values in pages of the same numbers as the model's."""
+    """Proposes a smaller model's most likely tokens. Its keys and values have the same page numbers as the model's."""
 
     def __init__(self, runner: Runner, count: int) -> None:
         self.runner, self.count = runner, count

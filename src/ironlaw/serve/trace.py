@@ -1,4 +1,4 @@
-"""What every step of the engine did and took: the raw material of the measured ledger."""
+"""Records of engine steps, from which the measured ledger is made."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 @dataclass
 class StepRecord:
-    """One engine step; seconds of its parts add up to `seconds` but for what lies between them."""
+    """One engine step. The seconds of its parts add up to `seconds`, except for what lies between them."""
 
     number: int
     start: float  # seconds, of time.monotonic
-    phase: str  # "prefill", "decode", or "mixed": prompts beside decode
+    phase: str  # "prefill", "decode", or "mixed" (both)
     requests: int
     prefill_tokens: int
     decode_tokens: int  # drafted ones included
-    accepted: int  # drafted tokens that stood
+    accepted: int  # drafted tokens that were accepted
     produced: int  # tokens given to clients
-    kv_tokens: int  # in pages before the step, of the requests in it
-    kv_usage: float  # of all pages
+    kv_tokens: int  # cached before the step, of the requests in it
+    kv_usage: float  # fraction of all pages
     waiting: int
     seconds: float = 0.0
     schedule_seconds: float = 0.0
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
-    output_seconds: float = 0.0  # text, stop strings, handing over
+    output_seconds: float = 0.0  # text, stop strings, delivery
 
     def to_json(self) -> dict[str, Any]:
         return {name: round(v, 7) if isinstance(v, float) else v for name, v in asdict(self).items()}
 
 
 class Trace:
-    """The newest steps, and sums over all."""
+    """The newest steps, and sums over all steps."""
 
     def __init__(self, keep: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
@@ -50,5 +50,5 @@ class Trace:
 
 
 def bucket(batch: int) -> int:
-    """The power of two from `batch` on."""
+    """Return the smallest power of two that is not below `batch`."""
     return 1 << max(0, batch - 1).bit_length()

@@ -1,7 +1,7 @@
-"""A load that is run again and again under other settings, in this process: what `ironlaw tune --serve` measures by.
+"""Repeats a load under different settings, in this process: the measurements of `ironlaw tune --serve`.
 
-So many requests are always there: when one ends, the next begins. Answers are greedy and of one length, so that every
-trial computes the same, but for what its formats round.
+A fixed number of requests is in progress: when one ends, the next begins. Answers are greedy and of one length, so that
+all trials compute the same, except for the rounding of their formats.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ironlaw.train.run_directory import RunDirectory
 @dataclass(frozen=True)
 class TrialResult:
     seconds_per_token: float
-    step_seconds: float  # median of the steps that only decode
-    loss: float  # nats per token of the prompts' second halves, through pages that hold the first ones
+    step_seconds: float  # median of decode-only steps
+    loss: float  # nats per token of the prompts' second halves, with the first halves in pages
 
 
 @dataclass(frozen=True)
 class Load:
-    """`prompts`: token ids, used in turn; `answer`: tokens; `at_once`: requests; `seconds`: of one trial, at least."""
+    """`prompts`: token ids, used in turn; `answer`: tokens; `at_once`: requests; `seconds`: least time of a trial."""
 
     path: Path
     config: ServeConfig
@@ -48,13 +48,13 @@ class Load:
     seconds: float = 4.0
 
     def __call__(self, settings: Mapping[str, Any]) -> TrialResult:
-        """UserError where `settings` cannot be."""
-        # The same prompts again would cost nothing where beginnings are shared.
+        """Run one trial. Raises UserError if `settings` are not possible."""
+        # With shared prefixes, repeated prompts would cost nothing.
         own = {"waiting": len(self.prompts), "share_prefixes": False}
         config = ServeConfig(**self.config.model_dump(exclude_unset=True) | own | dict(settings))
         engine = Engine(load_served(self.path, config), config)
         sampling = Sampling(max_tokens=self.answer, temperature=0, ignore_end=True)
-        engine.generate(self.prompts[: self.at_once], sampling)  # warms up
+        engine.generate(self.prompts[: self.at_once], sampling)  # warm-up
         rates: list[float] = []
         first, began = engine.trace.count, time.monotonic()
         while not rates or time.monotonic() - began < self.seconds * (1 if len(rates) > 2 else 3):
@@ -82,7 +82,7 @@ class Load:
 
 
 def prompts_of(path: Path, count: int, tokens: int, data: str | None, say: Any) -> tuple[list[list[int]], bool]:
-    """Held-out text of a run, or of `data`, cut into prompts; random tokens, and False, where there is none."""
+    """Cut the held-out text of a run, or of `data`, into prompts. Without text, return random tokens, and False."""
 
     if data is None and not RunDirectory(path).is_run:
         say("no --data: the prompts are random, so that neither formats nor speculation are tried")
@@ -102,7 +102,7 @@ def prompts_of(path: Path, count: int, tokens: int, data: str | None, say: Any) 
 
 
 def resolved(path: Path, config: ServeConfig) -> dict[str, Any]:
-    """What "auto" is here; `cores`: that there are."""
+    """Return the settings with "auto" resolved for this machine, and the number of usable `cores`."""
     served = load_served(path, config)
     found = {"weights": served.weights, "kv": served.kv, "threads": served.threads, "cores": usable_cores()}
     return config.model_dump() | found

@@ -1,4 +1,4 @@
-"""The same model by vLLM, in its own process: several GPUs and nodes are its job, not this engine's."""
+"""Serves the same model with vLLM, in its own process, which supports several GPUs and nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KV = {"auto": "auto", "fp8": "fp8", "bf16": "auto", "fp32": "auto"}
 
 
 def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[str]:
-    """vLLM's command line for the settings that it shares. UserError for one that it lacks."""
+    """Return vLLM's command line for the settings it has in common. Raises UserError for a setting it lacks."""
     if not is_config_file(folder):
         raise UserError(f"vLLM reads Hugging Face directories: export it with `ironlaw export {folder} --out DIR`")
     if config.weights not in _WEIGHTS or config.kv not in _KV:
@@ -38,12 +38,12 @@ def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[st
     }  # fmt: skip
     given = [word for flag, value in flags.items() if value is not None for word in (f"--{flag}", str(value))]
     shares = "--enable-prefix-caching" if config.share_prefixes else "--no-enable-prefix-caching"
-    keys = ["--api-key", *config.api_keys] if config.api_keys else []  # once: the last flag would win
+    keys = ["--api-key", *config.api_keys] if config.api_keys else []  # one flag, since only the last one counts
     return [program, "serve", str(folder), *given, shares, *keys]
 
 
 def become_vllm(folder: Path, config: ServeConfig) -> None:
-    """Replace this process by vLLM's."""
+    """Replace this process by vLLM."""
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.is_file() else shutil.which("vllm")
     if program is None:

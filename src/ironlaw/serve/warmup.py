@@ -1,8 +1,8 @@
-"""Passes that a server takes for itself when it starts: a processor compiles its products for every number of rows, and
-how long they take is what the plan of this server starts from (`plan/serving/here.py`).
+"""Warm-up of a server: a CPU compiles its products for every number of rows, and the measured times are the basis of
+the plan for this server (`plan/serving/here.py`).
 
-They answer clients in a process of their own, over a socket, as under load: text, events, sockets and those clients
-take their share of the interpreter and of the cores.
+The requests come from clients in another process, over a socket, as under load: text, events, sockets and clients take
+their share of the interpreter and of the cores.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from ironlaw.serve.engine import Engine
 from ironlaw.serve.measured import gaps
 
 PROMPT, LONG_PROMPT, ANSWER = 32, 128, 16  # tokens
-LONG_BATCH = 16  # up to so many requests with long prompts as well: what a cached token costs is the same for all
+LONG_BATCH = 16  # largest batch timed with long prompts, too: a cached token costs the same in every batch
 MOST_PAGES = 256
 LONGEST_SECONDS = 2.0
-CLIENT_SECONDS = 60.0  # for clients to start, to ask, to be answered
-GROWTH = 0.7  # power of the batch that a round's time grows by: prompts by 1, the reading of weights by 0; assumed
+CLIENT_SECONDS = 60.0  # limit for clients to start, to ask and to be answered
+GROWTH = 0.7  # assumed exponent of the time of a batch in its size: 1 for prompts, 0 for reading weights
 
 
 def warm_up(engine: Engine, seconds: float = LONGEST_SECONDS) -> None:
-    """Batches of requests: far apart first, then between them, as long as there is time. `engine.passes` has what they
-    took, by phase, tokens and length of the caches."""
+    """Answer batches of requests, of sizes far apart first, then of those between, while time is left. `engine.passes`
+    receives the measured times by phase, tokens and length of the caches."""
     longest = engine.longest_prompt - ANSWER
     if longest >= 1:
         asyncio.run(_warm_up(engine, seconds, min(PROMPT, longest), min(LONG_PROMPT, longest)))
 
 
 async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> None:
-    """With an engine of its own on the same model: pages, figures and shared beginnings of the other stay as they
-    are."""
+    """Use a separate engine on the same model, so that pages, statistics and shared prefixes of `engine` do not
+    change."""
     config, key, size, groups = engine.config, secrets.token_hex(), engine.config.block, len(engine.blocks.windows)
     pages = (groups * -(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
-    most = max(MOST_PAGES, engine.blocks.count // 16)  # a GPU has little room beside the other's pages
+    most = max(MOST_PAGES, engine.blocks.count // 16)  # a GPU has little memory left beside the pages of `engine`
     alone = {"speculation": "none", "blocks": 1 + min(max(pages), most), "api_keys": (key,)}
-    alone |= {"waiting": config.batch, "body_bytes": 2**20}  # a limit that somebody set is not for these clients
+    alone |= {"waiting": config.batch, "body_bytes": 2**20}  # limits set by the user do not apply to these clients
     beside = Engine(engine.served, config.model_copy(update=alone))
 
     async def batch_of(clients: Process, batch: int, prompt: int) -> list[dict[str, Any]]:
-        """Steps of so many answers, whose prompts are computed together, as many as fit into a step."""
+        """Answer `batch` requests whose prompts arrive together. Returns the steps, with the gaps before them."""
         first, began = beside.trace.count, time.monotonic()
         _tell(clients, batch, prompt, ANSWER)
         async with asyncio.timeout(CLIENT_SECONDS):
@@ -63,7 +63,7 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
         steps = [step.to_json() for step in beside.trace.since(first)]
         return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
 
-    # Without clients nothing is timed, and the plan takes the machine's own figures.
+    # Without clients nothing is timed, and the plan uses the machine's own measurements.
     with suppress(OSError):
         async with _clients(beside, key) as clients:
             began, took = time.monotonic(), dict[int, float]()
@@ -87,7 +87,7 @@ def _tell(clients: Process, *words: object) -> None:
 
 
 async def _answered(clients: Process) -> None:
-    """Until all have their answers; OSError where they do not get them."""
+    """Wait until all requests are answered. Raises OSError if the clients end before."""
     assert clients.stdout is not None
     if not await asyncio.wait_for(clients.stdout.readline(), CLIENT_SECONDS):
         raise ConnectionError("the clients have ended")
@@ -95,7 +95,7 @@ async def _answered(clients: Process) -> None:
 
 @asynccontextmanager
 async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
-    """`ironlaw.serve.load` in a process of its own."""
+    """Run `ironlaw.serve.load` in another process, as client of `engine`."""
     app = create_app(engine)
     app.state.server.outbox.loop = asyncio.get_running_loop()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
@@ -103,7 +103,7 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup()
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    # In a session of its own: Ctrl-C is this process's to answer.
+    # In a separate session, so that only this process receives Ctrl-C.
     words = (sys.executable, "-P", "-m", "ironlaw.serve.load")
     process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
     try:
@@ -118,7 +118,7 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
 
 
 def _drive(engine: Engine) -> None:
-    """Steps of what waits, as `Engine.start` takes them."""
+    """Take steps until no request is left, as `Engine.start` does."""
     torch.set_num_threads(engine.served.threads)
     while engine.waiting or engine.running:
         engine.step()
@@ -126,8 +126,8 @@ def _drive(engine: Engine) -> None:
 
 
 def _passes(phase: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The mean of those that are only `phase`, of the most tokens; without the first that decodes, which follows
-    prompts."""
+    """Return the mean of the steps that consist of `phase` only and have the most tokens. The first decode step is left
+    out, since it follows prompts."""
     most = max((step[f"{phase}_tokens"] for step in steps if step["phase"] == phase), default=0)
     steps = [step for step in steps if step["phase"] == phase and step[f"{phase}_tokens"] == most]
     steps = steps[1:] if phase == "decode" else steps
