@@ -14,7 +14,7 @@ from ironlaw.serve.request import Chosen, Piece, Request
 
 
 class Form:
-    """The format of one HTTP request's answer."""
+    """Formats the answer to one HTTP request."""
 
     kind, prefix, chunk_kind = "", "", ""
 

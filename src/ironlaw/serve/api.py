@@ -113,7 +113,7 @@ class Server:
         return await self._whole(job, form, http)
 
     def retry_seconds(self) -> int:
-        """Return the seconds until a place should be free: those of the newest answers, times the queue's length."""
+        """Estimate the seconds until a place is free, from those of the newest answers and the length of the queue."""
         done = [r for r in list(self.engine.finished)[-20:] if r.last_token is not None]
         if not done:
             return 1

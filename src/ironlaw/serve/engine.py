@@ -56,7 +56,7 @@ class Engine:
             for m, own in zip(models, groups, strict=True)
         )
         count = config.blocks or served.kv_memory(config) // page
-        # No more than all requests of full length can use.
+        # At most the pages that all requests of full length can use.
         count = min(count, config.batch * len(windows) * -(-self.context // config.block)) + 1  # page 0 is reserved
         if count <= len(windows):
             raise UserError(

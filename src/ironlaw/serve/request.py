@@ -15,7 +15,7 @@ class Sampling:
     """Sampling parameters, in this order: penalties and biases, constraint, temperature, top-k, top-p, min-p."""
 
     max_tokens: int = 256
-    temperature: float = 1.0  # 0: the likeliest token
+    temperature: float = 1.0  # 0: the most likely token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0  # least probability, as a fraction of the most likely token's
@@ -26,7 +26,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()  # in addition to the end of text
     ignore_end: bool = False  # the end of text is a token like any other
-    min_tokens: int = 0  # the answer is not stopped before
+    min_tokens: int = 0  # tokens before which nothing stops the answer
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Callable[[], Any] | None = None  # creates the state of the answer's constraint: `constrain.State`
@@ -94,7 +94,7 @@ class Request:
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
     state: Any = None  # of the constraint
-    admitted: float | None = None  # first scheduled
+    admitted: float | None = None  # time of the first scheduling
     first_token: float | None = None
     last_token: float | None = None
 

@@ -108,7 +108,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     before = largest.cumsum(-1) - largest
     top_k = column([s.top_k or vocab for s in asked])
     kept = torch.arange(largest.shape[1], device=device) < top_k
-    # top-p and min-p apply to what top-k leaves, as in all engines.
+    # top-p is a share of what top-k leaves, as in all engines.
     whole = (largest * kept).sum(-1, keepdim=True)
     kept &= before < column([s.top_p for s in asked]) * whole
     kept &= largest >= column([s.min_p for s in asked]) * largest[:, :1]

@@ -38,7 +38,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Load:
-    """`prompts`: token ids, used in turn; `answer`: tokens; `at_once`: requests; `seconds`: least time of a trial."""
+    """A load: `prompts` (token ids, used in turn), `answer` tokens, `at_once` requests, least `seconds` per trial."""
 
     path: Path
     config: ServeConfig

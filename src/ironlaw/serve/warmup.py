@@ -95,7 +95,7 @@ async def _answered(clients: Process) -> None:
 
 @asynccontextmanager
 async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
-    """Run `ironlaw.serve.load` in another process, as client of `engine`."""
+    """Run the clients of `engine` in another process (`ironlaw.serve.load`)."""
     app = create_app(engine)
     app.state.server.outbox.loop = asyncio.get_running_loop()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))

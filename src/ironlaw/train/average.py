@@ -68,7 +68,7 @@ class WeightAverage(StepPlugin):
             mine.copy_(saved)
 
     def named(self) -> dict[str, Tensor]:
-        """Return the averages by the names that such checkpoints use."""
+        """Return the averages by their names in those checkpoints."""
         from ironlaw.train.parallel.names import named_like
 
         return dict(named_like(self.model, self.name, dict(zip(map(id, self.parameters), self.tensors, strict=True))))

@@ -171,7 +171,7 @@ NAMES = {
 def attention_kernel(model: Transformer, config: RunConfig, device: torch.device, precision: str) -> str:
     """Return the attention kernel of this run's training steps, such as `SDPA: flash`, `SDPA: math`, `FlexAttention`.
 
-    The query uses one sequence with the run's shapes, precision, mask and dropout; the batch size has no influence.
+    It is determined with one sequence of the run's shapes, precision, mask and dropout; the batch has no influence.
     """
     sequence = config.sequence
     if model.config.dropout and config.layout is not None:

@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 class Store(Protocol):
-    """How the tensors of a checkpoint are stored in its directory, as in `WholeFiles` for one process.
+    """The storage format of a checkpoint in its directory, such as `WholeFiles` for one process.
 
     `take` runs between two steps and returns values that no later step changes. `write` runs in a separate thread on
     every rank, with a folder visible to all ranks, and returns the SHA-256 of each file that this rank wrote. `read`

@@ -41,9 +41,9 @@ NICENESS = 10  # on CPU runs the writer shares cores with training, which takes 
 
 
 class Checkpointer:
-    """Writes checkpoints into `folder` and keeps those that `policy` selects.
+    """Writes checkpoints into `folder` and keeps those that `policy` selects. The thread calls `before_write` first.
 
-    The thread calls `before_write` before it writes. All `ranks` write a checkpoint together and equally often.
+    All `ranks` write a checkpoint together, with collectives in that thread, so each must take part in every write.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Optimizers composed of several, among them one whose state, master weights and update are on the host, to save device
-memory.
+"""Combined optimizers, and one whose state, master weights and update are on the host, to save device memory.
 
     optimizer = HostOptimizer(groups, build, stream)      # `build` makes a PyTorch optimizer for the host copies
     ...                                                 # backward, clip as usual: gradients stay on the device

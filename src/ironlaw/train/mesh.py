@@ -81,7 +81,7 @@ class Agreed(NamedTuple):
 
 
 class Observer:
-    """Observes the steps of a rank beside the clock. This base class, used by a single process, does nothing."""
+    """Observes the steps of a rank, in addition to the clock. This base class, for a single process, does nothing."""
 
     def __enter__(self) -> Observer:
         return self
@@ -91,12 +91,12 @@ class Observer:
 
     @contextmanager
     def step(self, number: int, clock: StepClock) -> Iterator[None]:
-        """Context of step `number`, counted from 1."""
+        """Return the context of step `number`, counted from 1."""
         yield
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context of the profiled steps."""
+        """Return the context of the profiled steps."""
         yield
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:

@@ -80,7 +80,7 @@ def write_adapter(
 
 
 def _module_names(targets: Sequence[AdapterTarget], there: Sequence[AdapterTarget]) -> list[str]:
-    """Return the shortest suffixes of the targets' module names that match no other matrix."""
+    """Return the shortest suffixes of the targets' module names that match no matrix without an adapter."""
     chosen, found = {target.theirs for target in targets}, set()
     others = [target.theirs for target in there if target.theirs not in chosen]
     for target in targets:
@@ -184,7 +184,7 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
 def _ours(target: AdapterTarget, tensor: Tensor, rank: int, rows: bool) -> Tensor:
     """Return the part of a PEFT tensor that belongs to `target`: one of `count` slices, rows permuted to our order."""
     first, size = target.which, target.stop - target.start
-    # For an adapter merged by `write_adapter`; in PEFT's own adapters the low-rank side is shared.
+    # The target's part of the rank, if `write_adapter` has merged several adapters; PEFT's own share the whole rank.
     own = slice(first * rank, (first + 1) * rank)
     if target.count > 1 and rows:
         tensor = tensor[first * size : (first + 1) * size]

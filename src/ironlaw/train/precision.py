@@ -95,7 +95,7 @@ def nvfp4_product() -> Product:
 
 
 def fp8_block_product() -> Product:
-    """Return torchao's fp8 product in blocks of 128. Uses Triton except on Hopper, the only one cuBLAS supports."""
+    """Return torchao's fp8 product in blocks of 128: by cuBLAS on Hopper, which alone it supports, else by Triton."""
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
 
     def product(x: Tensor, weight: Tensor) -> Tensor:

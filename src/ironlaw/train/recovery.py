@@ -175,7 +175,7 @@ class Recovery:
         return None
 
     def usable(self, step: int, turns: int) -> bool:
-        """Whether no rollback after the first `turns` went back to before `step`, the step of a checkpoint."""
+        """Whether a checkpoint of `step`, made after `turns` rollbacks, was not undone by a later rollback."""
         return all(step <= event["to_step"] for event in self.turns[turns:])
 
     def decide(self, spike: Spike, checkpoints: Sequence[int]) -> Rollback:

@@ -182,7 +182,7 @@ class Step:
         return self._micro_batches(len(batch.inputs), number, loss_of, self._look_at_first if estimating else None)
 
     def _samples(self, number: int) -> Tensor | None:
-        """Return the indices of this replica's sequences in the run, which seed the same dropout on any layout."""
+        """Return this replica's sequence numbers within the run if they seed dropout, equally on any layout."""
         if self.config.layout is None or not self.config.model.dropout:
             return None
         first = number * self.config.train.global_batch + self.mesh.index("dp") * self.share
@@ -213,7 +213,7 @@ class Step:
             return torch.stack(losses).sum()
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """Return the context for a micro-batch. Gradients are reduced over replicas in the last one."""
+        """Return the context for a micro-batch. Gradients are reduced over replicas in that of the last one."""
         return nullcontext()
 
     def _after_backward(self) -> None:

@@ -1,4 +1,4 @@
-"""How a run is planned, fed, stepped and observed: in one process here, on many ranks in `parallel/`."""
+"""Planning, data preparation, step and observer of a run: here for one process, in `parallel/` for many ranks."""
 
 from __future__ import annotations
 

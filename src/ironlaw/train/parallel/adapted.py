@@ -1,5 +1,5 @@
 """A frozen model with adapters on a layout. Widening matrices are divided by outputs, narrowing ones by inputs, as
-without adapters (`tensor.py`), and the adapters with them. In y = x W^T + s (x A^T) B^T, with
+without adapters (`tensor.py`), and the adapters with them. For y = x W^T + s (x A^T) B^T:
 
     outputs divided     A is whole, B divided by rows: every rank has a part of A's gradient
     inputs divided      A is divided by columns, B whole: results are parts of a sum, and so is B's gradient

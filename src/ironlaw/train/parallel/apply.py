@@ -1,5 +1,5 @@
-"""Applies a layout to a model. The order of the steps matters, and a comment at each step gives the reason. The result
-is what a rank holds."""
+"""Applies a layout to a model. The order of the steps matters, and a comment at each step gives the reason. The result,
+`Applied`, is what a rank holds."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def apply(
         for layer in (layer for part in plain.values() for layer in expert_layers(part)):
             experts.divide(layer.experts, ranks)
 
-    # Then recomputation and compilation: FSDP must gather around the block, for the recomputation too.
+    # Then recomputation and compilation: FSDP must gather weights around them, for the recomputation too.
     for part in plain.values():
         layers = [int(name) for name, _ in part.blocks.named_children()]
         recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())

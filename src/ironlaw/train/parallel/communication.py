@@ -200,7 +200,7 @@ def backward_done() -> None:
 
 
 def bucket_hook(hook: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """Wrap DDP's hook for buckets to time it while it is observed. Collectives that it calls are counted as usual."""
+    """Wrap DDP's bucket hook to time it while traffic is observed. Collectives that it calls are counted as usual."""
 
     def timed(state: Any, bucket: Any) -> Any:
         traffic = _current

@@ -158,7 +158,7 @@ STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two mome
 
 
 def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
-    """Return the layout if none is given: replicas, or full sharding if half of a rank's memory is too small."""
+    """Return the layout if none is given: replicas, or full sharding if the state exceeds half of a rank's memory."""
     held = STATE_BYTES * config.model.parameters
     here = memory_bytes / torchrun_says("LOCAL_WORLD_SIZE")
     return LayoutConfig(zero=0 if held < here / 2 else 3)

@@ -85,7 +85,7 @@ class LaunchRequest:
 
 
 def script(kind: str, request: LaunchRequest) -> str:
-    """Return the text of the job. UserError for an option that the launcher needs but is missing, or that it lacks."""
+    """Return the text of the job. Raises UserError for missing options, and for options that the launcher lacks."""
     refuse_options(vars(request), OPTIONS, f"--on {kind}")
     return {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[kind](request)
 

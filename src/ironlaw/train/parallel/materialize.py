@@ -42,8 +42,8 @@ def shapes(config: ModelConfig) -> Transformer:
 
 @torch.no_grad()
 def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool = True) -> None:
-    """Allocate memory for the parts and, if `drawn`, initialize the weights, for which torch's generator must be in the
-    state after seeding."""
+    """Allocate memory for the parts and, if `drawn`, initialize the weights. torch's generator must then have just been
+    seeded."""
     parts = list(parts)
     for part in parts:
         tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight

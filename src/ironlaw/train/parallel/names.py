@@ -41,8 +41,8 @@ def _pieces(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Ite
 
 
 def pieces(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield a fused projection as its three parts, with their names in checkpoints, and other tensors unchanged. The
-    parts share scalars, and tensors that ranks have divided."""
+    """Yield a fused projection as its three parts, with their names in checkpoints, and other tensors unchanged. All
+    three parts share a scalar, or a tensor that ranks have divided."""
     if not re.search(r"\.attention\.qkv\.(weight|bias)(/|$)", name):
         yield name, tensor
         return

@@ -72,19 +72,19 @@ class RankObserver(Observer):
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
         """Average the operations over ranks. The peak is that of the first profiled step, before any work between
-        steps. It is not split into gradients and activations, for which there is no reader on many ranks."""
+        steps. The profile reader, written for one process, cannot split it into gradients and activations."""
         allocated = Recorded(recorded_allocations(profiler)).peak_bytes(end=self._first_ended_ns)
         self.peak_bytes = persistent_bytes + allocated
         profile.lines = mean_lines(self.ranks.gather(profile.lines))
         profile.peak_bytes, profile.peak_parts = None, {}
 
-    # -- who is slow -----------------------------------------------------------------------------------------
+    # -- slow ranks ------------------------------------------------------------------------------------------
 
     def _comparing(self, number: int) -> bool:
         return self.every > 0 and number % self.every == 0
 
     def numbers(self, number: int) -> list[float]:
-        """Return this rank's share of the wall seconds since the last comparison, and its own seconds by rank."""
+        """Return wall seconds per rank since the last comparison, then a list by rank with only this rank's own."""
         if not self._comparing(number):
             return []
         own, wall = self.watcher.own.take()

@@ -54,7 +54,7 @@ class Outer(StepPlugin):
         self._reset_momentum()
 
     def _reset_momentum(self) -> None:
-        """Set momentum explicitly to zeros, with which SGD starts implicitly, so that it can be saved at any time."""
+        """Set momentum to the zeros that SGD starts from implicitly, so that it can be saved before the first step."""
         for parameter in self.common:
             self.optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
 

@@ -112,11 +112,11 @@ class RankPartition(ComputePartition):
 
 
 class Divided(Vocabulary):
-    """The token ids from `first` on, one per row of the weight; `group` holds all parts (arXiv 1909.08053).
+    """The part of the vocabulary from token `first` on, one per row of the weight (arXiv 1909.08053).
 
-    A rank computes the logits of its part for every chunk. Two all-reduces of a few bytes per token share the largest
-    logit, and the sum of exponentials with the target's own logit, from which each rank computes the loss and the
-    gradient of its logits.
+    A rank computes the logits of its part for every chunk. Two all-reduces in `group`, of a few bytes per token, share
+    the largest logit, then the sum of exponentials and the target's own logit. From these each rank computes the loss
+    and the gradient of its logits.
     """
 
     def __init__(self, first: int, group: dist.ProcessGroup) -> None:

@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, kw_only=True)
 class Ranks(Mesh):
     """A mesh of many ranks. `mesh` has the dimensions pp, replicate, shard, tp; context-parallel ranks belong to shard
-    if state is sharded, else to replicate. `context` is the mesh of this rank's sequence. With several `sites` (equal
-    groups of neighbouring ranks) `mesh` has `site` as first dimension. `experts` has pp, expert_replicate,
+    if state is sharded, else to replicate. `context` is the mesh of ranks that share sequences. With several `sites`
+    (equal groups of neighbouring ranks) `mesh` has `site` as first dimension. `experts` has pp, expert_replicate,
     expert_shard, ep, tp: dp and cp ranks by the experts they hold. `groups` are groups added by the model, by name.
     `writing`: a second group of all ranks, with which they `gather` in parallel with the training step."""
 
@@ -73,7 +73,7 @@ class Ranks(Mesh):
     # -- collectives -----------------------------------------------------------------------------------------
 
     def first_does(self, function: Callable[[], Result]) -> Result:
-        """Raise UserError on rank 0, and exit silently on the other ranks, if `function` raises it."""
+        """Call `function` on rank 0. If it raises UserError, rank 0 does too, and the other ranks exit silently."""
         told: list[Any] = [None, None]
         error: UserError | None = None
         if self.first:
@@ -254,7 +254,7 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
 
 
 def usable(config: RunConfig, size: int) -> int:
-    """Return the most ranks, up to `size`, that the layout and the batch permit. Raises UserError if there are none.
+    """Return the largest number of ranks up to `size` that layout and batch permit. UserError if there is none.
 
     Used to restart on the ranks that are left. dp must be free, because everything that the user wrote is kept.
     """

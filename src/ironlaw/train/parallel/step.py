@@ -233,7 +233,7 @@ class LayoutStep(Step):
         self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, scale: float,
         more: dict[str, Any], backward: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Return the sum of losses times `factor`, on ranks that have it. `backward`: add gradients times `scale`."""
+        """Return the sum of losses times `factor`, where it is known. `backward`: compute gradients, times `scale`."""
         losses: list[Tensor] = []
         for part in self.applied.plain.values():
             part.loss_factor = factor * scale
@@ -280,7 +280,7 @@ class LayoutStep(Step):
         peer = dist.get_global_rank(group, rank_of_last(layout.schedule, layout.pp) if first else 0)
         mine = local_part(ours.grad)
         other = torch.empty_like(mine)
-        # Receive first: gloo sends when the receiver is ready, and readiness is announced in order, behind messages.
+        # Post the receive first: gloo sends when the receiver is ready, and that notice would wait behind a send.
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.irecv, other, peer, group), dist.P2POp(dist.isend, mine.contiguous(), peer, group)]
         )
@@ -288,7 +288,7 @@ class LayoutStep(Step):
             work.wait()
         mine.add_(other)
 
-    # -- what all ranks agree on -----------------------------------------------------------------------------
+    # -- agreement among ranks -------------------------------------------------------------------------------
 
     def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[float, float, bool, list[float]]:
         """Clip the gradients and agree on all results in one all-reduce; elements with copies count once in the norm.

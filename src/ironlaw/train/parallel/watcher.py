@@ -126,7 +126,7 @@ def _operation_of(note: Note) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "ranks 0-2, 5"."""
+    """Format [0, 1, 2, 5] as "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
