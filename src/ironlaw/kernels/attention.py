@@ -1,9 +1,9 @@
-"""Causal attention of whole sequences in C, as an operator of PyTorch with its derivative; for CPUs.
+"""Causal attention of whole sequences in C for CPUs, as a differentiable PyTorch operator.
 
-PyTorch's fused attention of a CPU multiplies tiles too small for its products, in its backward pass most of all, and in
-fp32 by MKL, which keeps to AVX2 on processors that are not Intel's. `attention.c` computes the same in fp32 registers,
-keeps as much for the backward pass (the logarithm of each query's sum), and rounds once, at the end. `ironlaw measure`
-times both kernels, and the plan takes the faster.
+PyTorch's fused CPU attention multiplies inefficiently small tiles, most of all in its backward pass, and in fp32 uses
+MKL, which is limited to AVX2 on processors other than Intel's. `attention.c` computes the same in fp32 registers, saves
+the same for the backward pass (each query's log-sum-exp), and rounds once, at the end. `ironlaw measure` times both
+kernels, and the plan chooses the faster one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """As `attention.c` declares it."""
+    """The arguments of a call, as declared in `attention.c`."""
 
     _fields_ = (
         *((name, _Tensor) for name in TENSORS), ("log_sums", POINTER), ("scale", FLOAT),
@@ -36,11 +36,10 @@ class _Call(ctypes.Structure):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D), as
-    `scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)` gives; `scale` as there.
+    """Return (B, A, S, D) from queries of that shape and keys and values (B, K, S, D).
 
-    That function computes it where this one is not available.
-    """
+    Equals `scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)`, which is
+    called if this kernel is not available."""
     if not query.is_cpu or not available(query.dtype):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -51,7 +50,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 @torch.compiler.assume_constant_result
 def available(dtype: torch.dtype) -> bool:
-    """Whether there is a compiler, and code for this type."""
+    """Whether there is a C compiler, and a kernel for this dtype."""
     return dtype in (torch.float32, torch.bfloat16) and _compiled(dtype) is not None
 
 
@@ -82,7 +81,7 @@ def _run(tensors: tuple[Tensor, ...], log_sums: Tensor, scale: float, *, backwar
 
 
 def _like(x: Tensor, size: int | None = None) -> Tensor:
-    """Laid out as projections give and read it: (B, S, A, D), transposed."""
+    """Return an empty tensor in the memory layout of projections: (B, S, A, D), transposed."""
     batch, heads, sequence, own = x.shape
     return x.new_empty(batch, sequence, heads, size or own).transpose(1, 2)
 
@@ -91,7 +90,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# Operators of PyTorch's dispatcher: a profile names them, `torch.compile` leaves them whole.
+# As operators of PyTorch's dispatcher, they appear in profiles, and `torch.compile` does not trace into them.
 _library = torch.library.Library("ironlaw", "FRAGMENT")
 _library.define("causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> (Tensor, Tensor)")
 _library.define(

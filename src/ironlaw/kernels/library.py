@@ -1,4 +1,4 @@
-"""C compiled when it is needed, kept in the user's cache directory, and called through ctypes."""
+"""C code compiled on demand, stored in the user's cache directory, and called through ctypes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ironlaw.files import cache_folder
 
 log = logging.getLogger("ironlaw.kernels")
 _HERE = Path(__file__).parent
-# Of -ffast-math what needs no start-up code: that would change the arithmetic of the whole process.
+# The parts of -ffast-math without start-up code, which would change the arithmetic of the whole process.
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
           "-fassociative-math", "-freciprocal-math", "-fno-semantic-interposition",
           "-fno-tree-pre")  # fmt: skip
-# -fno-tree-pre: or GCC gives the bound of `exponential` a branch of its own, and no loop with it becomes vectors.
-INT4 = torch.uint8  # stands for codes of 4 bits, two to a byte, for which PyTorch has no type
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, INT4: 4}  # by numbers in C
+# Without -fno-tree-pre, GCC makes the bound of `exponential` a branch, and does not vectorise loops that contain it.
+INT4 = torch.uint8  # denotes 4-bit codes, two to a byte, for which PyTorch has no dtype
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, INT4: 4}  # numbers used in C
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
 
 
 def address(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-    """Of a contiguous tensor of this type and shape: of another C would read, and write, past the end. ValueError."""
+    """Return the address of a contiguous CPU tensor. ValueError for another dtype or shape, as C would overrun it."""
     if tensor is None:
         return None
     if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
@@ -41,7 +41,7 @@ def address(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | Non
 
 
 def rows(tensor: Tensor, dtype: torch.dtype, *shape: int) -> tuple[int, int]:
-    """Address of (N, heads, size) and elements from one of N to the next; contiguous within. ValueError as above."""
+    """Return the address and row stride of a tensor (N, heads, size), contiguous within rows. ValueError otherwise."""
     row, head, element = tensor.stride()
     together = element == 1 and (head == shape[2] or shape[1] == 1)
     if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and together):
@@ -55,7 +55,7 @@ def _wrong(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> ValueE
 
 
 def function(found: Any, *arguments: Any, memory_for: str = "") -> Any:
-    """`memory_for`: what a function that gives 1 had no memory to do, which is then a MemoryError."""
+    """Declare a C function's arguments. `memory_for`: its result 1 raises MemoryError with this message."""
 
     def check(result: int, *_: Any) -> None:
         if result:
@@ -68,7 +68,7 @@ def function(found: Any, *arguments: Any, memory_for: str = "") -> Any:
 
 
 def library(source: str, defines: Mapping[str, int] | None = None, folder: Path | None = None) -> Any:
-    """A source of this directory as a library, from `folder` or compiled into it; None where that cannot be."""
+    """Load a C source of this directory as a library, compiled into `folder` if needed; None if that is impossible."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None or sys.platform != "linux":
         return None
@@ -91,14 +91,14 @@ def _build(compiles: list[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
         made, linked = f"{place}/made.o", f"{place}/made.so"
-        # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would take turns at the cores.
+        # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would compete for the cores.
         for words in ([*compiles, "-o", made], [compiles[0], "-shared", made, "-o", linked]):
             subprocess.run(words, check=True, capture_output=True, text=True, timeout=600)
         os.replace(linked, file)
 
 
 def _processor() -> str:
-    """What -march=native looks at."""
+    """Return the properties of the processor that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Weights in the layout of `product.c` and their products with rows: fp32, bf16, int8, int4 on processors of AVX-512.
+"""Weights in the layout of `product.c` and their products with rows: fp32, bf16, int8, int4 on processors with AVX-512.
 
-One thread, AMD EPYC (Zen 5), K x N of 256 x 1536 to 2048 x 768: products of 1 row took 0.5 to 0.85 of oneDNN's time in
-fp32 and bf16 and 0.4 to 0.7 of fbgemm's in int8; of 16 rows 0.7 to 0.95; of 512 rows as long.
+On one thread of an AMD EPYC (Zen 5), K x N of 256 x 1536 to 2048 x 768: products of 1 row took 0.5 to 0.85 of oneDNN's
+time in fp32 and bf16 and 0.4 to 0.7 of fbgemm's in int8; of 16 rows 0.7 to 0.95; of 512 rows the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS = {name: number for number, name in enumerate(("none", "relu", "relu
 
 
 class CLinear(ctypes.Structure):
-    """A packed weight, as `product.c` declares it."""
+    """A packed weight, as declared in `product.c`."""
 
     _fields_ = (
         *((name, POINTER) for name in ("weight", "bias", "scales", "sums", "groups")),
@@ -57,15 +57,15 @@ def products() -> Products | None:
 
 
 def multiplies(dtype: torch.dtype, inputs: int) -> bool:
-    """Whether a weight (N, inputs) of this type can be packed here."""
+    """Whether a weight (N, inputs) of this dtype can be packed on this processor."""
     found = products()
     whole = inputs % GROUP == 0 if dtype is INT4 else inputs * dtype.itemsize % 4 == 0
     return found is not None and dtype in found.formats and whole
 
 
 class Weight:
-    """A weight (N, K) packed. Of int8 `scales` (N,) belong to its rows; of int4 the weight is codes from -8 to 7 in
-    int8, `scales` are (N, K / 32) and held in fp16. The caller has asked `multiplies`."""
+    """A packed weight (N, K). An int8 weight has `scales` (N,) for its rows. An int4 weight is given as codes from -8
+    to 7 in int8, with `scales` (N, K / 32), stored in fp16. `multiplies` must hold for the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
         found = products()
@@ -88,7 +88,7 @@ class Weight:
             raise ValueError(f"scales do not go with a weight {weight.dtype} {tuple(weight.shape)}, or are missing")
         bias = None if bias is None else bias.detach().float().contiguous()
         scales = None if wanted is None or in_groups else wanted.contiguous()
-        self.tensors = [t for t in (self.packed, bias, scales, sums, groups) if t is not None]  # to which C points
+        self.tensors = [t for t in (self.packed, bias, scales, sums, groups) if t is not None]  # kept alive for C
         at = [address(each, torch.float32, outputs) for each in (bias, scales)]
         at += (
             address(sums, torch.int32, len(whole)),
@@ -102,12 +102,12 @@ class Weight:
         return sum(t.numel() * t.itemsize for t in self.tensors)
 
     def __call__(self, x: Tensor, dtype: torch.dtype, activation: str = "none", times: Tensor | None = None) -> Tensor:
-        """(..., N) in fp32 or bf16 from x (..., K), activated, then multiplied by `times` (..., N) of that type."""
+        """Return activation(x W^T + b) * `times`, (..., N) in `dtype` (fp32 or bf16). x: (..., K), `times`: (..., N)."""
         inputs, outputs, kind = self.struct.inputs, self.struct.outputs, self.dtype
         in_codes = kind in (torch.int8, INT4)
         x = x.to(torch.float32 if in_codes else kind).contiguous()
         at, scales, rows = address(x, x.dtype, *x.shape[:-1], inputs), None, x.numel() // inputs
-        if in_codes:  # of int4 a sum of 4 bytes for each group lies behind the codes
+        if in_codes:  # for int4, a 4-byte sum of each group follows the codes
             each = inputs + inputs // GROUP * 4 * (kind is INT4)
             codes, scales = torch.empty(rows * each, dtype=torch.uint8), torch.empty(rows)
             self.library.quantize(at, codes.data_ptr(), scales.data_ptr(), rows, inputs, self.struct.format)

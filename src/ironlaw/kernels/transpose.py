@@ -1,4 +1,4 @@
-"""A transposed copy of a matrix made on all cores, as an operator of PyTorch, which makes its own on one."""
+"""A transposed copy of a matrix made on all cores, as a PyTorch operator; PyTorch's own copy uses one core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ironlaw.kernels.library import INT, LONG, POINTER, function, library
 
-_TILE = 16  # a multiple of the elements of any vector in `transpose.c`
+_TILE = 16  # a multiple of the length of any vector in `transpose.c`
 
 
 @cache
@@ -21,7 +21,7 @@ def _compiled() -> Any:
 
 _library = torch.library.Library("ironlaw", "FRAGMENT")
 _library.define("transposed(Tensor x) -> Tensor")
-transposed = torch.ops.ironlaw.transposed.default  # (M, N) to a contiguous (N, M)
+transposed = torch.ops.ironlaw.transposed.default  # (M, N) -> contiguous (N, M)
 
 
 @torch.library.register_fake("ironlaw::transposed")

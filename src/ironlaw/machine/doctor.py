@@ -1,4 +1,4 @@
-"""What this installation has: versions, devices, the measured profile, optional parts and what each would give."""
+"""A report on this installation: versions, devices, the measured profile, and optional extras with their benefits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ironlaw.machine.profile import load_profile, profile_path
 from ironlaw.package import __version__
 
 SCHEMA_VERSION = 1
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)  # that the tests run on
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)  # versions that are tested
 CORE = ("torch", "numpy", "pydantic", "typer", "rich", "tokenizers", "safetensors")
 
-# Extra of pyproject.toml -> its distributions and what they give.
+# Extra of pyproject.toml -> its distributions and the features they add.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "hf": (("transformers", "accelerate"), "Trainer callback; logits of exports compared; tokenizers in old forms"),
     "data": (("pyarrow",), "Parquet, Arrow and .zst sources"),
@@ -36,8 +36,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def examine() -> dict[str, Any]:
-    """The document of `ironlaw doctor --json`. `problems` keep Ironlaw from working, `advice` would make its figures
-    better. Imports PyTorch, for its devices."""
+    """Return the document of `ironlaw doctor --json`. `problems` keep Ironlaw from working; `advice` would improve its
+    figures. Imports PyTorch to list devices."""
 
     versions = {"ironlaw": __version__, "python": platform.python_version()} | _versions(CORE)
     problems, advice, measured = _of_torch(versions["torch"]), [], None
@@ -66,7 +66,7 @@ def examine() -> dict[str, Any]:
 
 
 def _versions(names: Sequence[str]) -> dict[str, str | None]:
-    """Of distributions; None: missing."""
+    """Return the versions of distributions; None if missing."""
     found = {name: next(iter(metadata.distributions(name=name)), None) for name in names}
     return {name: None if there is None else there.version for name, there in found.items()}
 
@@ -85,7 +85,7 @@ def _devices() -> list[dict[str, Any]]:
     ]  # fmt: skip
     try:
         import torch
-    except (ImportError, OSError):  # missing, or its libraries are; the versions say which
+    except (ImportError, OSError):  # PyTorch or one of its libraries is missing
         return devices
     for number in range(torch.cuda.device_count()):
         there = torch.cuda.get_device_properties(number)

@@ -1,6 +1,6 @@
-"""The computer this process runs on: who it is, what it has, one setting that CPU training needs, who else uses it.
+"""The computer this process runs on: its processor and memory, an allocator setting for CPU training, and other load.
 
-How much other programs use this process's cores adds to a kernel's time: that is no property of the machine.
+The load of other programs on this process's cores adds to kernel times, but is not a property of the machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 def cpu_name() -> str:
-    """The processor's marketing name where the system tells it, else its architecture."""
+    """Return the processor's marketing name if the system reports it, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -31,7 +31,7 @@ def cpu_name() -> str:
 
 
 def is_virtual() -> bool | None:
-    """Whether this is a guest of a hypervisor, whose neighbours on the same host it cannot see; None if unknown."""
+    """Whether this is a virtual machine, which cannot see its neighbours on the same host; None if unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -41,13 +41,13 @@ def is_virtual() -> bool | None:
 
 
 def memory_bytes() -> int:
-    """Memory this process may use: the machine's, or its control group's limit when that is lower."""
+    """Return the memory this process may use: the machine's, or its control group's limit if lower."""
     limits = [int(limit) for (limit,) in group_limits("memory.max") if limit != "max"]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def available_bytes() -> int:
-    """Memory that is free to take, on the machine and within the control group."""
+    """Return the memory that can still be allocated, on the machine and within the control group."""
     held = zip(group_limits("memory.max"), group_limits("memory.current"), strict=False)
     free = [int(limit) - int(used) for (limit,), (used,) in held if limit != "max"]
     return max(0, min([int(psutil.virtual_memory().available), *free]))
@@ -58,12 +58,12 @@ def resident_bytes() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C allocator to keep freed memory for reuse instead of returning it to the system.
+    """Set the C allocator to keep freed memory for reuse instead of returning it to the system.
 
-    A training step frees and allocates the same large tensors again and again; by default glibc gives each back
-    to the kernel and pays a page fault per 4 KiB to get it again. On two CPU cores a step of a 4 x 256 GPT became
-    1.15 to 1.5 times faster. What was freed before, preparing data for one, goes back first. Only glibc has the
-    switches; returns whether they were set.
+    Every training step frees and allocates the same large tensors. By default glibc returns each to the kernel, and
+    pays a page fault per 4 KiB to get it back. On two CPU cores a step of a 4 x 256 GPT became 1.15 to 1.5 times
+    faster. Memory freed earlier, such as by data preparation, is returned first. Only glibc has these settings; returns
+    whether they were set.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -77,14 +77,14 @@ def keep_freed_memory() -> bool:
 
 _STAT = Path("/proc/stat")
 _SCHEDULE = Path("/proc/thread-self/schedstat")
-LEAST_SECONDS = 0.5  # the system counts in hundredths of a second
-_BUSY = (1, 2, 3, 6, 7)  # user, nice, system, irq, softirq; not idle, waiting for a disk, nor stolen by a neighbour
+LEAST_SECONDS = 0.5  # shortest interval, as the system counts hundredths of a second
+_BUSY = (1, 2, 3, 6, 7)  # user, nice, system, irq, softirq; not idle, disk wait, or time stolen by a neighbour
 
 
 class OtherLoad:
-    """`share()`: of the usable cores' time since the last call, what everything but this process computed.
+    """A meter of the load of other programs: the share of the usable cores' time since the last call of `share()`.
 
-    Neighbours on the same host do not show in it: the system sees their work as a slower machine, or as stolen time.
+    Neighbours on the same host are not included: to the system, they appear as a slower machine or as stolen time.
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
@@ -93,7 +93,7 @@ class OtherLoad:
         self._share: float | None = None
 
     def share(self) -> float | None:
-        """What it said before when asked again at once; None where the system does not tell."""
+        """Return the share, or the previous one within `LEAST_SECONDS`; None if the system does not report it."""
         now, before = self._now(), self._last
         busy, own, wall = (a - b for a, b in zip(now, before, strict=True))
         if wall < LEAST_SECONDS:
@@ -107,7 +107,7 @@ class OtherLoad:
 
 
 class CoreWait:
-    """`seconds()`: how long the thread that made this has waited for a core; 0 off Linux."""
+    """A meter of the seconds that the thread which created it has waited for a core; 0 outside Linux."""
 
     def __init__(self) -> None:
         self._file = _SCHEDULE.open("rb", buffering=0) if _SCHEDULE.is_file() else None
@@ -119,7 +119,7 @@ class CoreWait:
 
 
 def busy_seconds(stat: Path = _STAT) -> float:
-    """Seconds that the usable cores have computed since the system started; -1 where it does not tell."""
+    """Return the busy seconds of the usable cores since the system started; -1 if it does not report them."""
     wanted = {f"cpu{core}" for core in _cores()}
     try:
         rows = [line.split() for line in stat.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]

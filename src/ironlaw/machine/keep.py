@@ -1,4 +1,4 @@
-"""This machine's profile: what is kept of it, or measured first and kept."""
+"""This machine's profile, loaded from disk or measured and stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ironlaw.machine.links import save_costs
 from ironlaw.machine.profile import Profile, earlier_profile, load_profile, profile_path, save_profile
 
 Say = Callable[[str], Any]
-ShowProgress = Callable[[str], AbstractContextManager[Any]]  # of a label: what is told fractions and words
+ShowProgress = Callable[[str], AbstractContextManager[Any]]  # label -> context of a callback(fraction, text)
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def _unseen(label: str) -> Iterator[Any]:
 
 
 def this_machine(say: Say = lambda text: None, progress: ShowProgress = _unseen) -> Profile:
-    """Its profile; a machine that nobody measured is measured first."""
+    """Return this machine's profile; measure the machine first if there is none."""
     if not profile_path().is_file():
         say("This machine has not been measured yet: measuring first (`ironlaw measure`).")
         measure_and_keep(say, progress)
@@ -33,12 +33,12 @@ def this_machine(say: Say = lambda text: None, progress: ShowProgress = _unseen)
 def measure_and_keep(
     say: Say = lambda text: None, progress: ShowProgress = _unseen, threads: int | None = None
 ) -> Profile:
-    """UserError where nothing can be kept."""
+    """Measure this machine and store the profile. UserError if the cache folder cannot be written."""
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links
 
     problem = cache_problem()
-    if problem is not None:  # known before half a minute of measuring
+    if problem is not None:  # fail before half a minute of measuring
         raise UserError(problem)
     earlier = earlier_profile()
     with progress("Measuring this machine") as update:
@@ -55,7 +55,7 @@ def measure_and_keep(
 
 
 def kept(profile: Profile, earlier: Profile | None, say: Say = lambda text: None) -> Profile:
-    """Store it, unless other programs disturbed it and an undisturbed one of the same machine is there."""
+    """Store a profile and return it, unless it was disturbed and an undisturbed one of the same machine exists."""
     share = interference.disturbed(profile)
     calm = earlier if earlier is not None and interference.disturbed(earlier) is None else None
     if share is not None and calm is not None and calm.machine == profile.machine:

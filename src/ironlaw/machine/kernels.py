@@ -1,7 +1,7 @@
-"""The kernels a training step is made of, each as something that can be timed at any size.
+"""Builders of the kernels of a training step, to time each of them at any size.
 
-Names are those of `Operation.kernel` in the workload. A builder returns one call on inputs of `elements` elements;
-the timer keeps several of them and takes turns, so that caches hold as little as in a real step.
+Names are those of `Operation.kernel` in the workload. A builder returns one call on inputs of `elements` elements.
+The timer alternates between several such calls, so that caches hold as little as in a real step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ironlaw.model.rotary import rotary_tables, rotate
 from ironlaw.model.transformer import Transformer
 
 Call = Callable[[], object]
-WIDTH = 512  # row length of the kernels that work by row
+WIDTH = 512  # row length of row-wise kernels
 VOCABULARY = 4096
 
 
 class Pool:
-    """Random numbers made once and handed out as tensors that follow each other in memory, then start over."""
+    """Random numbers generated once and handed out as consecutive tensors, from the start again at the end."""
 
     def __init__(self, device: torch.device, elements: int = 24 * 2**20) -> None:
         self.device = device
-        # Its own type and random numbers: a user's loop, in which it may be made, has others and keeps them.
+        # An explicit dtype and generator: the pool may be created in a user's loop, whose own must not change.
         numbers = torch.Generator(device).manual_seed(0)
         self._values = {torch.float32: torch.randn(elements, device=device, dtype=torch.float32, generator=numbers)}
         self._offset = 0
@@ -47,11 +47,11 @@ class Pool:
             self._offset = 0
         start = self._offset
         self._offset += count
-        # `.data`: a version counter of its own, so that the in-place kernels do not invalidate the others' graphs.
+        # `.data` has its own version counter, so that in-place kernels do not invalidate the graphs of others.
         return values[start : start + count].view(shape).data
 
     def parameter(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A leaf that wants a gradient."""
+        """Return a leaf tensor that requires a gradient."""
         return self.take(*shape, dtype=dtype).requires_grad_()
 
 
@@ -60,12 +60,12 @@ def _rows(elements: int, width: int = WIDTH) -> int:
 
 
 def _backward(output: Tensor, inputs: tuple[Tensor, ...]) -> Call:
-    """The backward pass of something already computed, again and again."""
+    """Return a repeatable backward pass of a computed output."""
     gradient = torch.ones_like(output)
     return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
 
-# What autocast runs in reduced precision between the matrix products; norms, loss and update stay in fp32.
+# Kernels that autocast runs in reduced precision between matrix products; norms, loss and update stay in fp32.
 REDUCED = ("sum_rows", "concatenate", "rotary", "multiply", "add_in_place", "gelu", "silu")
 
 
@@ -83,7 +83,7 @@ def _kernel(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What kernels take, of so many elements."""
+    """Factories of kernel inputs with a given number of elements."""
 
     pool: Pool
     dtype: torch.dtype
@@ -127,9 +127,9 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[int], Call]]:
-    """Kernel name to builder: all of them in fp32, those that run in reduced precision otherwise."""
+    """Return builders by kernel name: all in fp32, and in other precisions the `REDUCED` ones."""
     of = _Inputs(pool, dtype)
-    # A limit that is never reached: scaling by 1 costs what any scaling costs and leaves the numbers alone.
+    # The limit is never reached: scaling by 1 costs as much as any scaling and does not change the numbers.
     clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=1e9)
     builders: dict[str, Callable[[int], Call]] = {
         "add": _kernel(torch.add, of.several(2)),
@@ -161,7 +161,7 @@ def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict
 
 
 def update_builder(pool: Pool, tensors: int) -> Call:
-    """Clipping and updating many tiny tensors: the cost per tensor, which small models feel."""
+    """Clipping and updating many tiny tensors: the cost per tensor, which matters for small models."""
     weights = [pool.parameter(64) for _ in range(tensors)]
     for weight in weights:
         weight.grad = pool.take(64)
@@ -175,13 +175,13 @@ def update_builder(pool: Pool, tensors: int) -> Call:
 
 
 def engine_builder() -> Call:
-    """The autograd engine with next to nothing to do."""
+    """A backward pass with almost no work: the cost of the autograd engine."""
     x = torch.zeros(1, requires_grad=True)
     return _backward(x * 2.0, (x,))
 
 
 def tiny_builder(layers: int, backward: bool, onednn: bool) -> Call:
-    """Forward, or forward and backward, of TINY with this many layers: the difference of two gives one layer."""
+    """Forward, or forward and backward pass of TINY with `layers` layers; differences give the cost of one layer."""
     model = Transformer(TINY.model_copy(update={"layers": layers}))
     use_onednn(model, onednn)
     tokens = torch.zeros(1, TINY.context, dtype=torch.long)
@@ -196,7 +196,7 @@ def tiny_builder(layers: int, backward: bool, onednn: bool) -> Call:
 
 
 def step_builder(dtype: torch.dtype, onednn: bool) -> Call:
-    """A training step of REFERENCE, as the trainer takes it."""
+    """A training step of REFERENCE, as in the trainer."""
     model = Transformer(REFERENCE)
     use_onednn(model, onednn)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -214,9 +214,9 @@ def step_builder(dtype: torch.dtype, onednn: bool) -> Call:
 
 
 def matmul_builders(pool: Pool, dtype: torch.dtype, onednn: bool = False) -> dict[str, Callable[[int, int, int], Call]]:
-    """The products of a linear layer as training runs them: with bias, forward or input gradient, weight gradient.
+    """The matrix products of a linear layer in training: with bias, forward or input gradient, weight gradient.
 
-    `onednn`: as `model/linear.py` runs fp32 ones where that library is the faster.
+    `onednn`: use oneDNN for fp32 products, as `model/linear.py` does where that is faster.
     """
 
     def random(*shape: int) -> Tensor:
@@ -241,7 +241,7 @@ def attention_builder(
     pool: Pool, dtype: torch.dtype, sequences: int, tokens: int, heads: int, head_size: int, backward: bool,
     native: bool = False,
 ) -> Call:  # fmt: skip
-    """Causal attention on tensors laid out as the model has them: (B, S, A, D), transposed."""
+    """Causal attention on tensors in the model's memory layout: (B, S, A, D), transposed."""
     query, key, value = (
         pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2) for _ in range(3)
     )

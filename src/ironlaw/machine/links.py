@@ -1,15 +1,15 @@
-"""What it costs ranks on CPUs to talk, and to share one machine.
+"""The cost of communication between CPU ranks, and of sharing one machine.
 
-Made by `measure_links`, read by `plan/step.py`.
+Measured by `measure_links`, used by `plan/step.py`.
 
     costs = load_costs()                                  # measured between two processes of this machine
     costs.collective_seconds("all_reduce", 2**20, 4)      # gloo, all four on this machine
     fabric = RankFabric(costs, ranks_per_host=1, between=Link(latency_seconds=1e-3, bytes_per_second=12.5e6))
     fabric.collective_seconds("all_reduce", 2**20, 4)     # each on a host of its own
 
-Gloo's rings over n ranks take n - 1 rounds for an all-gather and 2 (n - 1) for a reduction, of S / n bytes each; the
-processor copies every byte into and out of the sockets, which is what the measured curves are. A link between hosts
-adds its latency to every round, and its bytes where they take longer than the copies.
+Gloo's rings over n ranks take n - 1 rounds of S / n bytes for an all-gather and 2 (n - 1) for a reduction. The
+processor copies every byte into and out of the sockets, which the measured curves contain. A link between hosts adds
+its latency to every round, and replaces the time of the copies if its transfer takes longer.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ SCHEMA_VERSION = 2
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 MEASURED_RANKS = 2
 REDUCE_ALL = ("all_reduce", "reduce_scatter")
-"""PyTorch on gloo scatters what it has reduced everywhere: on the sockets both send 2 (n - 1) / n of a buffer."""
+"""PyTorch's reduce-scatter on gloo is an all-reduce and a scatter: both kinds send 2 (n - 1) / n of a buffer."""
 TAKING_TURNS = {"all_gather": 1.5, "all_to_all": 2.0}
-"""Of two ranks that send each other as much, over what one of them sends. Gloo sends when the receiver has said that it
-is ready, on the same connection: what a rank says after its own data went out waits behind them. So the rank that comes
-later, if only by the way of a message, has all before the other's begins; an all-gather sends in two parts, and only
-the first waits. Measured over shaped links with one rank 0.3 to 20 ms late (benchmarks/results/shaped_links.md). In a
-ring of more ranks data and word go different ways, and reductions come in parts so small that both directions fill."""
+"""Time of an exchange between two ranks over that of one direction alone. Gloo sends once the receiver has signalled on
+the same connection that it is ready, and a signal queues behind the data sent before it. So the rank that starts later,
+if only by one message, receives everything before the other begins; an all-gather sends in two parts, of which only the
+first waits. Measured over shaped links with one rank 0.3 to 20 ms late (benchmarks/results/shaped_links.md). In rings
+of more ranks, data and signals use different connections, and reductions send parts so small that both ways fill."""
 
 
 @dataclass(frozen=True)
 class RankCosts:
-    """Seconds as two processes see them that do the same at the same time, each with its share of the threads."""
+    """Costs measured by two processes that do the same work at the same time, each with its share of the threads."""
 
-    machine: str  # `Profile.machine` they belong to
+    machine: str  # `Profile.machine` of the measured machine
     created: str
     cores: int
     curves: dict[str, Curve]  # kind of collective -> seconds by bytes of the whole buffer
     sharing: dict[str, float]  # kind of kernel -> its time on each of two ranks over that of one process alone
-    unit_seconds: float  # FSDP's own work for one gather or reduction of a unit, beside the collective
-    dtensor_seconds: float  # DTensor's own work for one divided linear layer, forward and backward
-    pass_seconds: float  # the pipeline schedule's own work for one pass of one micro-batch
+    unit_seconds: float  # FSDP's overhead for one gather or reduction of a unit, without the collective
+    dtensor_seconds: float  # DTensor's overhead for one divided linear layer, forward and backward
+    pass_seconds: float  # the pipeline schedule's overhead for one pass of one micro-batch
 
     def collective_seconds(self, kind: str, size: float, ranks: int) -> float:
-        """On one machine. `size`: bytes of the whole buffer. More ranks than cores take turns."""
+        """Return the seconds on one machine for a whole buffer of `size` bytes. More ranks than cores take turns."""
         if ranks < 2:
             return 0.0
         curve = self.curves[kind]
@@ -56,29 +56,29 @@ class RankCosts:
         moved = max(0.0, curve.at(size) - start)
         if kind == "send":
             return (start + moved) * self.turns(MEASURED_RANKS)
-        # Rounds, and bytes per rank, over those between two.
+        # Rounds and bytes per rank, relative to two ranks.
         return (start * (ranks - 1) + moved * 2 * (ranks - 1) / ranks) * self.turns(ranks)
 
     def turns(self, ranks: int) -> float:
-        """How much longer the work of each of `ranks` takes that compute at once, over that of two."""
+        """Return the time of each rank's work with `ranks` concurrent ranks over that with two."""
         return max(1.0, ranks / self.cores) / max(1.0, MEASURED_RANKS / self.cores)
 
     def slowdown(self, kind: str, ranks: int) -> float:
-        """A kernel on each of `ranks` over the same in one process that has all cores; `kind`: compute or memory."""
+        """Return a kernel's time on each of `ranks` over that in one process on all cores; `kind`: compute, memory."""
         return 1.0 if ranks < 2 else self.sharing[kind] * ranks / MEASURED_RANKS
 
 
 @dataclass(frozen=True)
 class Link:
-    """A host's way to the others, one direction, shared by its ranks."""
+    """A host's connection to the others, one direction, shared by its ranks."""
 
-    latency_seconds: float  # of a message of no bytes, beyond what the processors do
+    latency_seconds: float  # of an empty message, in addition to the processors' work
     bytes_per_second: float
 
 
 @dataclass(frozen=True)
 class RankFabric:
-    """Ranks on hosts like this machine: `ranks_per_host` neighbours on each (None: all of them), `between` the rest."""
+    """Ranks on hosts like this machine: `ranks_per_host` on each (None: all on one), with links `between` hosts."""
 
     costs: RankCosts
     ranks_per_host: int | None = None
@@ -88,7 +88,7 @@ class RankFabric:
         return min(ranks, self.ranks_per_host or ranks)
 
     def collective_seconds(self, kind: str, size: float, ranks: int, inside: int | None = None, job: int = 0) -> float:
-        """`inside`: how many of the group's ranks share a host; `job`: ranks of the whole job, which all do this."""
+        """Return the seconds. `inside`: the group's ranks per host; `job`: ranks of the job, which all do the same."""
         job = job or ranks
         inside = self.local_ranks(ranks) if inside is None else inside
         if ranks < 2:
@@ -98,7 +98,7 @@ class RankFabric:
         work = self.costs.collective_seconds(kind, size, ranks) * scale
         if inside >= ranks or self.between is None:
             return work
-        # Groups side by side on a host share its link.
+        # Groups on the same host share its link.
         wire = self.wire_bytes(kind, size, ranks) * max(1, local // inside) / self.between.bytes_per_second
         wire *= TAKING_TURNS.get(kind, 1.0) if ranks == 2 else 1.0
         start = self.costs.curves[kind].seconds[0] * (1 if kind == "send" else ranks - 1)
@@ -106,14 +106,14 @@ class RankFabric:
 
     @staticmethod
     def wire_bytes(kind: str, size: float, ranks: int) -> float:
-        """Bytes that leave a rank."""
+        """Return the bytes that a rank sends."""
         if kind in ("send", "broadcast"):
             return size
         return size * (ranks - 1) / ranks * (2 if kind in REDUCE_ALL else 1)
 
 
 def rounds(kind: str, ranks: int) -> int:
-    """Messages one after the other."""
+    """Return the number of sequential messages."""
     if kind in REDUCE_ALL:
         return 2 * (ranks - 1)
     return {"send": 1, "broadcast": (ranks - 1).bit_length()}.get(kind, ranks - 1)
@@ -128,7 +128,7 @@ def save_costs(costs: RankCosts) -> None:
 
 
 def load_costs() -> RankCosts:
-    """UserError where two ranks of this machine have not been measured: nothing is assumed in their place."""
+    """Load the measured costs. UserError if there are none, since nothing is assumed instead."""
     costs = stored(costs_path(), RankCosts, SCHEMA_VERSION)
     if costs is None:
         raise UserError("what ranks of this machine cost each other has not been measured: run `ironlaw measure`")

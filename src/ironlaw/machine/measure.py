@@ -1,7 +1,7 @@
-"""Find this machine's real ceilings: time every kernel of a training step over its sizes, in interleaved rounds.
+"""Measurement of this machine's real ceilings: every kernel of a training step at several sizes, in interleaved rounds.
 
-Rounds are interleaved because a shared machine slows down for seconds at a time: with all repeats of one kernel
-in a row, one slow second would spoil that kernel; spread over the whole measurement, the median shrugs it off.
+Rounds are interleaved because a shared machine slows down for seconds at a time. If all repeats of a kernel were in
+a row, one slow second would spoil that kernel; spread over the whole measurement, it does not change the median.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import capability, onednn_available
 from ironlaw.package import __version__
 
-# From what fits the first cache to what no cache holds.
+# Elements: from sizes that fit the L1 cache to sizes that no cache holds.
 ELEMENTWISE_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 MATMUL_SHAPES = (
     (16, 16, 16),
@@ -69,14 +69,14 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
 KINDS = {"compute": ("matmul", "attention", "native"), "memory": ("curve",)}  # by the first part of a sampler's key
 UPDATE_TENSORS = (8, 64, 256)
-CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
+CACHE_DEFEATING_BYTES = 48 * 2**20  # total of a kernel's alternating inputs: above a core's share of the last cache
 MAX_COPIES = 4
 SAMPLE_SECONDS = 1e-3  # short kernels are repeated until a sample lasts this long
 
 
 @dataclass
 class Sampler:
-    """One kernel at one size: calls that take turns, and the seconds seen so far."""
+    """One kernel at one size: alternating calls, and the seconds measured so far."""
 
     key: tuple[Any, ...]
     calls: list[Call]
@@ -88,14 +88,14 @@ class Sampler:
         self._turn: Iterator[Call] = itertools.cycle(self.calls)
 
     def sample(self, synchronize: Callable[[], None]) -> None:
-        if not self.seconds:  # warm up, then decide how often to repeat
+        if not self.seconds:  # warm up, then choose the number of repeats
             self._time(1, synchronize)
             once = self._time(1, synchronize)
             self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(once, 1e-7))))
         self.seconds.append(self._time(self.repeats, synchronize))
 
     def _time(self, repeats: int, synchronize: Callable[[], None]) -> float:
-        """Seconds per call."""
+        """Return the mean seconds per call."""
         synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
@@ -104,9 +104,9 @@ class Sampler:
         return (time.perf_counter() - start) / repeats
 
     def best(self) -> float:
-        """What the kernel takes when nothing disturbs it: a low quantile, not the minimum, which may be a fluke.
+        """Return the undisturbed time: a low quantile, since the minimum may be an outlier.
 
-        An earlier measurement of the same machine may have found a better one.
+        If an earlier measurement of the same machine was better, return that one.
         """
         now = float(np.percentile(self.seconds, BEST_PERCENTILE))
         return min(now, self.earlier) if self.earlier is not None else now
@@ -116,7 +116,7 @@ class Sampler:
         return " ".join(str(part) for part in self.key)
 
     def ratios(self) -> list[float]:
-        """Each round's time over the best."""
+        """Return each round's time over the best time."""
         return [seconds / self.best() for seconds in self.seconds]
 
 
@@ -128,9 +128,9 @@ def measure(
     earlier: Profile | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Time this machine and return its profile. `progress(what, fraction)` is called as it goes.
+    """Measure this machine and return its profile. `progress(what, fraction)` is called repeatedly.
 
-    `earlier`: the profile that there was; if it is of the same machine, its best times are kept where better.
+    `earlier`: the previous profile; if it is of the same machine, its best times are kept where they are better.
     """
     started = time.perf_counter()
     say = progress or (lambda what, fraction: None)
@@ -173,7 +173,7 @@ def measure(
 
 
 def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products:
-    """The library whose fp32 matrix products take less time here, from the three of a linear layer in turn."""
+    """Return the library with the faster fp32 matrix products, by timing the three products of a linear layer."""
     if device.type != "cpu" or not onednn_available():
         return "default"
     pool = Pool(device, elements=2**23)
@@ -189,7 +189,7 @@ def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products
 
 
 def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler]:
-    """Everything that is timed, ready to be called in turn."""
+    """Return samplers of everything that is timed."""
     pool = Pool(device)
     onednn = fp32_products == "onednn"
     samplers = []
@@ -219,7 +219,7 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
 
 
 def _attention(pool: Pool, dtype: torch.dtype, precision: str) -> list[Sampler]:
-    """Causal attention both ways, by PyTorch's fused kernel and, on a CPU, by our own."""
+    """Causal attention, forward and backward, by PyTorch's fused kernel and, on a CPU, by Ironlaw's own."""
     samplers = []
     kernels = ("attention", "native") if pool.device.type == "cpu" and available(dtype) else ("attention",)
     directions = ("forward", "backward")
@@ -236,7 +236,7 @@ def _attention(pool: Pool, dtype: torch.dtype, precision: str) -> list[Sampler]:
 
 
 def _products(pool: Pool, dtype: torch.dtype, label: str) -> list[Sampler]:
-    """The products of a linear layer at every shape; `label`: precision, or ONEDNN for fp32 by that library."""
+    """The products of a linear layer at every shape. `label`: the precision, or ONEDNN for oneDNN's fp32 products."""
     return [
         _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), 4 * k * (m + n))
         for kernel, build in matmul_builders(pool, dtype, onednn=label == ONEDNN).items()
@@ -250,7 +250,7 @@ def _sampler(key: tuple[Any, ...], build: Callable[[], Call], input_bytes: int) 
 
 
 def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | None, **found: Any) -> Profile:
-    """`found`: what no sampler timed."""
+    """Build the profile from the samplers' times. `found`: the fields that no sampler timed."""
     profile = Profile(
         **_identity(device), **found, matmul={}, curves={precision: {} for precision in PRECISIONS}, attention={},
         copy_bytes_per_second=0.0, small_operation_seconds=0.0, tiny_block_seconds={}, reference_step_seconds={},
@@ -261,7 +261,7 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
     by_key = {sampler.key: sampler for sampler in samplers}
     profile.matmul = {precision: _fits(samplers, precision) for precision in PRECISIONS}
     profile.onednn = _fits(samplers, ONEDNN)
-    # A backward kernel is timed through the autograd engine, whose start a real backward pass pays only once.
+    # A backward kernel is timed through the autograd engine, but a real backward pass starts the engine only once.
     engine = by_key[("engine",)].best()
     for sampler in samplers:
         seconds = sampler.best()
@@ -292,7 +292,7 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
 
 
 def _fits(samplers: list[Sampler], label: str) -> dict[str, MatmulFit]:
-    """Kernel -> fit over the shapes it was timed at; nothing for what was not timed."""
+    """Return the fit of each timed kernel over its shapes."""
     points: dict[str, list[Sampler]] = {}
     for sampler in samplers:
         if sampler.key[:2] == ("matmul", label):
@@ -303,7 +303,7 @@ def _fits(samplers: list[Sampler], label: str) -> dict[str, MatmulFit]:
 
 
 def _identity(device: torch.device) -> dict[str, Any]:
-    """Which machine this is, as the profile records it."""
+    """Return the profile's fields that identify this machine."""
     cuda = device.type == "cuda"
     return {
         "device": device.type,
@@ -317,15 +317,15 @@ def _identity(device: torch.device) -> dict[str, Any]:
 
 
 def _rounds(samplers: list[Sampler], keys: tuple[str, ...]) -> list[float]:
-    """Per round, the median over the kernels of one kind of time over best."""
+    """Return for each round the median ratio of time to best time over the kernels of one kind."""
     ratios = [sampler.ratios() for sampler in samplers if sampler.key[0] in keys]
     return [float(np.median(samples)) for samples in zip(*ratios, strict=True)]
 
 
 class Probe:
-    """One kernel of each kind, timed again while a run goes on: is the machine as fast as it was?
+    """One kernel of each kind, timed again during a run to check the machine's speed.
 
-    Timed in the same way during the measurement, so that the two can be compared: in a row, in a warm cache.
+    The measurement times them in the same way, in a row and in a warm cache, so that both can be compared.
     """
 
     def __init__(self, fp32_products: FP32Products) -> None:
@@ -337,22 +337,22 @@ class Probe:
         self._load = OtherLoad()
 
     def seconds(self, repeats: int = 3) -> dict[str, float]:
-        """Kind -> median seconds of its kernel now. Takes some 10 ms."""
+        """Return the median seconds of the kernel of each kind. Takes some 10 ms."""
         times = {kind: [timed(call) for _ in range(repeats + 1)] for kind, call in self._calls.items()}
         return {kind: float(np.median(some[1:])) for kind, some in times.items()}
 
     def now(self, profile: Profile, seconds: float) -> dict[str, float] | None:
-        """As `ratios`, the middle of looks for so long; None while other programs use the cores: they come and go."""
+        """Return the middle of `ratios` over `seconds`; None if other programs, which come and go, use the cores."""
         until = time.perf_counter() + seconds
         looks = [self.ratios(profile)]
         while time.perf_counter() < until:
             looks.append(self.ratios(profile))
-        return middle(looks[1:] or looks) if undisturbed(looks[-1:]) else None  # the first one wakes the threads
+        return middle(looks[1:] or looks) if undisturbed(looks[-1:]) else None  # the first call wakes the threads
 
     def ratios(self, profile: Profile) -> dict[str, float]:
-        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed.
+        """Return by kind the present time over the best of the measurement (1.0: undisturbed).
 
-        With the share of the cores that other programs used since the last look, where the system tells.
+        If the system reports it, also the share of the cores that other programs used since the last call.
         """
         share = self._load.share()
         found = {kind: seconds / profile.probe[kind] for kind, seconds in self.seconds().items()}
@@ -360,7 +360,7 @@ class Probe:
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
-    """Bytes per second of reading a file that the page cache does not hold; None where that cannot be arranged."""
+    """Return the bytes per second of reading an uncached file; None if the page cache cannot be avoided."""
     if not hasattr(os, "posix_fadvise"):
         return None
     folder = files.cache_folder()
@@ -379,7 +379,7 @@ def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
 
 
 def _fresh_process_bytes() -> int:
-    """Resident memory of a Python that has taken one training step of almost nothing: what no tensor explains."""
+    """Return the resident bytes of a Python process after one tiny training step: the memory that is not tensors."""
     program = (
         "import psutil, torch; model = torch.nn.Linear(8, 8);"
         "optimizer = torch.optim.AdamW(model.parameters(), fused=True);"

@@ -1,10 +1,10 @@
-"""Two processes of this machine, timed while they talk over gloo and while they compute side by side.
+"""Timing of two processes of this machine while they communicate over gloo, and while they compute at the same time.
 
     costs = measure_links(profile)      # about ten seconds; `ironlaw measure` and the first run on several ranks do it
 
-The two are forked from a process that has only imported PyTorch, with the group on this machine's own addresses. Every
-figure is a low quantile over interleaved rounds, of the slower rank: what the machine repeats when nobody disturbs it.
-What a wrapper adds is read from the thread's processor time, in which nobody waits for anybody.
+Both are forked from a process that has only imported PyTorch, with the group on this machine's own addresses. Every
+figure is a low quantile of the slower rank over interleaved rounds: the reproducible time without disturbance. The
+overhead of a wrapper is taken from the thread's processor time, which excludes waiting.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ironlaw.machine.profile import Curve, Profile
 SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
 ROUNDS = 7
 QUANTILE = 25
-BLOCKS, WIDTH, ROWS = 6, 16, 8  # so small that what a wrapper adds to them is its own work
+BLOCKS, WIDTH, ROWS = 6, 16, 8  # so small that wrapping them adds only the wrapper's overhead
 PASSED = 4  # micro-batches
 Call = Callable[[], Any]
 
 
 def measure_links(profile: Profile, timeout_seconds: float = 240.0) -> RankCosts:
-    """UserError when two processes of this machine cannot reach each other."""
+    """Measure the costs of ranks. UserError if two processes of this machine cannot reach each other."""
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-W", "ignore", "-m", "ironlaw.machine.measure_links"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -56,15 +56,15 @@ def measure_links(profile: Profile, timeout_seconds: float = 240.0) -> RankCosts
 
 
 def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
-    """From each rank's samples by name (`json` of what `_samples` returns)."""
-    # A collective is through when the last of its ranks is: the slower one of each round.
+    """Build the costs from each rank's document of samples, written by `_rank`."""
+    # A collective ends with its last rank: take the slower one of each round.
     best = {
         name: float(np.percentile(np.max([rank["samples"][name] for rank in found], axis=0), QUANTILE))
         for name in found[0]["samples"]
     }
     curves = {}
     for kind in KINDS:
-        # Smaller buffers never take more: what says so was disturbed. A send was timed there and back.
+        # A smaller buffer that took longer was disturbed. A send was timed as a round trip.
         seconds = np.minimum.accumulate([best[f"{kind} {size}"] for size in reversed(SIZES)])[::-1]
         seconds = seconds / (2 if kind == "send" else 1)
         curves[kind] = Curve(tuple(float(size) for size in SIZES), tuple(float(s) for s in seconds))
@@ -84,7 +84,7 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
 
     fsdp = own("fsdp", "plain", {"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}, 3 * BLOCKS)
     tensor = own("tensor", "plain", {"all_reduce": 2 * BLOCKS}, 2 * BLOCKS)
-    # Either rank sends one message of a micro-batch and takes one, as there and back.
+    # Each rank sends and receives one message per micro-batch, as in a round trip.
     passes = own("pipeline", "passes", {"send": PASSED}, 2 * PASSED)
     return RankCosts(**vars(costs) | {"unit_seconds": fsdp, "dtensor_seconds": tensor, "pass_seconds": passes})
 
@@ -112,7 +112,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
     torch.set_num_threads(threads)
     for name, call in _kernels("alone").items():
         samples[name] = []
-        for turn in range(MEASURED_RANKS):  # while one computes with all threads, the other waits
+        for turn in range(MEASURED_RANKS):  # one rank computes with all threads while the other waits
             for _ in range(ROUNDS):
                 dist.barrier()
                 if turn == rank:
@@ -125,7 +125,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
 
 
 def _repeats(call: Call) -> int:
-    """As many for both ranks: agreed over the group."""
+    """Return the number of repeats, agreed between the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -138,7 +138,7 @@ def _repeats(call: Call) -> int:
 
 
 def timed(call: Call, repeats: int = 1) -> float:
-    """Mean seconds of a call."""
+    """Return the mean seconds of a call."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -153,7 +153,7 @@ def _collectives(rank: int) -> dict[str, Call]:
         buffer = torch.zeros(size // 4)
         half = torch.zeros(size // 8)
 
-        def send() -> None:  # there and back: twice one message
+        def send() -> None:  # a round trip: two messages
             dist.send(buffer, 1 - rank) if rank == 0 else dist.recv(buffer, 1 - rank)
             dist.recv(buffer, 1 - rank) if rank == 0 else dist.send(buffer, 1 - rank)
 
@@ -170,7 +170,7 @@ def _collectives(rank: int) -> dict[str, Call]:
 
 
 def _kernels(how: str) -> dict[str, Call]:
-    """A product of matrices and a pass over memory: the two kinds that a plan tells apart."""
+    """A matrix product and a pass over memory: the two kinds of kernels that a plan distinguishes."""
     import torch
 
     left, right = torch.randn(1024, 512), torch.randn(512, 512)
@@ -179,7 +179,7 @@ def _kernels(how: str) -> dict[str, Call]:
 
 
 def _wrappers(rank: int) -> dict[str, Call]:
-    """Forward and backward of tiny layers, plain and under each wrapper: the difference is the wrapper's own work."""
+    """Forward and backward of tiny layers, plain and in each wrapper: the difference is the wrapper's overhead."""
     import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import init_device_mesh

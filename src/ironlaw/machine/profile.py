@@ -1,8 +1,8 @@
-"""A measured machine: how long its kernels take at best, as curves over size. Made by `measure`, read by `plan`.
+"""A measured machine: the best times of its kernels as curves over size. Written by `measure`, read by `plan`.
 
-At best, because that is what a machine repeats: other programs and neighbours on a shared host only ever add to
-it. How much they typically add is kept apart, as interference (`machine/interference.py`). A later measurement of
-the same machine keeps the better of the two.
+Best times are reproducible: other programs and neighbours on a shared host only ever add to them. Their typical
+addition is stored separately, as interference (`machine/interference.py`). A later measurement of the same machine
+keeps the better of both times.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ironlaw.errors import UserError
 from ironlaw.files import cache_folder, read_json, write_json
 from ironlaw.model.config import ModelConfig
 
-SCHEMA_VERSION = 3  # raised where an older profile lacks, or names otherwise, what plans need
-WORTH_IT = 0.95  # attention in blocks rounds otherwise and keeps more: a gain inside the measurement's error is none
+SCHEMA_VERSION = 3  # increased when plans need something that older profiles lack or name differently
+WORTH_IT = 0.95  # native attention rounds differently and saves more: it must gain more than the measurement's error
 FP32Products = Literal["default", "onednn"]
 Stored = TypeVar("Stored")
-# So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
+# So small that a block's time is the cost of calling it; measured, and divided into calls by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
-# A whole step, to see what kernels take together that they do not take alone: REFERENCE_BATCH sequences of it.
+# A whole step, of REFERENCE_BATCH sequences, to measure the time that kernels take together but not alone.
 REFERENCE = ModelConfig(layers=2, hidden=256, heads=4, vocab=2048, context=128)
 REFERENCE_BATCH = 4
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of one kernel over its size (elements), both increasing; straight between points in log-log."""
+    """Seconds of one kernel over its size (elements), both increasing, with log-log interpolation."""
 
     elements: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, elements: float) -> float:
-        """Below the smallest size the fixed cost rules; above the largest, time grows in proportion."""
+        """Return the seconds at a size: constant below the smallest size, proportional above the largest."""
         if elements <= self.elements[0]:
             return self.seconds[0]
         if elements >= self.elements[-1]:
@@ -54,9 +54,9 @@ class Curve:
 class MatmulFit:
     """Seconds of a matrix product of any shape, from measured shapes.
 
-    A law first: fixed + F (1/R + a/m + b/n + c/k), F = 2mnk FLOPs, a peak rate R that short dimensions dilute.
-    Then the law's errors at the measured shapes, weighted by their distance, correct it in between: kernels change
-    with the shape in ways that no smooth law follows.
+    The law is fixed + F (1/R + a/m + b/n + c/k), with F = 2mnk FLOPs and a peak rate R that short dimensions reduce.
+    In between, it is corrected by its errors at the measured shapes, weighted by distance: kernels depend on the shape
+    in ways that no smooth law describes.
     """
 
     fixed_seconds: float
@@ -78,11 +78,11 @@ class MatmulFit:
         return self.law(m, n, k) * math.exp(self._correction(m, n, k))
 
     def _correction(self, m: int, n: int, k: int, leave_out: int | None = None) -> float:
-        """Shepard's inverse-distance weighting in log dimensions; far from every shape it fades to none."""
+        """Return Shepard's inverse-distance weighting in log dimensions; it fades to 0 far from every shape."""
         weights = 1 / (((np.log2((m, n, k)) - self._logs) ** 2).sum(axis=1) + 0.01)
         if leave_out is not None:
             weights[leave_out] = 0.0
-        # The law itself counts like a shape at distance 4.
+        # The law itself has the weight of a shape at distance 4.
         return float(weights @ np.array(self.corrections)) / (1 / 16.0 + float(weights.sum()))
 
     @cached_property
@@ -91,12 +91,12 @@ class MatmulFit:
 
     @cached_property
     def peak_flops_per_second(self) -> float:
-        """The best rate among the measured shapes."""
+        """The highest rate among the measured shapes."""
         return max(2.0 * m * n * k / self.at(m, n, k) for m, n, k in self.shapes)
 
     @staticmethod
     def fit(shapes: Sequence[tuple[int, int, int]], seconds: Sequence[float]) -> MatmulFit:
-        """Least squares on relative error with coefficients kept non-negative (a negative one is dropped)."""
+        """Fit by least squares on the relative error, dropping negative coefficients."""
         sizes = np.array(shapes, dtype=float)
         times = np.array(seconds)
         flops = 2 * sizes.prod(axis=1)
@@ -122,9 +122,9 @@ class MatmulFit:
 
 @dataclass
 class Profile:
-    """This machine's ceilings. Rates are what was attained, not what a data sheet says."""
+    """This machine's measured ceilings. Rates are attained ones, not data sheet values."""
 
-    __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")  # of a file that anything may have written
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")  # files are not trusted
 
     device: str  # "cpu" or the accelerator's name
     name: str  # of the processor
@@ -139,41 +139,41 @@ class Profile:
     attention: dict[str, dict[str, list[tuple[int, int, float]]]]
     copy_bytes_per_second: float  # read plus written
     small_operation_seconds: float  # one tiny operation, dispatched from Python
-    tiny_block_seconds: dict[str, float]  # phase -> one block so small that only calling it takes time
+    tiny_block_seconds: dict[str, float]  # phase -> one block of TINY: the cost of calling it
     reference_step_seconds: dict[str, float]  # precision -> forward, backward and update of REFERENCE
     storage_bytes_per_second: float | None
     tokenizer_tokens_per_second: float | None
-    # Per round of the measurement, how much slower than at its best the machine was: kind of kernel -> ratios.
+    # Kind of kernel -> the machine's time over its best time in each round of the measurement.
     interference: dict[str, list[float]] = field(default_factory=dict)
-    fp32_products: FP32Products = "default"  # the library whose fp32 matrix products are faster here: the trainer's
-    onednn: dict[str, MatmulFit] = field(default_factory=dict)  # kernel -> fit, where that library is oneDNN
-    # As `attention`, of our own kernel (kernels/attention.c); only on CPUs.
+    fp32_products: FP32Products = "default"  # library with the faster fp32 matrix products, used by the trainer
+    onednn: dict[str, MatmulFit] = field(default_factory=dict)  # kernel -> fit, if that library is oneDNN
+    # As `attention`, for Ironlaw's own kernel (kernels/attention.c); only on CPUs.
     native_attention: dict[str, dict[str, list[tuple[int, int, float]]]] = field(default_factory=dict)
-    probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
-    # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
+    probe: dict[str, float] = field(default_factory=dict)  # best seconds of the kernels that runs time again
+    # Every kernel's best seconds ever, by name, for the next measurement.
     best_seconds: dict[str, float] = field(default_factory=dict)
-    capability: tuple[int, int] | None = None  # NVIDIA's compute capability; None of a CPU
+    capability: tuple[int, int] | None = None  # NVIDIA's compute capability; None for a CPU
 
     @property
     def machine(self) -> str:
-        """What must be the same for two measurements to be of the same machine."""
+        """An identifier that is equal for measurements of the same machine."""
         return f"{self.name}, {self.threads} threads, torch {self.versions['torch']}, {self.fp32_products} products"
 
     def matmul_peak(self, precision: str) -> float:
-        """FLOP/s that large products attain, the middle of the three training products."""
+        """Return the attained FLOP/s of large products: the median of the three products of training."""
         fits = {kernel: self.product(precision, kernel) for kernel in self.matmul[precision]}
         return sorted(fit.peak_flops_per_second for fit in fits.values())[len(fits) // 2]
 
     def product(self, precision: str, kernel: str) -> MatmulFit:
-        """A matrix product as Ironlaw's own models run it; `matmul` has what any other PyTorch module gets."""
+        """Return the fit of a matrix product in Ironlaw's own models; `matmul` has those of other PyTorch modules."""
         return self.onednn[kernel] if precision == "fp32" and self.onednn else self.matmul[precision][kernel]
 
     def curve(self, kernel: str, precision: str) -> Curve:
-        """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
+        """Return a kernel's curve; kernels that always run in fp32 (norms, loss, update) have only an fp32 curve."""
         return self.curves[precision].get(kernel) or self.curves["fp32"][kernel]
 
     def native_is_faster(self, precision: str, sequence: int, head_size: int) -> bool:
-        """Whether our own attention takes less time than PyTorch's here, forward and backward together."""
+        """Whether Ironlaw's own attention is faster than PyTorch's here, forward and backward pass together."""
         if precision not in self.native_attention:
             return False
         fused, native = (
@@ -187,7 +187,7 @@ class Profile:
     def attention_seconds_per_pair(
         self, precision: str, direction: str, sequence: int, head_size: int, native: bool = False
     ) -> float:
-        """Nearest measured (tokens, head size) in log distance, scaled by the head size."""
+        """Return the seconds per unmasked score at the nearest measured point in log distance, scaled by head size."""
         points = (self.native_attention if native else self.attention)[precision][direction]
         nearest = min(
             points,
@@ -202,7 +202,7 @@ class Profile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has what every machine is measured in."""
+        """Whether it contains every measurement that all machines have."""
         by_precision = (self.matmul, self.curves, self.attention, self.reference_step_seconds)
         complete = all("fp32" in table for table in by_precision)
         complete &= {"forward", "backward"} <= self.tiny_block_seconds.keys()
@@ -212,13 +212,13 @@ class Profile:
 
 
 def store(path: Path, measured: Any, version: int) -> None:
-    """Write a dataclass for `stored`."""
+    """Write a dataclass to a file that `stored` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"schema_version": version} | asdict(measured))
 
 
 def stored(path: Path, kind: type[Stored], version: int) -> Stored | None:
-    """None where the file is missing or damaged, from another version, or a value is missing or of another type."""
+    """Read a file of `store`; None if it is missing, damaged or from another version, or if a value is invalid."""
     with suppress(OSError, KeyError, ValueError):
         document = read_json(path)
         if document.pop("schema_version") == version:
@@ -237,7 +237,7 @@ def save_profile(profile: Profile, path: Path | None = None) -> Path:
 
 
 def load_profile(path: Path | None = None) -> Profile:
-    """This machine's profile; a UserError says how to make one when there is none or it is from another version."""
+    """Load this machine's profile. UserError if there is none, or if it is from another version."""
     path = path or profile_path()
     if not path.is_file():
         raise UserError("this machine has not been measured yet: run `ironlaw measure` (under 30 s)")
@@ -248,7 +248,7 @@ def load_profile(path: Path | None = None) -> Profile:
 
 
 def earlier_profile() -> Profile | None:
-    """The profile there is, or None where there is none to learn from."""
+    """Return the stored profile, or None if there is no valid one."""
     with suppress(UserError):
         return load_profile()
     return None

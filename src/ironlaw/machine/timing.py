@@ -1,6 +1,6 @@
-"""What times operations and collectives of a program: this machine by its measured curves, alone or shared by ranks.
+"""Times of a program's operations and collectives on this machine, from measured curves, alone or shared by ranks.
 
-A catalogued accelerator does by the constants of its generation (`plan/module.py`).
+For catalogued accelerators, `plan/module.py` computes them from the constants of a generation.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from ironlaw.workload.optimizers import adamw_operations
 from ironlaw.workload.program import training_operations
 
 COPY_RATE = "memory (copy rate)"
-"""Bound of a kernel without a curve of its own: its bytes at the measured rate of a copy, plus one small operation."""
+"""Bound of a kernel without its own curve: its bytes at the measured rate of a copy, plus one small operation."""
 
 AS_MATMUL = "compute (as matmul)"
-"""Bound of a convolution: timed as the matrix product that it implies."""
+"""Bound of a convolution: timed as its implicit matrix product."""
 
 
 PART_OF_LOSS = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
-"""The curve of the loss was measured with these inside."""
+"""Kernels that the measured curve of the loss includes."""
 
 NARROW = 16
-"""Products with fewer columns or terms than this, as of depthwise convolutions, are not run by matrix units."""
+"""Matrix units do not run products with fewer columns or terms than this, as in depthwise convolutions."""
 
 
 def measured_precision(precision: str, profile: Profile) -> str:
-    """Itself, or where this machine was not measured in it, that of the tensors it multiplies."""
+    """Return `precision`, or if this machine was not measured in it, the precision of the stored tensors."""
     return next(name for name in (precision, number_format(precision).held_as, "bf16") if name in profile.matmul)
 
 
 def is_emulated(precision: str, profile: Profile) -> bool:
-    """Whether a run here rounds the operands of its products itself."""
+    """Whether a run emulates the precision by rounding the operands of its products."""
     return precision_recipe(precision) is not None and not number_format(precision).in_units(profile.capability)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call and the ceiling that sets them: compute, memory or overhead (dispatch, launch)."""
+    """The seconds of one call and the ceiling that sets them: compute, memory or overhead (dispatch, launch)."""
 
     seconds: float
     bound: str
@@ -55,40 +55,40 @@ class Timing:
 
 
 class Machine(Protocol):
-    """Anything that times a program."""
+    """A time model of a machine."""
 
     def time(self, op: Operation) -> Timing:
-        """Of one call."""
+        """Return the timing of one call."""
         ...
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
-        """What calling the kernels of a phase adds to the time that they take."""
+        """Return the seconds that dispatching the kernels of a phase adds to their own time."""
         ...
 
     def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
-        """Of one collective over `ranks`, each `stride` behind the one before, with a buffer of `size` bytes; all such
-        groups are at it together."""
+        """Return the seconds of one collective on a buffer of `size` bytes, over `ranks` ranks that are `stride` apart.
+        All such groups run it at the same time."""
         ...
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """This machine, by the profile that `ironlaw measure` made, in one precision that it was measured in.
+    """This machine in one measured precision, from the profile of `ironlaw measure`.
 
-    `slowdown`: kind of kernel -> how much longer it typically takes than at best (`interference.typical`). With a
-    `fabric`, as one of a job's `ranks` sees it, `at_once` of which compute on it at a time.
+    `slowdown`: kind of kernel -> typical time over best time (`interference.typical`). With a `fabric`, times are those
+    of one of a job's `ranks`, of which `at_once` compute on this machine at a time.
     """
 
     profile: Profile
     slowdown: Mapping[str, float]
     precision: str = "fp32"
-    whole_steps: bool = True  # apply `composition`; off where a kernel is looked at alone
+    whole_steps: bool = True  # apply `composition`; off for single kernels
     fabric: RankFabric | None = None  # None: one process alone
     ranks: int = 1
     at_once: int = 1
     _compositions: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    own_products: ClassVar[bool] = True  # as our own models run them; else as any other module does
+    own_products: ClassVar[bool] = True  # products as in Ironlaw's own models, not as in other modules
 
     # -- operations ------------------------------------------------------------------------------------------
 
@@ -97,23 +97,23 @@ class MeasuredMachine:
         if self.fabric is None or self.at_once < 2:
             return timing
         kind = "compute" if op.matmul is not None or op.attention is not None else "memory"
-        # A call's fixed cost is one thread's work, whoever else computes.
+        # A call's fixed cost is the work of one thread, and independent of other ranks.
         fixed = min(timing.seconds, self.profile.small_operation_seconds)
         grown = (timing.seconds - fixed) * self.fabric.costs.slowdown(kind, self.at_once)
         return replace(timing, seconds=fixed * self.turns + grown)
 
     def _alone(self, op: Operation) -> Timing:
-        """Of a process that has the machine for itself."""
+        """Return the timing in a process that is alone on the machine."""
         profile = self.profile
         precision = measured_precision(op.precision or self.precision, profile)
         if op.matmul is not None:
             fit = profile.product(precision, op.kernel) if self.own_products else profile.matmul[precision][op.kernel]
             seconds = fit.at(*op.matmul) * op.batch
             if op.batch > 1 and has_experts(op.group) and precision == "fp32" and profile.onednn:
-                # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
+                # oneDNN creates a tensor per expert, which is then copied to its place among the rows or weights.
                 seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
             bound = "compute"
-        elif op.attention is not None and op.kernel != "attention_decode":  # which reads its cache, as a copy does
+        elif op.attention is not None and op.kernel != "attention_decode":  # decode is timed as a copy of the cache
             _, sequence, _, _, head_size = op.attention
             kernel, _, direction = op.kernel.partition("_")
             pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "native")
@@ -122,7 +122,7 @@ class MeasuredMachine:
         elif op.kernel in profile.curves["fp32"] or op.kernel in profile.curves[precision]:
             seconds = profile.curve(op.kernel, precision).at(op.elements)
             bound = "memory"
-        else:  # small kernels of a router, that nobody has measured: their bytes at the rate of a copy
+        else:  # unmeasured kernels, such as a router's small ones: their bytes at the rate of a copy
             seconds = op.bytes_moved / profile.copy_bytes_per_second + profile.small_operation_seconds
             bound = "memory"
         if seconds < 4 * profile.small_operation_seconds:
@@ -133,7 +133,7 @@ class MeasuredMachine:
         return Timing(seconds, bound, Origin.MEASURED)
 
     def copy_seconds(self, size: float) -> float:
-        """Of bytes that are read and written."""
+        """Return the seconds to read and write `size` bytes."""
         slower = 1.0 if self.fabric is None else self.fabric.costs.slowdown("memory", self.at_once)
         return 2 * size / self.profile.copy_bytes_per_second * slower
 
@@ -144,9 +144,9 @@ class MeasuredMachine:
 
     @cached_property
     def _call_seconds(self) -> dict[Phase, float]:
-        """Cost of one operation beyond its kernel: Python, module calls, the autograd engine.
+        """Seconds of one operation in addition to its kernel: Python, module calls, the autograd engine.
 
-        From a tiny block, whose arithmetic is next to nothing: its measured time less its kernels' smallest times.
+        Derived from a tiny block with negligible arithmetic: its measured time less its kernels' smallest times.
         """
         found, block = {}, [op for op in training_operations(Shape(TINY, 1, TINY.context)) if op.group == "block"]
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -158,14 +158,14 @@ class MeasuredMachine:
 
     @property
     def turns(self) -> float:
-        """How much longer one thread's work takes where there are more ranks than cores."""
+        """The factor on one thread's work when there are more ranks than cores."""
         return 1.0 if self.fabric is None else max(1.0, self.at_once / self.fabric.costs.cores)
 
     def _at_best(self, precision: str) -> MeasuredMachine:
         return MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), precision, whole_steps=False)
 
     def composition(self, precision: str) -> float:
-        """A whole step over the sum of its kernels timed alone: colder caches, a busier allocator."""
+        """Return the time of a whole step over the sum of its kernels alone: colder caches, a busier allocator."""
         if precision not in self._compositions:
             at_best = self._at_best(precision)
             shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
@@ -182,11 +182,11 @@ class MeasuredMachine:
 
     @property
     def local_ranks(self) -> int:
-        """Of the job on one host."""
+        """Ranks of the job on one host."""
         return self.ranks if self.fabric is None else self.fabric.local_ranks(self.ranks)
 
     def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
-        """By gloo, on one machine or on several alike."""
+        """Return the seconds over gloo, on one machine or on several equal ones."""
         assert self.fabric is not None
         if kind == "send":
             inside, ranks = 2 if self.local_ranks >= stride * ranks else 1, 2
@@ -197,7 +197,7 @@ class MeasuredMachine:
 
 @dataclass(frozen=True)
 class MeasuredForModules(MeasuredMachine):
-    """The same for kernels of any module that was traced: by curves where there are some, else by bytes."""
+    """A measured machine for the kernels of traced modules: timed by curves if measured, else by bytes."""
 
     own_products: ClassVar[bool] = False
 
@@ -214,7 +214,7 @@ class MeasuredForModules(MeasuredMachine):
         return timing if op.attention is not None or op.kernel in curves else replace(timing, bound=COPY_RATE)
 
     def _product(self, op: Operation, precision: str) -> Timing:
-        """A batch counts as more rows; a convolution as its implicit product."""
+        """Time a batch as one product with more rows, and a convolution as its implicit product."""
         assert op.matmul is not None
         (m, n, k), fits = op.matmul, self.profile.matmul[precision]
         alike = "matmul_weight_gradient" if op.kernel == "convolution_weight_gradient" else "matmul"
@@ -229,6 +229,6 @@ def is_narrow(op: Operation) -> bool:
 
 
 def element_type(op: Operation, otherwise: str = "fp32") -> str:
-    """Of a traced operation; fp64 is timed as fp32, which nobody has constants beyond."""
+    """Return the dtype of a traced operation; fp64 is timed as fp32, as it has no constants."""
     dtype = str(getattr(op, "dtype", otherwise))
     return "fp32" if dtype == "fp64" else dtype

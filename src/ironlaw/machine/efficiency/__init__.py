@@ -1,4 +1,4 @@
-"""Time of single operations on catalogued accelerators, from a few physical constants per generation.
+"""Times of single operations on catalogued accelerators, from a few physical constants per generation.
 
     from ironlaw.machine.efficiency.matmul import matmul_seconds
     hardware = Hardware("h100", {"bf16": 989e12}, 3.35e12, 132, 700.0, load_efficiency("hopper"))

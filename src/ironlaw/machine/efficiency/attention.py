@@ -1,10 +1,10 @@
 """Time of one fused (flash) attention call, forward or backward.
 
-    keys        mean number of keys a query looks at: causal (s + 1) / 2, window, or all
+    keys        mean number of keys a query attends to: causal (s + 1) / 2, window, or all
     FLOPs       forward 4 batch heads s keys d; backward 2.5 times that (five matmuls against two)
     compute     FLOPs (1 + softmax / d) (1 + fill / keys) / (attainable peak)  + tail
-    tail        the share of the longest query tile that no other work hides
-    power       as for matmul; memory: q, k, v, o once, and what the library adds
+    tail        the share of the longest query tile that no other work overlaps
+    power       as for matmul; memory: q, k, v, o once, and the library's extra traffic
     time        launch + max(compute, memory)
 
 Online softmax and the counts: Dao et al., arXiv 2205.14135; tiles over the sequence and the backward's
@@ -30,7 +30,7 @@ BACKWARD_LOG_ERROR = 0.25
 
 
 def mean_keys(sequence: Number, causal: bool, window: Number | None = None) -> Number:
-    """Keys per query, averaged over a sequence: s, (s + 1) / 2 if causal, fewer with a sliding window."""
+    """Return the mean keys per query of a sequence: s, (s + 1) / 2 if causal, fewer with a sliding window."""
     s = np.asarray(sequence, dtype=np.float64)
     if window is None:
         keys = (s + 1) / 2 if causal else s
@@ -50,10 +50,10 @@ def attention_flops(
     window: Number | None = None,
     value_size: Number | None = None,
 ) -> Number:
-    """Floating-point operations actually needed: masked scores are not counted.
+    """Return the floating-point operations required: masked scores are not counted.
 
-    `value_size`: of a head's value, `head_size` unless given. Of a backward pass's five products three are as wide as
-    keys (scores again, gradients of query and key) and two as values.
+    `value_size`: size of a head's value, by default `head_size`. Of the backward pass's five products, three are as
+    wide as keys (scores again, gradients of query and key) and two as wide as values.
     """
     value = head_size if value_size is None else value_size
     widths = 3.0 * head_size + 2.0 * value if direction == "backward" else 1.0 * head_size + value
@@ -76,10 +76,10 @@ def attention_seconds(
     sustained: bool = False,
     value_size: Number | None = None,
 ) -> Number:
-    """Seconds of one attention call over `batch` sequences of `sequence` tokens, host time not included.
+    """Return the seconds of one attention call over `batch` sequences of `sequence` tokens, without host time.
 
-    `value_size`: of a head's value, `head_size` unless given; measured are equal sizes only, and what depends on the
-    size of a head goes by the mean of both.
+    `value_size`: size of a head's value, by default `head_size`. Only equal sizes were measured; terms that depend on
+    the head size use the mean of both.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is forward or backward, not {direction}")
@@ -113,7 +113,7 @@ def _memory_seconds(
     b: Array, s: Array, h: Array, kv: Array, d: Array, dtype: str, hardware: Hardware, constants: AttentionConstants,
     direction: str,
 ) -> Array:  # fmt: skip
-    """Seconds to move q, k, v and o once between memory and the compute units."""
+    """Return the seconds to move q, k, v and o once between memory and the compute units."""
     traffic = 2.0 * b * s * (h + kv) * d * number_format(dtype).bytes_per_element()
     if direction == "backward":
         traffic = traffic * BACKWARD_TRAFFIC_RATIO

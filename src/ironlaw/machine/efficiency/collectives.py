@@ -12,14 +12,14 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
     send_recv       S                     2
     broadcast       S                     n-1
 
-The link counts at ring_fraction (direct_fraction for all_to_all and send_recv) of nominal, and one's own
-share S / n is copied local_copy_ratio times faster. The logarithm is what measurements show from 1 MiB to
-16 GiB: with the size, libraries go through protocols, channels and chunks, each with a longer start.
+The link attains ring_fraction (direct_fraction for all_to_all and send_recv) of its nominal bandwidth, and a
+rank's own share S / n is copied local_copy_ratio times faster. The logarithm is measured from 1 MiB to 16 GiB:
+with growing size, libraries change protocols, channels and chunks, each with a longer start-up.
 
-A switch that reduces (NVLS) lets each rank send (1 + 1/n) S instead of 2 (n-1)/n S. Over N islands with g
-ranks each, a ring crosses every island once, so its traffic leaves through the g network shares together;
+With reduction in the switch (NVLS), each rank sends (1 + 1/n) S instead of 2 (n-1)/n S. Over N islands with g
+ranks each, a ring crosses every island once, so that its traffic uses all g network shares of an island;
 a tree all-reduce sends S (N = 2) or 2 S (N > 2, a node of a double binary tree has two children) per
-island, and needs 2 log2 N network hops instead of 2 N. The faster algorithm is taken, as NCCL does.
+island, and needs 2 log2 N network hops instead of 2 N. The faster algorithm is chosen, as in NCCL.
 
 Costs: Hockney alpha-beta; Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring, tree); Sanders, Speck,
 Traeff, Parallel Computing 35, 2009 (double binary trees). Bus bandwidth: nccl-tests doc/PERFORMANCE.md.
@@ -36,7 +36,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"
 
 
 def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
-    """Bytes each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
+    """Return the bytes that each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
     known(kind)
     share = {"all_reduce": 2.0, "send_recv": 0.0, "broadcast": 0.0}.get(kind, 1.0)
     s, n = broadcast(size, ranks)
@@ -47,11 +47,11 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
 def collective_seconds(
     kind: str, size: Number, ranks: Number, ranks_per_island: Number | None = None, *, fabric: Fabric
 ) -> Number:
-    """Seconds of one collective on a buffer of `size` bytes (per rank for all_to_all and send_recv).
+    """Return the seconds of one collective on a buffer of `size` bytes (per rank for all_to_all and send_recv).
 
-    `ranks_per_island` is how many of the group's ranks share an island: 8 for a data-parallel group that
-    fills nodes of 8, 1 for one of the 8 groups that each take one rank per node (each then has its own
-    share of the network). By default as many as fit.
+    `ranks_per_island` is the number of the group's ranks in one island: 8 for a data-parallel group that fills
+    nodes of 8, 1 for one of 8 groups with one rank per node each, which then has its own share of the network.
+    By default as many as fit.
     """
     known(kind)
     inside = np.minimum(ranks, fabric.island_ranks) if ranks_per_island is None else ranks_per_island
@@ -68,13 +68,13 @@ def collective_seconds(
 
 
 def known(kind: str) -> None:
-    """UserError unless `kind` is a collective of this module."""
+    """Raise UserError unless `kind` is a collective of this module."""
     if kind not in KINDS:
         raise UserError(f"unknown collective {kind}; {did_you_mean(kind, KINDS)}")
 
 
 def _link(fabric: Fabric, n: Array) -> Array:
-    """Nominal one-direction bandwidth of a rank among n, by topology."""
+    """Return the nominal one-direction bandwidth of a rank among n, by topology."""
     link = fabric.island_bytes_per_second
     if fabric.topology == "mesh":
         return link * np.maximum(n - 1.0, 1.0) / max(fabric.island_ranks - 1, 1)
@@ -84,7 +84,7 @@ def _link(fabric: Fabric, n: Array) -> Array:
 
 
 def _hops(kind: str, n: Array) -> Array:
-    """Of a ring, or of point to point."""
+    """Return the hops of a ring or, for all_to_all and send_recv, of point-to-point messages."""
     tree = np.ceil(np.log2(np.maximum(n, 1.0)))
     return {
         "all_reduce": 2.0 * (n - 1.0), "all_to_all": 1.0 + tree, "send_recv": np.full(n.shape, 2.0),
@@ -109,7 +109,7 @@ def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric) -> Array:
     steps = hops * constants.step_seconds
     seconds = steps + _island_bandwidth_seconds(kind, s, n, fabric, False)
     if kind == "all_reduce" and constants.switch_fraction > 0:
-        # small all-reduces take as long with NVLS as by the ring (measured), large ones much less
+        # small all-reduces take as long with NVLS as with the ring (measured), large ones much less
         seconds = np.minimum(seconds, steps + _island_bandwidth_seconds(kind, s, n, fabric, True))
     return fixed + seconds
 
@@ -135,7 +135,7 @@ def _network_seconds(kind: str, s: Array, n: Array, g: Array, fabric: Fabric, ne
 def _direct_seconds(
     kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, share: float
 ) -> Array:
-    """Point to point across islands: every rank has its own network share."""
+    """Return the seconds of point-to-point messages across islands, where every rank has its own network share."""
     if kind == "send_recv":
         return network.step_seconds + s / share
     inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
@@ -143,7 +143,7 @@ def _direct_seconds(
 
 
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
-    """Network hops, island hops, and bytes leaving each island, of a ring or tree over n / g islands."""
+    """Return network hops, island hops and bytes leaving each island, for a ring or tree over n / g islands."""
     islands, both_ways = n / g, 2.0 if kind == "all_reduce" else 1.0
     if name == "ring":
         crossings = both_ways * islands

@@ -1,7 +1,7 @@
-"""What a time model needs to know of an accelerator: nominal figures and the constants of its generation.
+"""The inputs of the time models of an accelerator: its nominal figures and the constants of its generation.
 
 Everything is a primitive or a frozen dataclass of primitives, so that a catalogue, a measured profile or
-a test can build one by hand. Units are in the names; fractions are of the nominal figure beside them.
+a test can construct it directly. Units are in the names; fractions refer to the nominal figure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ironlaw.errors import UserError, did_you_mean
 
 Array = npt.NDArray[np.float64]
 Number = float | Array
-"""A plain float or an array; the functions of this package broadcast and return what they were given."""
+"""A float or an array; the functions of this package broadcast, and return floats for floats, arrays for arrays."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Where a group of constants comes from, and how far reality strays from them.
+    """The source of a group of constants, and the spread of measurements around their predictions.
 
     `log_error_p10` and `log_error_p90` are percentiles of ln(measured / predicted): 80% of the measured
     times lie between `predicted * exp(p10)` and `predicted * exp(p90)`.
@@ -40,7 +40,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class MatmulConstants:
-    """Constants of the matmul model (`matmul.py` says how they combine)."""
+    """Constants of the matmul model, defined in `matmul.py`."""
 
     attainable_fraction: float  # of dense peak, inside an infinitely large tile at full clock
     operand_elements: float  # loading one tile edge element costs as much as this many multiply-adds
@@ -48,10 +48,10 @@ class MatmulConstants:
     wave_rigidity: float  # 0: work spreads evenly over compute units (stream-K); 1: whole waves only
     memory_fraction: float  # of nominal memory bandwidth
     split_traffic: float  # cost of adding up split-K partial sums, in passes over fp32 partials
-    launch_seconds: float  # floor of one kernel inside a graph or a full queue (no host time)
+    launch_seconds: float  # shortest time of a kernel inside a graph or a full queue (no host time)
     joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
-    throttle_seconds: float  # a kernel this long in a benchmark loop feels half of the power limit
-    cast_traffic: float = 0.0  # passes over the left operand when the library quantises it first
+    throttle_seconds: float  # for a kernel this long in a benchmark loop, half of the power limit's effect applies
+    cast_traffic: float = 0.0  # passes over the left operand if the library quantises it first
     cast_seconds: float = 0.0  # launch of that cast
     evidence: Evidence | None = None
 
@@ -62,7 +62,7 @@ class AttentionConstants:
 
     attainable_fraction: float  # of dense peak, at infinite head size and length
     softmax_head_elements: float  # exponentials cost as much as this many more head elements
-    fill_keys: float  # pipeline start and masked diagonal: keys per query tile that yield nothing
+    fill_keys: float  # pipeline start and masked diagonal: wasted keys per query tile
     tail_rigidity: float  # 0: perfect balance over compute units; 1: the longest tile trails alone
     extra_traffic: float  # passes over q, k, v, o beyond one (rotation, layout, cache writes)
     launch_seconds: float
@@ -93,7 +93,7 @@ class CollectiveConstants:
     ring_fraction: float  # of the nominal one-direction link bandwidth of a rank
     local_copy_ratio: float  # bandwidth of copying one's own share, over the attained ring bandwidth
     switch_fraction: float = 0.0  # same, for reduction inside the switch (NVLS); 0: there is none
-    direct_fraction: float = 0.0  # same, for all-to-all and send/recv; 0: as the ring
+    direct_fraction: float = 0.0  # same, for all-to-all and send/recv; 0: the ring's fraction
     sharing_exponent: float = 0.0  # a bus shared by n ranks: bandwidth x (2/n)^exponent
     evidence: Evidence | None = None
 
@@ -112,7 +112,7 @@ class NetworkConstants:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """All constants of one accelerator generation, as kept in `constants/<generation>.toml`."""
+    """All constants of one accelerator generation, stored in `constants/<generation>.toml`."""
 
     generation: str
     matmul: Mapping[str, MatmulConstants]  # by dtype, or dtype/library where libraries differ
@@ -123,10 +123,10 @@ class Efficiency:
     default_library: Mapping[str, str] = field(default_factory=dict)
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
-        """The constants for one format; without measurements, those of a format with the same kernels.
+        """Return the constants for a format; without measurements, those of a format with the same kernels.
 
-        Energy goes with the bytes of operands: Transformer Engine's products on a B300 draw 1, 0.52 and 0.29 times as
-        much in bf16, fp8 and nvfp4 (docs/notes/operations.md).
+        Energy is proportional to the operands' bytes: Transformer Engine's products on a B300 draw 1, 0.52 and 0.29
+        times as much in bf16, fp8 and nvfp4 (docs/notes/operations.md).
         """
         name = self._measured(dtype)
         library = library or self.default_library.get(name)
@@ -138,26 +138,26 @@ class Efficiency:
         raise UserError(f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}")
 
     def _measured(self, dtype: str) -> str:
-        """The format itself where its kernels were measured, else the nearest that stands in."""
+        """Return the format itself if its kernels were measured, else the nearest measured substitute."""
         stands_in = number_format(dtype).kernels_of
         if any(key.split("/")[0] == dtype for key in self.matmul) or not stands_in:
             return dtype
         return self._measured(stands_in)
 
     def libraries(self, dtype: str) -> tuple[str, ...]:
-        """Libraries whose kernels of a format were measured apart."""
+        """Return the libraries whose kernels for a format were measured separately."""
         name = self._measured(dtype)
         return tuple(key.split("/")[1] for key in self.matmul if key.startswith(f"{name}/"))
 
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:
-        """The constants of an attention kernel, by default the one most training stacks would use."""
+        """Return the constants of an attention kernel, by default the one that most training stacks use."""
         name = kernel or self.default_attention
         if name not in self.attention:
             raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
         return self.attention[name]
 
     def assumptions(self) -> tuple[str, ...]:
-        """The groups of constants that nobody measured here, each with its note. Empty: all measured."""
+        """Return the groups of constants that are assumed instead of measured, each with its note."""
         groups = [(f"matmul {key}", value.evidence) for key, value in self.matmul.items()]
         groups += [(f"attention {key}", value.evidence) for key, value in self.attention.items()]
         groups += [("streaming", self.streaming.evidence)]
@@ -179,7 +179,7 @@ class Hardware:
     clock_hertz: float | None = None
 
     def peak(self, dtype: str) -> float:
-        """Dense peak of a format in FLOP/s; a block-scaled format runs at the peak of its plain one."""
+        """Return the dense peak of a format in FLOP/s; a block-scaled format has that of its plain format."""
         wanted = number_format(dtype)
         for name in (dtype, wanted.peak, wanted.rate_of):
             if name in self.peak_flops_per_second:
@@ -201,10 +201,10 @@ class Fabric:
 
 
 def broadcast(*values: Number) -> list[Array]:
-    """Arguments as float arrays of one shape, that of a number if all of them are numbers."""
+    """Return the arguments as float arrays of one shape, zero-dimensional if all of them are numbers."""
     return [np.asarray(a, dtype=np.float64) for a in np.broadcast_arrays(*values)]
 
 
 def unwrap(result: Array) -> Number:
-    """A plain float when every argument was one."""
+    """Return a zero-dimensional array as a float, other arrays unchanged."""
     return result if result.ndim else float(result)

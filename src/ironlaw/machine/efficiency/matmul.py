@@ -1,9 +1,9 @@
 """Time of one (batched) matrix product C[m, n] = A[m, k] B[k, n].
 
-The model, smallest over the tiles and K-splits that libraries offer:
+The model, minimised over the tiles and K-splits that libraries offer:
 
     tiles       T = batch ceil(m / tm) ceil(n / tn) s              s: split of K
-    waves       W = T / units, rounded up where it is below one or as far as the scheduler is rigid
+    waves       W = T / units, rounded up if below one, else as far as the scheduler is rigid
     compute     W (k / s + fill) 2 (tm tn + operand (tm + tn)) / (attainable peak / units)
     power       compute stretches towards FLOPs joules_per_flop / power_watts over throttle_seconds
     memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once
@@ -11,8 +11,8 @@ The model, smallest over the tiles and K-splits that libraries offer:
 
 Tile and wave quantisation follow NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001);
 even spreading of tiles is stream-K (Osama et al., arXiv 2301.03598); the roofline is Williams et al.,
-CACM 52(4), 2009. That arithmetic energy bounds the rate of large products is seen in the measurements:
-the attained rate of a generation scales with its boards' power limits, not with their peaks.
+CACM 52(4), 2009. Measurements show that arithmetic energy bounds the rate of large products: within a
+generation, the attained rate scales with the boards' power limits, not with their peaks.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ def matmul_seconds(
     include_cast: bool = False,
     sustained: bool = False,
 ) -> Number:
-    """Seconds of one matmul, launch included, host time not.
+    """Return the seconds of one matmul, launch included, host time not.
 
     `include_cast` adds the quantisation of A from 2 bytes, for the libraries that do it in the call.
-    `sustained` applies the power limit in full whatever the duration: the state of a long training step;
-    without it the time is that of a benchmark loop over this one shape, which is what was measured. Then, too, and
-    where no library is named, the fastest of those measured counts at every shape: a training library chooses among
-    kernels as good as theirs.
+    `sustained` applies the full power limit at any duration, as in a long training step; without it the time is that
+    of a benchmark loop over this one shape, as in the measurements. With `sustained` and no `library`, each shape takes
+    the time of the fastest measured library, as a training library chooses among kernels of that quality.
     """
     if sustained and library is None and len(libraries := hardware.efficiency.libraries(dtype)) > 1:
         each = [
@@ -96,7 +95,7 @@ def _seconds(
 def _compute_seconds(
     m: Array, n: Array, k: Array, batch: Array, peak: float, hardware: Hardware, constants: MatmulConstants
 ) -> Array:
-    """Seconds of the arithmetic at full clock: the best tile and split of `TILES` and `SPLITS`."""
+    """Return the seconds of the arithmetic at full clock, with the best of `TILES` and `SPLITS`."""
     unit_rate = peak * constants.attainable_fraction / hardware.compute_units
     waves = batch * np.ceil(m / _TM) * np.ceil(n / _TN) * _SPLIT / hardware.compute_units
     rigid = constants.wave_rigidity

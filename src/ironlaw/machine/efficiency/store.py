@@ -1,7 +1,7 @@
 """Constants of accelerator generations and networks: TOML files in `constants/`, read once.
 
-A file either holds its own groups or says `inherits = "<generation>"` and overrides some of them; what is
-inherited is marked as assumed, with a wide interval, and listed by `Efficiency.assumptions()`.
+A file either contains all groups or has `inherits = "<generation>"` and overrides some of them. Inherited groups
+are marked as assumed, with a wide interval, and listed by `Efficiency.assumptions()`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ironlaw.machine.efficiency.hardware import (
 FOLDER = Path(__file__).parent / "constants"
 NETWORKS, ASSUMED = "networks", "assumed"
 INHERITED_LOG_ERROR = 0.4
-"""Half width of the interval of inherited constants: a factor 1.5 either way."""
+"""Half width of the interval of inherited constants in log space: a factor of 1.5 up and down."""
 
 
 def generations() -> tuple[str, ...]:
-    """Names of all generations there are constants for, measured or inherited."""
+    """Return the names of all generations with constants, measured or inherited."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem not in (NETWORKS, ASSUMED)))
 
 
 @lru_cache(maxsize=32)
 def load_efficiency(generation: str) -> Efficiency:
-    """The constants of one generation. UserError, with the nearest names, when there are none."""
+    """Load the constants of one generation. UserError with the nearest names if there are none."""
     document = _document(generation)
     parent = load_efficiency(document["inherits"]) if "inherits" in document else None
     note = document.get("inherits_note", "")
@@ -67,7 +67,7 @@ def load_efficiency(generation: str) -> Efficiency:
 
 
 def assumed_efficiency(generation: str) -> Efficiency:
-    """Plausible constants, where nothing was measured."""
+    """Return plausible constants for a generation without measurements."""
     return replace(load_efficiency(ASSUMED), generation=generation)
 
 
@@ -78,7 +78,7 @@ def assumed_network() -> NetworkConstants:
 
 @lru_cache(maxsize=8)
 def load_network(name: str) -> NetworkConstants:
-    """The constants of one kind of network: infiniband, roce, efa, tcpx, ethernet."""
+    """Load the constants of one kind of network: infiniband, roce, efa, tcpx, ethernet."""
     networks = read_toml(FOLDER / f"{NETWORKS}.toml")
     if name not in networks:
         raise UserError(f"unknown network {name}; {did_you_mean(name, networks)}")
@@ -87,10 +87,10 @@ def load_network(name: str) -> NetworkConstants:
 
 
 def reference_hardware(generation: str, name: str) -> Hardware:
-    """An accelerator with the nominal figures the constants were fitted with.
+    """Return an accelerator with the nominal figures that the constants were fitted with.
 
-    Fractions only mean something beside these figures: a catalogue that states another peak or bandwidth
-    should scale the fraction accordingly.
+    Fractions are relative to these figures: a catalogue that states another peak or bandwidth should scale
+    the fractions accordingly.
     """
     known = _document(generation).get("accelerators", {})
     if name not in known:
@@ -99,7 +99,7 @@ def reference_hardware(generation: str, name: str) -> Hardware:
 
 
 def reference_accelerators() -> dict[str, str]:
-    """Reference accelerator to generation, over all files."""
+    """Return the generation of each reference accelerator, over all files."""
     return {name: g for g in generations() for name in _document(g).get("accelerators", {})}
 
 
@@ -118,7 +118,7 @@ def _group(kind: type, values: dict[str, Any]) -> Any:
 
 
 def _assumed(group: Any, note: str) -> Any:
-    """The same constants, marked as assumed, with an interval at least `INHERITED_LOG_ERROR` wide."""
+    """Return the constants marked as assumed, with an interval of at least `INHERITED_LOG_ERROR` on each side."""
     old = group.evidence or Evidence("", 0, 0.0, 0.0)
     evidence = Evidence(
         old.source, 0, min(old.log_error_p10, -INHERITED_LOG_ERROR), max(old.log_error_p90, INHERITED_LOG_ERROR),
