@@ -1,7 +1,7 @@
-"""Adapters beside the matrices of linear layers: y = x W^T + s (x A^T) B^T with W frozen, A (R, K) and B (N, R) trained
-(LoRA, arXiv 2106.09685). With a magnitude m (N) every row of W + s B A gets the length m (DoRA, arXiv 2402.09353).
+"""Adapters of linear layers: y = x W^T + s (x A^T) B^T with frozen W and trained A (R, K) and B (N, R) (LoRA, arXiv
+2106.09685). With magnitudes m (N), row i of W + s B A is scaled to the norm m_i (DoRA, arXiv 2402.09353).
 
-A layer may have several, each on some of its rows: query, key and value are one matrix here.
+A layer may have several, each for a range of rows, because query, key and value are one matrix here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ironlaw.model.linear import Linear, become, linear, local_part
 
 
 class Adapter(nn.Module):
-    """Of rows `start` to `stop`. It starts as a zero: A is PEFT's random one, B zeros, m the lengths that are there."""
+    """The adapter of rows `start` to `stop`. Initially A is random as in PEFT, B is 0, m are the frozen rows' norms."""
 
     def __init__(self, start: int, stop: int, inputs: int, rank: int, scale: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -27,30 +27,30 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.zeros(stop - start, rank))
         self.magnitude: nn.Parameter | None = None
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.whole_lengths: Callable[[Tensor], Tensor] = lambda lengths: lengths  # from those of the columns here
+        self.whole_lengths: Callable[[Tensor], Tensor] = lambda lengths: lengths  # from norms over this rank's columns
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     def added(self, x: Tensor) -> Tensor:
-        """x (..., K) to (..., stop - start)."""
+        """Return the adapter's output (..., stop - start) for x (..., K)."""
         return F.linear(F.linear(self.dropout(x), local_part(self.a)) * self.scale, local_part(self.b))
 
     @torch.no_grad()
     def merged(self, rows: Tensor) -> Tensor:
-        """These rows (stop - start, K) of the frozen matrix with the adapter in them."""
+        """Return the rows (stop - start, K) of the frozen matrix with the adapter merged in."""
         rows = rows + self.scale * (self.b @ self.a)
         return rows if self.magnitude is None else rows * self.stretch(rows).unsqueeze(1)
 
     def stretch(self, merged: Tensor) -> Tensor:
-        """What brings each row to its length. The gradient takes the present lengths as constants (section 4.3)."""
+        """Return the factor that scales each row to its magnitude. The norms have no gradient (section 4.3)."""
         assert self.magnitude is not None
         return local_part(self.magnitude) / self.whole_lengths(torch.linalg.vector_norm(merged.detach(), dim=1))
 
 
 class LayerAdapters(nn.ModuleDict):
-    """Of one layer, in the order of their rows: what they make of its product. A module, so that a profile names it."""
+    """The adapters of one layer, in the order of their rows. A module, so that it appears in profiles."""
 
     def forward(self, x: Tensor, y: Tensor, layer: AdaptedLinear) -> Tensor:
-        """x (..., K) and the frozen product y (..., N) to (..., N); where rows are stretched y is without the bias."""
+        """Return the output (..., N) from x (..., K) and the frozen product y (..., N), in DoRA without the bias."""
         y = y + self._side_by_side([adapter.added(x) for adapter in self.each()], y)
         if self.stretches:
             lengths = [self._stretch(adapter, layer) for adapter in self.each()]
@@ -63,7 +63,7 @@ class LayerAdapters(nn.ModuleDict):
         return any(adapter.magnitude is not None for adapter in self.each())
 
     def _side_by_side(self, parts: list[Tensor], like: Tensor, fill: int = 0) -> Tensor:
-        """What each adapter has of (..., N); other rows are filled."""
+        """Concatenate the adapters' parts into (..., N), with `fill` in rows without an adapter."""
         together, row = [], 0
         for start, stop, part in [*((a.start, a.stop, p) for a, p in zip(self.each(), parts, strict=True)),
                                   (like.shape[-1], 0, None)]:  # fmt: skip
@@ -87,20 +87,20 @@ class LayerAdapters(nn.ModuleDict):
 
 
 class AdaptedLinear(Linear):
-    """A frozen `Linear` with adapters. `product` and `frozen` say how its matrix is held."""
+    """A frozen `Linear` with adapters. Subclasses override `product` and `frozen` for other storage of the matrix."""
 
     adapters: LayerAdapters
-    adapting = True  # False: as if there were none
+    adapting = True  # False: the adapters are ignored
 
     def frozen(self) -> Tensor:
-        """The matrix (N, K)."""
+        """Return the frozen matrix (N, K)."""
         return self.weight
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return (linear if self.onednn else F.linear)(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = followed(x)  # once, for all products
+        x = followed(x)  # cast once for all products
         if not (self.adapting and self.adapters):
             return self.product(x, self.bias)
         adapted: Tensor = self.adapters(x, self.product(x, None if self.adapters.stretches else self.bias), self)
@@ -108,7 +108,7 @@ class AdaptedLinear(Linear):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The matrix with the adapters in it, (N, K)."""
+        """Return the matrix (N, K) with the adapters merged in."""
         whole = self.frozen().clone()
         for adapter in self.adapters.each():
             rows = slice(adapter.start, adapter.stop)
@@ -117,7 +117,7 @@ class AdaptedLinear(Linear):
 
 
 def adapt(module: Linear, adapters: dict[str, Adapter], *, magnitudes: bool = False) -> None:
-    """Give a frozen layer its adapters, in the order of their rows. Names of what it has stay as they are."""
+    """Add adapters, in the order of their rows, to a frozen layer in place. The names of its tensors do not change."""
     module = module if isinstance(module, AdaptedLinear) else become(module, AdaptedLinear)
     module.adapters = LayerAdapters(adapters)
     for adapter in adapters.values() if magnitudes else ():

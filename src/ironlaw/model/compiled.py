@@ -1,5 +1,5 @@
-"""Blocks of a decoder as one compiled call each, for steps of few tokens: where Python and PyTorch's operations take
-longer than what they compute. Blocks of other forms go through their modules."""
+"""Blocks of a decoder as one compiled call each, for steps of few tokens, in which the overhead of Python and PyTorch
+exceeds the computation. Blocks of unsupported forms use their modules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ironlaw.model.transformer import Attention, Transformer
 
 
 class CompiledBlock:
-    """Called as the module is, with a cache whose tokens are all `few`."""
+    """A replacement of a block's module, for caches whose tokens are all in `few`."""
 
     def __init__(self, block: Any, native: Native, cache: LayerCache) -> None:
         weights = [_weight(m) for m in (block.attention.qkv, block.attention.out, block.ffn.gate, block.ffn.up,
                                         block.ffn.down)]  # fmt: skip
         norms, config, shapes = _norms(block), cache.config, native.shapes
         hidden = config.hidden
-        self.kept = weights, norms, cache  # to which the struct points
+        self.kept = weights, norms, cache  # keeps alive the targets of the struct's pointers
         qkv, out, gate, _, down = structs = [CLinear() if w is None else w.struct for w in weights]
         found = [(each.inputs, each.outputs) for each in structs]
         wide, ffn = (shapes.heads + 2 * shapes.shared) * shapes.key, (hidden, down.inputs)
@@ -40,12 +40,12 @@ class CompiledBlock:
         )  # fmt: skip
         self.turned = min(config.size_of_rotary, shapes.key)
         longest = max(hidden, out.inputs, down.inputs)
-        self.scratch = hidden + qkv.outputs + out.inputs + 2 * down.inputs + longest + 1  # floats a token
+        self.scratch = hidden + qkv.outputs + out.inputs + 2 * down.inputs + longest + 1  # floats per token
         self.native = native
         self.call: Any = native.block
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
-        """Of x (1, N, H), which may be changed."""
+        """Return the block's output for x (1, N, H), which may be overwritten."""
         few = cache.now.few
         assert few is not None
         x = x.float().contiguous()
@@ -60,7 +60,7 @@ class CompiledBlock:
 def compiled_blocks(
     model: Transformer, native: Native | None, caches: Sequence[LayerCache]
 ) -> list[CompiledBlock] | None:
-    """None unless every block has the form that `decode.c` knows."""
+    """Return the compiled blocks, or None unless `decode.c` supports the form of every block."""
     if native is None or native.block is None or not all(_is_known(block, native) for block in model.blocks):
         return None
     return [CompiledBlock(block, native, cache) for block, cache in zip(model.blocks, caches, strict=True)]
@@ -74,7 +74,7 @@ def _is_known(block: Any, native: Native) -> bool:
         return False
     weights = [_weight(m) for m in (attention.qkv, attention.out, ffn.up, ffn.down)]
     weights += [] if ffn.gate is None else [_weight(ffn.gate)]
-    # Formats of 8 bits multiply fp32; in bf16 all is bf16.
+    # 8-bit formats need fp32 activations; with bf16 activations all weights are bf16.
     fits = all(w is not None and (w.dtype is torch.bfloat16) == (native.activation is torch.bfloat16) for w in weights)
     return fits and all(isinstance(norm, PackedNorm) for norm in _norms(block)) and ffn.activation in ACTIVATIONS
 

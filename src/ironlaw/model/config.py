@@ -12,9 +12,9 @@ from ironlaw.model.parameters import elements_of, of_block, of_embedding, of_exp
 
 
 class ModelConfig(Dimensions):
-    """Dimensions and choices of a decoder. Defaults are GPT-2's; a name of `ironlaw catalog` brings its own."""
+    """Dimensions and choices of a decoder. Defaults are GPT-2's, or those of a name in `ironlaw catalog`."""
 
-    def __hash__(self) -> int:  # not all fields have one, and these tell models apart
+    def __hash__(self) -> int:  # some fields are unhashable; these distinguish models
         return hash((self.name, self.layers, self.hidden, self.heads, self.ffn, self.vocab))
 
     @model_validator(mode="after")
@@ -64,7 +64,7 @@ class ModelConfig(Dimensions):
         return self
 
     def _check_latent(self) -> None:
-        """Latent attention has sizes of its own, rotary positions, and nothing optional."""
+        """Raise ValueError for options that latent attention, with its own sizes and rotary positions, lacks."""
         assert self.latent is not None
         if self.kv_heads not in (None, self.heads) or self.head_size not in (None, self.latent.head_size):
             raise ValueError("latent attention has its own sizes: leave kv_heads and head_size out")
@@ -77,32 +77,32 @@ class ModelConfig(Dimensions):
 
     @classmethod
     def named(cls, name: str, **overrides: Any) -> ModelConfig:
-        """A catalogued model, with any field replaced; fields of `moe` one by one."""
+        """Return a catalogued model with fields replaced; tables such as `moe` are merged field by field."""
         return cls(**with_overrides(model_figures(name) | {"name": name}, overrides))
 
     @property
     def block_parameters(self) -> int:
-        """Of one block with a dense feed-forward network."""
+        """Parameters of one block with a dense feed-forward network."""
         return elements_of(of_block(self))
 
     @property
     def moe_block_parameters(self) -> int:
-        """Of one block with experts, all of them; 0 without experts."""
+        """Parameters of one block with all of its experts; 0 without experts."""
         return elements_of(of_block(self, experts=True)) if self.moe else 0
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert; 0 without experts."""
         return elements_of(of_experts(self)) // self.moe.experts if self.moe else 0
 
     @property
     def embedding_parameters(self) -> int:
-        """Token embedding, learned positions, and their norm; the output layer counts apart when it is not tied."""
+        """Parameters of token embedding, learned positions and their norm; an untied output layer is not included."""
         return elements_of(of_embedding(self))
 
     @property
     def head_parameters(self) -> int:
-        """Of the output layer, without the norm before it."""
+        """Parameters of the output layer, without the norm before it."""
         return elements_of(of_head(self)) - self.norm_parameters
 
     @property
@@ -112,12 +112,12 @@ class ModelConfig(Dimensions):
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets: of the routed experts only its own."""
+        """Parameters used for one token: of the routed experts only the chosen ones."""
         idle = self.moe.experts - self.moe.experts_per_token if self.moe else 0
         return self.parameters - self.moe_layers * idle * self.expert_parameters
 
     def of_kind(self, windowed: bool, rotated: bool) -> ModelConfig:
-        """The model if all of its layers were of one kind."""
+        """Return the model with all layers of one kind: with or without window and rotation."""
         update: dict[str, Any] = {"full_every": None, "full_offset": 0, "full_first": 0, "unrotated_every": None}
         if not windowed:
             update |= {"sliding_window": None, "rope_theta_local": None}
@@ -127,7 +127,7 @@ class ModelConfig(Dimensions):
 
 
 def with_overrides(figures: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A model's table with fields replaced; in its `moe` and `latent` tables too, where both are tables."""
+    """Replace fields of a model's table; its `moe` and `latent` tables are merged field by field."""
     merged = figures | overrides
     for name in ("moe", "latent"):
         if isinstance(figures.get(name), dict) and isinstance(overrides.get(name), dict):

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) as it is trained: keys and values of all
-heads are computed from the narrow vector, and then attended to like any others.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). In training, keys and values of all heads
+are computed from the narrow vector, followed by ordinary attention.
 
 Shapes as in `transformer.py`, and: N the part of a head's query and key without positions, R the rotated part, D both,
-W the value's size. `workload/latent.py` lists what is computed here.
+W the value's size. `workload/latent.py` lists the operations of this module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LatentAttention(nn.Module):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Its products before attention, in order, the wide ones as a recomputation policy calls them."""
+        """Names of the products before attention in order; the wide ones under their name in recomputation policies."""
         return (*(("query_down",) if self.latent.query_rank else ()), "qkv", "latent_down", "qkv")
 
     def forward(
@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
         return out
 
     def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
-        """As `forward` of new tokens (1, N, H). What is kept of a token is the narrow vector and the rotated key."""
+        """`forward` of new tokens (1, N, H) with a cache, which stores each token's narrow vector and rotated key."""
         narrow, turned = self.narrow(x, rotary)
         kept = torch.cat((narrow.to(turned.dtype), turned[:, :, 0]), dim=-1).transpose(0, 1)  # (N, 1, rank + R)
         cache.keep(kept)
@@ -82,10 +82,10 @@ class LatentAttention(nn.Module):
         return out
 
     def mixed(self, query: Tensor, kept: Tensor, group: Group, cache: LayerCache) -> Tensor:
-        """(P x S, A, W) of queries (P x S, A, D) over what is kept (P, 1, T, rank + R) of a group's sequences.
+        """Return (P x S, A, W) from queries (P x S, A, D) and the cached `kept` (P, 1, T, rank + R) of a group.
 
-        Few queries are taken to the narrow space, where one key serves all heads (the absorbed form of section 2.1.2);
-        for many it takes less work to make keys and values of all heads, as in training.
+        Few queries are projected to the narrow space, where all heads share one key (the absorbed form of section
+        2.1.2). For many, it takes less work to compute keys and values of all heads, as in training.
         """
         latent, rank = self.latent, self.latent.key_value_rank
         narrow, turned = kept.split((rank, latent.rotary_size), dim=-1)
@@ -99,18 +99,18 @@ class LatentAttention(nn.Module):
         return torch.einsum("nar,avr->nav", mixed, of_value)
 
     def absorbing(self, dtype: torch.dtype) -> Sequence[Tensor]:
-        """What takes queries to the narrow space, (A, N, rank), and what takes values from it, (A, W, rank)."""
+        """Return the projections of queries to the narrow space (A, N, rank) and of values from it (A, W, rank)."""
         weight = self.latent_up.weight.to(dtype).unflatten(0, (-1, self.latent.plain_size + self.latent.value_size))
         return weight.split((self.latent.plain_size, self.latent.value_size), dim=1)
 
     def absorbed(self, query: Tensor, of_key: Tensor) -> Tensor:
-        """Queries (N, A, D) in the narrow space, (N, A, rank + R)."""
+        """Project queries (N, A, D) to the narrow space, (N, A, rank + R)."""
         plain, rotated = query.split((self.latent.plain_size, self.latent.rotary_size), dim=-1)
         return torch.cat((torch.einsum("nap,apr->nar", plain, of_key), rotated), dim=-1)
 
     def pads(self, x: Tensor, dropout: float) -> bool:
-        """Whether values get zeros to be as wide as keys: the CPU's fused attention wants that, and so do ranks that
-        gather keys and values as one tensor."""
+        """Whether values are zero-padded to the width of keys: for the CPU's fused attention, and for ranks that gather
+        keys and values as one tensor."""
         if self.latent.value_size == self.latent.head_size:
             return False
         return (x.device.type == "cpu" and not dropout) or self.partition is not WHOLE
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
     def query(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """(B, S, H) to (B, S, A, D)."""
         if self.latent.query_rank:
-            # As in `Attention.normed`: in fp32 also under autocast.
+            # In fp32 also under autocast, as in `Attention.normed`.
             x = self.query_norm(self.query_down(x).float())
         query = self.query_up(x).unflatten(-1, (-1, self.latent.head_size))
         plain, turned = query.split((self.latent.plain_size, self.latent.rotary_size), dim=-1)
@@ -130,14 +130,14 @@ class LatentAttention(nn.Module):
         return self.expanded(narrow, turned)
 
     def narrow(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, S, H) to the normed narrow vectors (B, S, rank) and the rotated keys (B, S, 1, R), which heads share."""
+        """(B, S, H) to normed narrow vectors (B, S, rank) and rotated keys (B, S, 1, R), shared by all heads."""
         narrow, turned = self.latent_down(x).split((self.latent.key_value_rank, self.latent.rotary_size), dim=-1)
         turned = rotate(turned.unsqueeze(2), *rotary)
         return self.latent_norm(narrow.float()), turned
 
     def expanded(self, narrow: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """What `narrow` gives to the keys and values of `key_value`."""
+        """Convert the outputs of `narrow` to keys and values, as in `key_value`."""
         latent, together = self.latent, self.latent_up(narrow)
-        together = together.unflatten(-1, (-1, latent.plain_size + latent.value_size))  # heads that are here
+        together = together.unflatten(-1, (-1, latent.plain_size + latent.value_size))  # this rank's heads
         plain, value = together.split((latent.plain_size, latent.value_size), dim=-1)
         return torch.cat((plain, turned.expand(-1, -1, plain.shape[2], -1)), dim=-1), value

@@ -1,7 +1,7 @@
-"""Which query may see which key: causal, inside its document, within the sliding window.
+"""Attention masks: causal, within documents, within a sliding window.
 
 On a CPU the mask is a tensor for `scaled_dot_product_attention` (FlexAttention has no backward pass there). On CUDA it
-is a block mask for FlexAttention, which skips what is masked instead of computing it.
+is a block mask for FlexAttention, which skips masked blocks instead of computing them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Mask = Tensor | BlockMask
 
 
 def dense_mask(sequence: int, device: torch.device, window: int | None, documents: Tensor | None) -> Tensor:
-    """True where a query (rows) sees a key (columns): (S, S), with documents (B, 1, S, S)."""
+    """Return a mask that is True where a query (row) attends to a key (column): (S, S), with documents (B, 1, S, S)."""
     position = torch.arange(sequence, device=device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -30,13 +30,13 @@ def dense_mask(sequence: int, device: torch.device, window: int | None, document
 
 
 def additive(mask: Tensor) -> Tensor:
-    """0 where visible and minus infinity elsewhere, in the precision that attention is computed in."""
+    """Return a mask with 0 where visible and minus infinity elsewhere, in the precision of attention."""
     dtype = autocast_dtype(mask) or torch.float32
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def positions_within(documents: Tensor) -> Tensor:
-    """(B, S): each position counted from the start of its document."""
+    """Return each position relative to the start of its document, (B, S)."""
     position = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = torch.zeros_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -65,9 +65,9 @@ def flexible(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None,
     rule: Callable[..., Tensor] | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """FlexAttention; without compilation it would materialise every score, which is for tests on a CPU.
+    """FlexAttention. On a CPU it is not compiled and materialises every score, which is meant for tests.
 
-    `rule` changes a score; `sinks` (A,) are scores that take their share of the weights and give nothing.
+    `rule` modifies a score; `sinks` (A,) are extra scores that take part in the softmax and have no value.
     """
     attend = _compiled() if query.device.type == "cuda" else flex_attention
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": key.shape[1] != query.shape[1], "scale": scale}

@@ -1,12 +1,12 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine. Token-choice top-k (arXiv 1701.06538, 2101.03961).
 
-    layer(x)                            # (B, S, H) to (B, S, H), where a dense block has FeedForward
-    layer.experts(rows, counts)         # rows sorted by expert: what an expert parallel layout puts its exchange around
+    layer(x)                            # (B, S, H) to (B, S, H), in place of FeedForward
+    layer.experts(rows, counts)         # rows sorted by expert; expert parallelism exchanges them around this call
     update_routing(model)               # after each optimizer step: moves the biases, returns the load
 
-Two ways to compute the experts. Dropless: every choice is a row, rows are sorted by expert and each expert multiplies
-its own, however many. With a capacity: each expert has the same number of rows in training, surplus choices are dropped
-in the order of the tokens, empty rows are computed for nothing, and shapes are fixed.
+There are two ways to compute the experts. Dropless: every choice is a row, rows are sorted by expert, and each expert
+multiplies any number of rows. With a capacity: each expert has the same number of rows in training, surplus choices are
+dropped in the order of the tokens, empty rows are computed but unused, and shapes are fixed.
 
 Shapes as in `transformer.py`, and: N tokens of the micro-batch, k experts per token, E experts, F inner width, R rows.
 """
@@ -32,36 +32,36 @@ from ironlaw.model.linear import local_part
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one micro-batch go."""
+    """The assignment of one micro-batch's tokens to rows of experts."""
 
-    weights: Tensor  # (N, k) fp32, with gradient: what each choice counts for
-    source: Tensor  # (R,) the choice (token x k + number) that a row works on
+    weights: Tensor  # (N, k) fp32, with gradient: weight of each choice
+    source: Tensor  # (R,) the choice (token x k + number) of each row
     place: Tensor  # (N, k) the row of each choice
     counts: Tensor  # (E,) choices of each expert, dropped ones included
-    kept: Tensor | None = None  # (N, k) which choices have a row; None: all
-    filled: Tensor | None = None  # (R,) which rows have a choice; None: all
-    capacity: int | None = None  # rows of each expert; None: as many as choose it
+    kept: Tensor | None = None  # (N, k) whether a choice has a row; None: all have
+    filled: Tensor | None = None  # (R,) whether a row has a choice; None: all have
+    capacity: int | None = None  # rows of each expert; None: one per choice
 
 
 class Peers:
-    """Who computes a micro-batch and who holds its experts: this process alone. `train/parallel/experts.py` has others.
+    """The ranks that share a micro-batch and its experts: this process alone. `train/parallel/experts.py` has others.
 
-    The layer asks where a whole and a shared computation differ, and nowhere else.
+    The layer uses them only where whole and divided computations differ.
     """
 
-    ranks = 1  # that hold a part of the micro-batch's tokens each
-    copies = 1  # ranks that compute the same, and whose gradients are added up
+    ranks = 1  # ranks that each hold a part of the micro-batch's tokens
+    copies = 1  # ranks that compute the same, and whose gradients are summed
 
     def total(self, counts: Tensor) -> Tensor:
-        """Choices per expert (E,) of the whole micro-batch, from those made here."""
+        """Return the choices per expert (E,) of the whole micro-batch from those of this process."""
         return counts
 
     def number(self, chosen: Tensor, experts: int) -> Tensor:
-        """(N, k): how many choices of the same expert come before each in the whole micro-batch."""
+        """Return the number of earlier choices of the same expert in the whole micro-batch, (N, k)."""
         return numbers(chosen, experts)
 
     def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows by expert in, what the experts make of them out, in the same order."""
+        """Return the experts' outputs for rows sorted by expert, in the same order."""
         out: Tensor = experts(rows, counts)
         return out
 
@@ -70,7 +70,7 @@ ALONE = Peers()
 
 
 def numbers(chosen: Tensor, experts: int) -> Tensor:
-    """(N, k): how many choices of the same expert come before each, tokens in order."""
+    """Return for each choice the number of earlier choices of the same expert, in token order, (N, k)."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=experts)
@@ -79,7 +79,7 @@ def numbers(chosen: Tensor, experts: int) -> Tensor:
 
 
 class Router(nn.Module):
-    """Scores each token for each expert, in fp32 whatever the precision: a choice must not hang on rounding."""
+    """The scores of each token for each expert, always in fp32, so that choices do not depend on rounding."""
 
     bias: Tensor | None
 
@@ -88,9 +88,9 @@ class Router(nn.Module):
         assert config.moe is not None
         self.moe = config.moe
         self.weight = nn.Parameter(torch.empty(config.moe.experts, config.hidden))
-        # Of the choice only, and moved by the load, not by a gradient; part of a checkpoint.
+        # Added for the choice only, moved by the load instead of a gradient, and part of a checkpoint.
         self.register_buffer("bias", torch.zeros(config.moe.experts) if config.moe.balance == "bias" else None)
-        # Of the scores, and learned (gpt-oss).
+        # Added to the scores, and learned (gpt-oss).
         self.score_bias = nn.Parameter(torch.empty(config.moe.experts)) if config.moe.bias else None
 
     def forward(self, x: Tensor, peers: Peers = ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -114,7 +114,7 @@ class Router(nn.Module):
             return weights, chosen, counts, self.balance_loss(scores, counts, peers) if self.training else None
 
     def within_groups(self, preference: Tensor) -> Tensor:
-        """(N, E) with minus infinity outside the groups that score highest."""
+        """Return the preferences (N, E) with minus infinity outside the groups that score highest."""
         moe = self.moe
         grouped = preference.view(-1, moe.groups, moe.experts // moe.groups)
         best = min(2 if moe.score == "sigmoid" else 1, grouped.shape[-1])
@@ -124,9 +124,9 @@ class Router(nn.Module):
         return grouped.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(1)
 
     def balance_loss(self, scores: Tensor, counts: Tensor, peers: Peers = ALONE) -> Tensor | None:
-        """coefficient x E x sum over experts of (share of the choices) x (mean score): least when both are even.
+        """Return coefficient x E x sum over experts of (share of the choices) x (mean score), minimal if both are even.
 
-        Shares are of the whole micro-batch, scores of the tokens here: the mean over peers is the whole one's.
+        Shares are those of the whole micro-batch, scores those of this rank's tokens: the mean over peers is exact.
         """
         moe = self.moe
         if moe.balance != "loss" or moe.balance_loss == 0:
@@ -140,7 +140,7 @@ class Router(nn.Module):
 class ExpertLinear(nn.Module):
     """One matrix per expert, stacked: (E, out, in)."""
 
-    onednn = False  # as of `Linear`: whose kernel multiplies fp32 on a CPU
+    onednn = False  # as in `Linear`: oneDNN multiplies fp32 on a CPU
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
 
     def forward(self, rows: Tensor, ends: Any) -> Tensor:
-        """(R, in) with the rows' ends by expert, or (E, C, in) where all experts have C rows."""
-        weight = local_part(self.weight).to(rows.dtype)  # the matrices of the experts that are here
+        """Multiply (R, in) with the row ends of each expert, or (E, C, in) if all experts have C rows."""
+        weight = local_part(self.weight).to(rows.dtype)  # the matrices of this rank's experts
         bias = None if self.bias is None else self.bias.to(rows.dtype)
         if rows.dim() == 3:
             of_expert = torch.bmm(rows, weight.transpose(1, 2))
@@ -170,9 +170,9 @@ class Experts(nn.Module):
         self.up = ExpertLinear(count, hidden, width, bias)
         self.down = ExpertLinear(count, width, hidden, bias)
 
-    @torch.compiler.disable  # the rows of an expert change from step to step, and each size would compile anew
+    @torch.compiler.disable  # the rows per expert change with every step, and each size would be compiled anew
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """(R, H) rows sorted by expert, `counts` (E,) of each; or (E, C, H), where `counts` is not looked at."""
+        """Apply the experts to rows (R, H) sorted by expert, `counts` (E,) of each; (E, C, H) needs none."""
         ends = None if rows.dim() == 3 else group_ends(counts, rows, local_part(self.up.weight))
         if self.gate is None:
             return self.down(activate(self.up(rows, ends), self.activation), ends)
@@ -182,10 +182,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A block's feed-forward network made of experts. `load` counts choices per expert since the last update."""
+    """A block's mixture-of-experts network. `load` counts the choices per expert since the last update."""
 
     peers: Peers = ALONE
-    again = False  # this pass is recomputation: it was counted, and its balancing loss taken, the first time
+    again = False  # this pass is a recomputation; the first pass counted choices and set the balancing loss
     load: Tensor
     dropped: Tensor
 
@@ -199,7 +199,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(config.hidden, 1, bias=False) if config.moe.shared_gate else None
         self.register_buffer("load", torch.zeros(config.moe.experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.balance_loss: Tensor | None = None  # of the last forward pass, for whoever computes the loss
+        self.balance_loss: Tensor | None = None  # of the last forward pass, read by `attach_balance_losses`
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (N, H)
@@ -212,7 +212,7 @@ class MixtureOfExperts(nn.Module):
         return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
     def route(self, tokens: Tensor) -> Routing:
-        """Choose, count, and order the choices by expert."""
+        """Choose experts, count the choices, and sort them by expert."""
         weights, chosen, counts, balance_loss = self.router(tokens, self.peers)
         capacity = self.moe.capacity(tokens.shape[0] * self.peers.ranks) if self.training else None
         if not self.again:
@@ -229,11 +229,11 @@ class MixtureOfExperts(nn.Module):
         return self._within(capacity, weights, chosen, counts, order)
 
     def _within(self, capacity: int, weights: Tensor, chosen: Tensor, counts: Tensor, order: Tensor) -> Routing:
-        """Rows at fixed places: `capacity` for each expert, the surplus dropped."""
+        """Assign choices to fixed rows, `capacity` for each expert, and drop the surplus."""
         rows, expert = self.moe.experts * capacity, chosen.flatten()[order]
         number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[expert]
         kept = number < capacity
-        place = torch.where(kept, expert * capacity + number, rows)  # dropped ones share a place behind the last row
+        place = torch.where(kept, expert * capacity + number, rows)  # dropped ones share a row after the last
         source = torch.zeros(rows + 1, dtype=torch.int64, device=order.device).scatter_(0, place, order)[:rows]
         filled = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).scatter_(0, place, kept)[:rows]
         of_choice = torch.empty_like(order).scatter_(0, order, torch.where(kept, place, 0))
@@ -245,8 +245,8 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _within_shared(self, capacity: int, weights: Tensor, chosen: Tensor) -> Routing:
-        """Of a micro-batch that several ranks share: which choices are dropped depends on all of them, so that none
-        knows how many rows it fills of an expert's; only those that are kept become rows."""
+        """Assign choices to rows if several ranks share a micro-batch. Which choices are dropped depends on all ranks,
+        so the number of an expert's rows that a rank fills is not fixed; only kept choices become rows."""
         experts = self.moe.experts
         kept = self.peers.number(chosen, experts) < capacity
         order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
@@ -260,21 +260,21 @@ class MixtureOfExperts(nn.Module):
         )  # fmt: skip
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """(N, H) to rows by expert: (R, H), or (E, C, H) with a capacity; in the precision of the experts' products."""
+        """Gather tokens (N, H) into rows by expert in the products' precision: (R, H), or (E, C, H) with a capacity."""
         tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)
         rows: Tensor = Dispatch.apply(tokens, routing.source, routing.place, routing.kept)
         return rows if routing.capacity is None else rows.view(self.moe.experts, routing.capacity, -1)
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
-        """The experts' rows back to (N, H), weighted."""
+        """Return the weighted sum of each token's rows, (N, H)."""
         rows = rows.flatten(0, -2)
         out: Tensor = Combine.apply(rows, routing.weights, routing.source, routing.place, routing.kept, routing.filled)
         return out
 
 
 class _Attach(torch.autograd.Function):
-    """The first tensor unchanged, with the gradient of the second beside its own: the same one beside a loss, `weight`
-    beside hidden states."""
+    """Return `carrier` unchanged, and propagate a gradient to `balance` too, times `weight`: that of the carrier if it
+    is a loss, 1 if it is hidden states."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, balance: Tensor, weight: Tensor | float) -> Tensor:
@@ -293,10 +293,10 @@ def expert_layers(model: nn.Module) -> Iterator[MixtureOfExperts]:
 
 
 def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | float = 1.0) -> Tensor:
-    """The carrier as it is, with the balancing losses of all layers, times `weight`, in its gradient.
+    """Return `carrier` unchanged, with the balancing losses of all layers, times `weight`, added to its gradient.
 
-    The carrier is the scalar loss: so the reported loss stays the cross-entropy, comparable with validation and with
-    dense models. In a stage of a pipeline that has no loss it is the hidden states.
+    The carrier is the scalar loss. The reported loss so stays the cross-entropy, comparable with validation and with
+    dense models. In a pipeline stage without a loss, the carrier is the hidden states.
     """
     losses = []
     for layer in expert_layers(model):
@@ -313,14 +313,14 @@ def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | fl
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How evenly a step's tokens went to experts; over all layers with experts."""
+    """The balance of a step's expert loads, over all layers with experts."""
 
     busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
     unused: float  # share of experts that no token chose
     dropped: float  # share of choices without a row; 0 when dropless
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that a run's metrics have."""
+        """Return the values under the names of a run's metrics."""
         return {
             "expert_load_busiest_over_mean": self.busiest_over_mean,
             "experts_unused": self.unused,
@@ -330,9 +330,9 @@ class ExpertLoad:
 
 @torch.no_grad()
 def update_routing(model: nn.Module) -> ExpertLoad | None:
-    """Once per optimizer step: move the biases against the load (arXiv 2408.15664, algorithm 1), start counting anew.
+    """Move the biases against the load (arXiv 2408.15664, algorithm 1), return the load and reset it.
 
-    `load` must hold the choices of all ranks by then. None for a dense model.
+    Call it once per optimizer step, when `load` contains the choices of all ranks. Returns None for a dense model.
     """
     busiest, unused, dropped = [], [], []
     for layer in expert_layers(model):

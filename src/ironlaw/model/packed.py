@@ -1,8 +1,8 @@
-"""Weights as the processor's products read them fastest, of a model that is only ever read.
+"""Weights in the memory layout that is fastest for CPU products, for inference.
 
-By our own products where they are compiled (`kernels/product.c`), else by oneDNN's, which reorders a weight matrix
-before it multiplies: packed once, products of a few rows were 1.2 to 30 times faster (AMD EPYC, two threads, fp32, 2 to
-16 rows of 768 x 2304). On CUDA nothing is. Norms stay in fp32, as in training.
+Products are Ironlaw's own if compiled (`kernels/product.c`), else oneDNN's, which otherwise reorders a weight matrix in
+each call: packed once, products of a few rows were 1.2 to 30 times faster (AMD EPYC, two threads, fp32, 2 to 16 rows of
+768 x 2304). On CUDA nothing is packed. Norms stay in fp32, as in training.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
 
-_ROWS = 16  # that the packed layout is chosen for
-# Activations that oneDNN computes on a product's result, by its names.
+_ROWS = 16  # rows for which oneDNN chooses the packed layout
+# Activations that oneDNN can fuse into a product -> its names for them.
 _FUSED = {
     "none": ("none", ""),
     "silu": ("swish", ""),
@@ -31,30 +31,30 @@ _FUSED = {
 
 
 class ReadOnlyLinear(nn.Module):
-    """A linear layer without gradients, whose weight a library keeps in a layout of its own.
+    """A linear layer without gradients, whose weight a library stores in its own layout.
 
-    bytes: of that layout.
+    bytes: size of the stored tensors.
     """
 
     bytes: int
 
 
 class NativeLinear(ReadOnlyLinear):
-    """Its weight is ours."""
+    """A linear layer computed by Ironlaw's own products."""
 
     def __init__(self, held: Weight) -> None:
         super().__init__()
         self.held, self.bytes = held, held.bytes
 
     def forward(self, x: Tensor, activation: str = "none", times: Tensor | None = None) -> Tensor:
-        """In the weight's type, or of codes in the type of x."""
+        """Return the output in the weight's dtype, or for quantised weights in that of x."""
         if self.held.dtype.is_floating_point:
             return self.held(x, self.held.dtype, activation, times)
         return self.held(x, torch.float32, activation, times).to(x.dtype)
 
 
 class PackedLinear(ReadOnlyLinear):
-    """Its weight is oneDNN's."""
+    """A linear layer computed by oneDNN."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PackedLinear(ReadOnlyLinear):
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
     def forward(self, x: Tensor, activation: str = "none", times: Tensor | None = None) -> Tensor:
-        """`times`: what the result is multiplied by, then without an activation."""
+        """`times`: a factor on the result, in place of an activation."""
         x = x if x.dtype is self.dtype else x.to(self.dtype)
         if times is not None:
             return self.product_times(x, times, self.packed, self.bias, "mul")
@@ -75,7 +75,7 @@ class PackedLinear(ReadOnlyLinear):
 
 
 class PackedFeedForward(nn.Module):
-    """A dense network whose activation, and the product with its gate, are part of the matrix products."""
+    """A dense network with the activation and the product with its gate fused into the matrix products."""
 
     def __init__(self, dense: FeedForward, dtype: torch.dtype, compiled: bool) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ def packed(linear: nn.Linear, dtype: torch.dtype, compiled: bool) -> NativeLinea
 
 
 class PackedNorm(nn.Module):
-    """RMSNorm or LayerNorm in one compiled operation, or in five: on a CPU PyTorch composes RMSNorm from ten, which for
-    a few rows is all it costs."""
+    """RMSNorm or LayerNorm in one compiled operation, or in five. On a CPU PyTorch composes RMSNorm from ten, whose
+    overhead dominates for few rows."""
 
     native: Native | None = None
 
@@ -126,11 +126,11 @@ class PackedNorm(nn.Module):
 
 
 def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
-    """Replace the linear layers of a model in place; `weights`: fp32 or bf16. Returns the bytes it holds then.
+    """Replace the linear layers of a model in place by packed ones, and return the bytes that the model then holds.
 
-    compiled: our own products, where there are such.
+    weights: fp32 or bf16. compiled: use Ironlaw's own products if available.
 
-    Layers that are packed or quantised already are left as they are.
+    Layers that are already packed or quantised do not change.
     """
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -146,7 +146,7 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
             if packs and _fuses(child):
                 assert isinstance(child, FeedForward)
                 setattr(parent, name, PackedFeedForward(child, dtype, compiled))
-            if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
+            if not isinstance(child, nn.Linear) or name == "latent_up":  # `latent_up` is read in parts
                 continue
             if packs and isinstance(child, Linear):
                 setattr(parent, name, packed(child, dtype, compiled))
@@ -165,7 +165,7 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
 
 
 def _fuses(module: nn.Module) -> bool:
-    """Whether the whole of a network can be oneDNN's."""
+    """Whether a whole dense network can be fused."""
     return isinstance(module, FeedForward) and module.activation in _FUSED and isinstance(module.up, Linear)
 
 

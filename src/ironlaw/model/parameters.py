@@ -1,6 +1,6 @@
-"""The parameter tensors of a decoder: names and shapes as `transformer.py` has them, in its order, and how they divide.
+"""The parameter tensors of a decoder, with the names, shapes and order of `transformer.py`, and their division.
 
-Counts are sums over these lists. No torch.
+Parameter counts are sums over these lists. No torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ironlaw.model.dimensions import Dimensions
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of a model, and how it divides."""
+    """One tensor of a model, and its division over ranks."""
 
     name: str
     shape: tuple[int, ...]
-    embedding: bool = False  # a lookup table, also where the output layer shares it
-    divided: tuple[tuple[str, int], ...] = ()  # by which degrees of a layout along which dimensions
-    partial: bool = False  # whole on every tensor parallel rank, each of which sees a part of its gradient
-    width: int = 4  # bytes of a number
-    trained: bool = True  # it has a gradient
+    embedding: bool = False  # a lookup table, even if the output layer shares it
+    divided: tuple[tuple[str, int], ...] = ()  # (degree of a layout, dimension that it divides)
+    partial: bool = False  # whole on every tensor parallel rank, with partial gradients on each
+    width: int = 4  # bytes per number
+    trained: bool = True  # has a gradient
 
     @property
     def bytes(self) -> int:
@@ -35,12 +35,12 @@ class Parameter:
 
     @property
     def is_block_matrix(self) -> bool:
-        """A matrix of a linear layer inside a block: what optimizers for matrices are meant for."""
+        """Whether it is the matrix of a linear layer in a block, the target of matrix optimizers."""
         return len(self.shape) == 2 and not self.embedding and not self.is_small and self.name.startswith("blocks.")
 
     @property
     def is_small(self) -> bool:
-        """A vector, or those of all experts together."""
+        """Whether it is a vector, or the stacked biases of all experts."""
         return len(self.shape) < 2 or self.name.endswith("bias")
 
 
@@ -48,12 +48,12 @@ ROWS, COLUMNS = (("tp", 0),), (("tp", 1),)
 
 
 def elements_of(parameters: Iterable[Parameter]) -> Any:
-    """Of all together: a whole number, or an array where sizes are (`workload/sizes.py`)."""
+    """Return the total number of elements: an integer, or an array if sizes are arrays (`workload/sizes.py`)."""
     return sum(parameter.elements for parameter in parameters)
 
 
 def model_parameters(model: Dimensions) -> list[Parameter]:
-    """Every tensor of `Transformer(model).named_parameters()`; a tied output layer is the embedding."""
+    """Return the tensors of `Transformer(model).named_parameters()`; a tied output layer is the embedding."""
     return of_embedding(model) + of_blocks(model, range(model.layers)) + of_head(model)
 
 
@@ -98,14 +98,14 @@ def _linear(
     name: str, outputs: int, inputs: int, bias: bool = False, divided: tuple[tuple[str, int], ...] = (),
     partial: bool = False,
 ) -> list[Parameter]:  # fmt: skip
-    """The weight (outputs, inputs) of a linear layer; its bias divides with the rows."""
+    """Return the weight (outputs, inputs) and bias of a linear layer; the bias is divided if rows are."""
     weight = Parameter(f"{name}.weight", (outputs, inputs), divided=divided, partial=partial)
     own = ROWS if divided == ROWS else ()
     return [weight, Parameter(f"{name}.bias", (outputs,), divided=own)] if bias else [weight]
 
 
 def _feed_forward(model: Dimensions, name: str, width: int) -> list[Parameter]:
-    """Up, gate where there is one, down."""
+    """Return the tensors of up, gate (if any) and down."""
     result = []
     for which in ("up", "gate") if model.gated_ffn else ("up",):
         result += _linear(f"{name}.{which}", width, model.hidden, model.has_ffn_bias, divided=ROWS)
@@ -125,7 +125,7 @@ def _attention(model: Dimensions, name: str) -> list[Parameter]:
 
 
 def of_latent_attention(model: Dimensions, name: str = "") -> list[Parameter]:
-    """Products that widen divide their heads over tensor parallel ranks; narrow vectors are whole on each."""
+    """Return latent attention's tensors. Tensor parallelism divides up and output projections by heads, not the rest."""
     latent, hidden = model.latent, model.hidden
     assert latent is not None
     result = []
@@ -141,7 +141,7 @@ def of_latent_attention(model: Dimensions, name: str = "") -> list[Parameter]:
 
 
 def of_experts(model: Dimensions, name: str = "") -> list[Parameter]:
-    """The matrices of all routed experts of a layer, stacked, which divide over ep and over tp."""
+    """Return the stacked matrices of a layer's routed experts, which ep and tp divide."""
     assert model.moe is not None
     count, hidden, width, result = model.moe.experts, model.hidden, model.expert_ffn_size, []
     shapes = {"gate": (count, width, hidden), "up": (count, width, hidden), "down": (count, hidden, width)}
@@ -154,7 +154,7 @@ def of_experts(model: Dimensions, name: str = "") -> list[Parameter]:
 
 
 def _experts(model: Dimensions, name: str) -> list[Parameter]:
-    """Router, routed experts, and the shared ones."""
+    """Return the tensors of router, routed experts and shared experts."""
     assert model.moe is not None
     moe, hidden = model.moe, model.hidden
     result = _linear(f"{name}.router", moe.experts, hidden, partial=True)

@@ -1,12 +1,12 @@
-"""Which part of every sequence and of the heads a process computes: all of it, unless a layout says otherwise.
+"""The part of every sequence and of the heads that a process computes: everything, unless a layout divides them.
 
-The modules ask their `ComputePartition` where a whole and a shared computation differ, and nowhere else. The shared
-ones are in `train/parallel`, which alone knows of ranks.
+Modules use their `ComputePartition` only where whole and divided computations differ. Partitions that divide are in
+`train/parallel`, the only place where ranks appear.
 
-Dropout does not depend on who computes it: masks are drawn by sample, whole, and then cut. torch's generator gives a
-mask that depends on the shape drawn and on everything drawn before: no two layouts would drop the same elements. Here
-every (run seed, sample, layer, site) has a generator state of its own: a rank draws the whole mask of its samples and
-keeps its rows and heads. The cost is that of drawing what others also draw.
+Dropout is independent of the layout: whole masks are drawn by sample, then cut. With one sequential generator, a mask
+would depend on the drawn shape and on all earlier draws, and so on the layout. Here every (run seed, sample, layer,
+site) has its own generator state: a rank draws the whole masks of its samples and keeps its own rows and heads, at the
+cost of drawing elements that other ranks draw too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ironlaw.model.loss import chunked_cross_entropy
 SITES = {"attention": 0, "ffn": 1, "scores": 2}
 _PRIMES = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 Rows = slice | Tensor
-"""Positions within a sequence, usable as an index: all of the first ones, or a (rows,) tensor."""
+"""Positions within a sequence, usable as an index: a slice from the start, or a (rows,) tensor."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws for one micro-batch. `samples` (B,): numbers of its sequences in the run, on the host."""
+    """Dropout masks of one micro-batch. `samples` (B,): numbers of its sequences in the run, on the host."""
 
     seed: int
     config: ModelConfig
@@ -48,7 +48,7 @@ class Draw:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """Attention with dropout of its weights, materialised: fused kernels draw their own. `key`: whole sequence."""
+        """Attention with dropout on materialised weights, as fused kernels draw their own masks; all of the keys."""
         config, partition = self.config, self.partition
         if mask is None:
             positions = torch.arange(self.sequence, device=query.device)
@@ -64,7 +64,7 @@ class Draw:
         return (weights * noise.to(weights)).to(value.dtype) @ value
 
     def _keep(self, sample: int, site: str, size: tuple[int, ...]) -> Tensor:
-        """Zeros with the probability of dropout, else its inverse, so that the mean stays; on the host, fp32."""
+        """Return 0 with the dropout probability p, else 1 / (1 - p), which keeps the mean; on the host, fp32."""
         key = self.seed
         for number, prime in zip((sample, self.layer, SITES[site]), _PRIMES, strict=True):
             key = ((key ^ (number + 1)) * prime) % 2**64
@@ -75,35 +75,35 @@ class Draw:
 
 
 class ComputePartition:
-    """The whole: every position of the sequence, every head."""
+    """The partition of a single process: every position of the sequence, every head."""
 
     def sequence(self, tokens: Tensor) -> int:
-        """Length of the whole sequence of which `tokens` (B, S) or hidden states (B, S, H) are this process's part."""
+        """Return the length of the whole sequence, given this process's `tokens` (B, S) or hidden states (B, S, H)."""
         return tokens.shape[1]
 
     def positions(self, sequence: int) -> Rows:
-        """Positions of the tokens that this process attends from."""
+        """Return the positions of this process's queries."""
         return slice(sequence)
 
     def stream_positions(self, sequence: int) -> Rows:
-        """Positions of the residual stream that this process holds: fewer under sequence parallelism."""
+        """Return the positions of the residual stream on this process: fewer under sequence parallelism."""
         return slice(sequence)
 
     def heads(self, heads: int) -> slice:
-        """Heads computed here."""
+        """Return the heads computed by this process."""
         return slice(heads)
 
     def weight(self, module: nn.Embedding) -> Tensor:
-        """A table as a plain tensor."""
+        """Return an embedding table as a plain tensor."""
         return module.weight
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None,
         scale: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D); values may be narrower.
+        """Return (B, A, S, D) from queries of that shape, keys and values (B, K, S, D); values may be narrower.
 
-        `scale` of the scores: one over the root of D unless given.
+        `scale`: factor on the scores, by default 1 / sqrt(D).
         """
         if draw is not None and dropout:
             return draw.attention(query, key, value, mask, scale)
@@ -115,7 +115,7 @@ class ComputePartition:
     def chunked_loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool
     ) -> Tensor:
-        """Cross-entropy of hidden states (B, S, H), `chunk` tokens at a time (`loss.py`); targets (B S,)."""
+        """Return the cross-entropy of hidden states (B, S, H), `chunk` tokens at a time (`loss.py`); targets (B S,)."""
         return chunked_cross_entropy(x.flatten(0, 1), weight, targets, chunk, reduction, onednn)
 
 

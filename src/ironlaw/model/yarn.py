@@ -1,8 +1,8 @@
-"""What YaRN (arXiv 2309.00071) does beside stretching frequencies: it sharpens attention. Needs no torch.
+"""The sharpening of attention by YaRN (arXiv 2309.00071), in addition to its stretched frequencies. Needs no torch.
 
-A table of YaRN has `factor`, `beta_fast`, `beta_slow`, `original_context`, and may have `mscale` and `mscale_all_dim`
-(DeepSeek's; arXiv 2412.19437 trains with both at 1). Without these two, cosines and sines carry the whole factor
-0.1 ln(factor) + 1, so that scores carry its square. With `mscale_all_dim`, scores are scaled whole, rotated or not.
+A YaRN table has `factor`, `beta_fast`, `beta_slow`, `original_context`, and may have `mscale` and `mscale_all_dim`
+(DeepSeek's; arXiv 2412.19437 trains with both at 1). Without these two, cosines and sines are multiplied by
+0.1 ln(factor) + 1, so that scores get its square. With `mscale_all_dim`, whole scores are scaled, rotated or not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def sharpening(factor: float, weight: float = 1.0) -> float:
 
 
 def cosine_factor(scaling: Mapping[str, float]) -> float:
-    """Of cosines and sines."""
+    """Return the factor on cosines and sines."""
     if "attention_factor" in scaling:
         return scaling["attention_factor"]
     factor, part, whole = scaling["factor"], scaling.get("mscale", 0.0), scaling.get("mscale_all_dim", 0.0)
@@ -30,7 +30,7 @@ def cosine_factor(scaling: Mapping[str, float]) -> float:
 
 
 def score_factor(scaling: Mapping[str, float] | None) -> float:
-    """Of all attention scores, beside one over the root of the head size."""
+    """Return the factor on all attention scores, in addition to 1 / sqrt(head size)."""
     if not scaling or not is_yarn(scaling) or not scaling.get("mscale_all_dim"):
         return 1.0
     return sharpening(scaling["factor"], scaling["mscale_all_dim"]) ** 2
