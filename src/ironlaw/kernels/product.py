@@ -102,7 +102,7 @@ class Weight:
         return sum(t.numel() * t.itemsize for t in self.tensors)
 
     def __call__(self, x: Tensor, dtype: torch.dtype, activation: str = "none", times: Tensor | None = None) -> Tensor:
-        """Return activation(x W^T + b) * `times`, (..., N) in `dtype` (fp32 or bf16), from x (..., K) and `times` (..., N)."""
+        """Return activation(x W^T + b) * `times` (..., N) in `dtype` (fp32 or bf16); x: (..., K), `times`: (..., N)."""
         inputs, outputs, kind = self.struct.inputs, self.struct.outputs, self.dtype
         in_codes = kind in (torch.int8, INT4)
         x = x.to(torch.float32 if in_codes else kind).contiguous()

@@ -1,6 +1,6 @@
-"""Attention over keys and values that earlier calls left in pages: what serving adds to the modules of training.
+"""Attention over keys and values cached in pages: the extension for serving of the modules used in training.
 
-The modules ask a `LayerCache` where training has a mask, and nowhere else. `serve/` decides which pages a sequence has.
+Modules take a `LayerCache` in place of a mask, with no other difference. `serve/` assigns pages to sequences.
 
 Shapes: N tokens of a step, P sequences of a group with S new tokens each (N is the sum of P x S over the groups), T
 tokens that the pages of a group's longest sequence hold, A heads, K key/value heads, D key size, W value size.
@@ -22,22 +22,22 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.rotary import turn
 from ironlaw.model.scores import alibi_slopes, capped
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}  # of formats with scales
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}  # largest number of formats with scales
 
 
 @dataclass
 class Group:
-    """Sequences of one step that have equally many new tokens, in neighbouring rows."""
+    """Sequences of one step with the same number of new tokens, in consecutive rows."""
 
-    rows: slice  # of the step's N tokens
+    rows: slice  # among the step's N tokens
     sequences: int  # P
     queries: int  # S
-    positions: Tensor  # (P, S): of the new tokens within their sequences
-    blocks: Tensor | None  # what `Pages.read` takes; None: the sequences start here, each sees its own rows only
-    masks: dict[bool, Tensor | None] = field(default_factory=dict)  # by whether the layer has a window
+    positions: Tensor  # (P, S): positions of the new tokens in their sequences
+    blocks: Tensor | None  # for `Pages.read`; None: new sequences, each attending to its own rows only
+    masks: dict[bool, Tensor | None] = field(default_factory=dict)  # whether the layer has a window -> mask
 
     def mask(self, config: ModelConfig, windowed: bool, size: int, dtype: torch.dtype) -> Tensor | None:
-        """(P, 1 or A, S, T), added to scores; None: plain causal over the rows themselves. Made once per step."""
+        """Return the mask (P, 1 or A, S, T) added to scores, made once per step; None: causal over the group's rows."""
         if windowed not in self.masks:
             self.masks[windowed] = self._mask(config, config.sliding_window if windowed else None, size, dtype)
         return self.masks[windowed]
@@ -59,11 +59,11 @@ class Group:
 
 
 class Pages:
-    """Keys and values of one layer, all sequences' pages: (pages, K, page, size).
+    """The pages of one layer's keys and values, for all sequences: (pages, K, page, size).
 
-    In fp32, bf16, fp8, int8 or int4. A head's tokens of a page lie together, so that one indexed read gives what
-    products take as it is. Formats of 8 and 4 bits have one scale per token and head: the largest element becomes the
-    largest number of the format.
+    Stored in fp32, bf16, fp8, int8 or int4. A head's tokens in a page are contiguous, so that the result of one indexed
+    read can be multiplied without a copy. 8- and 4-bit formats have one scale per token and head, which maps the
+    largest element to the largest number of the format.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Pages:
     ) -> None:
         self.page, self.heads, self.sizes, self.store = page, heads, tuple(sizes), store
         self.is_scaled = store in LARGEST
-        # Bytes are moved as bytes: indexed reads and writes know no 8-bit floats.
+        # Moved as bytes, since indexed reads and writes do not support 8-bit floats.
         raw = torch.uint8 if self.is_scaled else store
         widths = [-(-size // 2) if store is INT4 else size for size in sizes]
         self.parts = [torch.zeros(pages * heads * page, width, dtype=raw, device=device) for width in widths]
@@ -82,17 +82,17 @@ class Pages:
         return sum(t.numel() * t.element_size() for t in (*self.parts, *self.scales))
 
     def rows(self, pages: Tensor, places: Tensor) -> Tensor:
-        """(N x K,): rows of `parts` for tokens at `places` (N,) of `pages` (N,)."""
+        """Return the rows (N x K,) of `parts` for tokens at `places` (N,) of `pages` (N,)."""
         heads = torch.arange(self.heads, device=pages.device)
         return ((pages[:, None] * self.heads + heads) * self.page + places[:, None]).flatten()
 
     def blocks(self, pages: Tensor) -> Tensor:
-        """(P x K x pages of each,): what `read` takes, of `pages` (P, pages of each)."""
+        """Convert `pages` (P, pages per sequence) to the indices (P x K x pages per sequence,) for `read`."""
         heads = torch.arange(self.heads, device=pages.device)
         return (pages[:, None, :] * self.heads + heads[:, None]).flatten()
 
     def write(self, rows: Tensor, *values: Tensor) -> None:
-        """`values`: one (N, K, size) for each part, at `rows` (N x K,)."""
+        """Write `values`, one tensor (N, K, size) per part, to `rows` (N x K,)."""
         for number, (part, value) in enumerate(zip(self.parts, values, strict=True)):
             value = value.flatten(0, 1)
             if self.is_scaled:
@@ -102,7 +102,7 @@ class Pages:
             part.index_copy_(0, rows, value.to(part.dtype))
 
     def read(self, blocks: Tensor, sequences: int, dtype: torch.dtype) -> list[Tensor]:
-        """(P, K, T, size) for each part."""
+        """Return a tensor (P, K, T, size) for each part."""
         found = []
         for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
             rows = part.view(-1, self.page * part.shape[1]).index_select(0, blocks)
@@ -117,32 +117,32 @@ class Pages:
 
 
 def scaled_down(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(N, D) to elements of 8 bits, or numbers from -7 to 7 in int8, and (N, 1) scales."""
+    """Quantise (N, D) to 8-bit elements, or to numbers from -7 to 7 in int8, with scales (N, 1)."""
     scale = value.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST[store]
     value = value.float() / scale
     return (value.to(store) if store is torch.float8_e4m3fn else value.round().to(torch.int8)), scale
 
 
 def _paired(value: Tensor) -> Tensor:
-    """(N, D) numbers from -8 to 7 to (N, D / 2) bytes; the first of two in the low bits."""
+    """Pack numbers (N, D) from -8 to 7 into (N, D / 2) bytes, the first of two in the low bits."""
     raised = F.pad(value + 8, (0, value.shape[-1] % 2)).view(torch.uint8)
     return raised[:, ::2] | raised[:, 1::2] << 4
 
 
 def _apart(pairs: Tensor) -> Tensor:
-    """What `_paired` took, in int8."""
+    """Unpack the result of `_paired` to int8."""
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).view(torch.int8) - 8
 
 
 @dataclass
 class Few:
-    """The step's first `count` tokens: of sequences with few new ones each, attended to in place by compiled code."""
+    """The step's first `count` tokens, of sequences with few new ones, which compiled code attends to in place."""
 
     count: int
-    table: Tensor  # (P, pages of the longest), int32
+    table: Tensor  # (P, pages of the longest sequence), int32
     sequence: Tensor  # (count,), int32: row of the table
     positions: Tensor  # (count,), int32
-    scratch: Tensor | None = None  # of `compiled.py`
+    scratch: Tensor | None = None  # scratch memory of `compiled.py`
 
     def __post_init__(self) -> None:
         table = address(self.table, torch.int32, *self.table.shape)
@@ -152,15 +152,15 @@ class Few:
 
 @dataclass(frozen=True)
 class Now:
-    """One step's tokens: the first ones in `few`, if there are such, the others in groups."""
+    """One step's tokens: the first ones in `few`, if any, the others in groups."""
 
-    rows: Tensor | None  # (N x K,): where the new tokens go; None: `few` are all
+    rows: Tensor | None  # (N x K,): rows of `Pages` for the new tokens; None: all tokens are in `few`
     few: Few | None
     groups: Sequence[Group] = ()
 
 
 class LayerCache:
-    """One layer's pages: given to a block where training gives a mask."""
+    """One layer's pages, passed to a block in place of training's mask."""
 
     now: Now
 
@@ -186,9 +186,9 @@ class LayerCache:
     def attend(
         self, heads: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None, sinks: Tensor | None
     ) -> Tensor:
-        """(N, A, W) from new queries and keys, `heads` (N, A + K, D), and values (N, K, W), which are kept.
+        """Return (N, A, W) from new queries and keys, `heads` (N, A + K, D), and values (N, K, W), and cache both.
 
-        `rotary`: as `turning` gives them, (N, 1, D) each, for queries and keys; `heads` may be changed.
+        `rotary`: tables of `turning`, (N, 1, D) each, for queries and keys; `heads` may be overwritten.
         """
         config, now = self.config, self.now
         query, key = heads.split((config.heads, config.key_value_heads), dim=1)
@@ -219,16 +219,16 @@ class LayerCache:
             self.native.keep(self.layer, self.now.few.step, *parts)
 
     def few(self, query: Tensor) -> Tensor:
-        """(count, A, W) of the queries (N, A, D) of the first tokens."""
+        """Return the attention output (count, A, W) of the first tokens, given all queries (N, A, D)."""
         assert self.native is not None and self.now.few is not None
         return self.native.attend(self.layer, self.now.few.step, query[: self.now.few.count])
 
     def mix(self, group: Group, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """(P x S, A, W) of a group's queries (P x S, A, D) over keys (P, K, T, D) and values (P, K, T, W)."""
+        """Return (P x S, A, W) from a group's queries (P x S, A, D), keys (P, K, T, D) and values (P, K, T, W)."""
         config = self.config
         mask = group.mask(config, self.windowed, keys.shape[2], query.dtype)
         query = query.unflatten(0, (group.sequences, group.queries)).transpose(1, 2)  # (P, A, S, D)
-        # Of single queries the CPU's fused attention makes many tiny products: plain ones took 0.05 to 0.9 of its time.
+        # For single queries, the CPU's fused attention computes many tiny products: plain ones took 0.05 to 0.9 of it.
         plain = config.composes_scores or keys.shape[-1] != values.shape[-1]
         if plain or (group.queries == 1 and query.device.type == "cpu"):
             mixed = composed(query, keys, values, mask, config, sinks)
@@ -243,7 +243,7 @@ class LayerCache:
 def composed(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, config: ModelConfig, sinks: Tensor | None
 ) -> Tensor:
-    """(P, A, S, W): as `scores.attend`, with the heads that share keys in one product."""
+    """Return (P, A, S, W) as in `scores.attend`, with one product for all heads that share keys."""
     count, heads, queries, _ = query.shape
     shared = keys.shape[1]
     scale = config.score_scale or 1 / math.sqrt(config.size_of_head)

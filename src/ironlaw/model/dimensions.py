@@ -1,4 +1,4 @@
-"""The fields of a decoder's config, and the sizes that follow from them."""
+"""The fields of a decoder's config, and the sizes derived from them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from ironlaw.model.yarn import score_factor
 
 
 class Dimensions(Switches):
-    """Of a decoder. Widths are in elements, `context` and `sliding_window` in tokens."""
+    """The dimensions of a decoder. Widths are in elements, `context` and `sliding_window` in tokens."""
 
-    name: str = "custom"  # a catalogued name brings that model's figures; any other is a label
+    name: str = "custom"  # a catalogued name sets that model's dimensions; any other is a label
 
-    # Upper bounds are some ten times what anybody has built: a plan walks over layers and divisors.
+    # Upper bounds, some ten times the largest models built, limit the time of a plan, which loops over layers.
 
     layers: int = Field(gt=0, le=10_000)  # decoder blocks
     hidden: int = Field(gt=0, le=2**20)  # width of the residual stream
     heads: int = Field(gt=0, le=2**14)  # query heads of an attention layer
     kv_heads: int | None = Field(None, gt=0, le=2**14)  # fewer than `heads`: grouped-query attention
-    head_size: int | None = Field(None, gt=0, le=2**14)  # hidden / heads unless the model says otherwise (Qwen3)
-    ffn: int | None = Field(None, gt=0, le=2**24)  # inner width of the feed-forward network; 4 x hidden unless given
+    head_size: int | None = Field(None, gt=0, le=2**14)  # default: hidden / heads
+    ffn: int | None = Field(None, gt=0, le=2**24)  # inner width of the feed-forward network; default: 4 x hidden
     gated_ffn: bool = False  # three matrices (SwiGLU) instead of two
-    # Of the feed-forward network.
+    # Activation of the feed-forward network.
     activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"] = "gelu_tanh"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"  # kind of all norms
     norm_eps: float = Field(1e-5, ge=0, lt=1)  # added to a norm's variance
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
-    qk_norm_whole: bool = False  # that norm runs over all heads at once (OLMoE)
-    positions: Literal["learned", "rope", "alibi", "none"] = "learned"  # how a token's place is told
+    qk_norm_whole: bool = False  # qk_norm normalises all heads at once (OLMoE)
+    positions: Literal["learned", "rope", "alibi", "none"] = "learned"  # position encoding
     rope_theta: float = Field(10_000.0, gt=0)  # base of the rotary frequencies
     rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original;
     # or YaRN's (yarn.py)
     bias: bool = True  # on every linear layer of the blocks
-    qkv_bias: bool | None = None  # on the query, key and value projections only (Qwen2); same as `bias` unless given
-    vocab: int = Field(gt=0, le=2**28)  # tokens that there are
+    qkv_bias: bool | None = None  # on the query, key and value projections (Qwen2); default: as `bias`
+    vocab: int = Field(gt=0, le=2**28)  # size of the vocabulary
     context: int = Field(gt=0, le=2**30)  # longest sequence, in tokens
     tied: bool = True  # the output layer shares the embedding
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # probability, wherever the model drops
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # probability, the same everywhere
     moe: MoEConfig | None = None  # experts in place of the dense feed-forward network
     latent: LatentConfig | None = None  # keys and values from one narrow vector per token (DeepSeek-V2)
 
@@ -52,24 +52,24 @@ class Dimensions(Switches):
 
     @property
     def size_of_head(self) -> int:
-        """Of a query and of a key."""
+        """Size of a head's query and key."""
         if self.latent is not None:
             return self.latent.head_size
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
     def size_of_value(self) -> int:
-        """Of a head's value, and of what it mixes."""
+        """Size of a head's value and of its output."""
         return self.latent.value_size if self.latent is not None else self.size_of_head
 
     @property
     def size_of_rotary(self) -> int:
-        """Of a head, the part that rotary positions turn."""
+        """Number of a head's elements that rotary positions rotate."""
         return self.latent.rotary_size if self.latent is not None else self.rotary_size or self.size_of_head
 
     @property
     def score_scale(self) -> float | None:
-        """What attention scores are multiplied by; None: one over the root of the head size."""
+        """Factor on attention scores; None: 1 / sqrt(head size)."""
         if self.attention_scale is not None:
             return self.attention_scale
         factor = score_factor(self.rope_scaling) if self.latent is not None else 1.0
@@ -77,7 +77,7 @@ class Dimensions(Switches):
 
     @property
     def logits_are_a_product(self) -> bool:
-        """And nothing more: what the chunked loss takes."""
+        """Whether logits are a plain matrix product, as the chunked loss requires."""
         return not self.head_bias and self.logit_cap is None
 
     @property
@@ -103,17 +103,17 @@ class Dimensions(Switches):
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads together; of all value heads too, but for latent attention."""
+        """Width of all key heads together and, except in latent attention, of all value heads."""
         return self.key_value_heads * self.size_of_head
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Rows of query, key and value in their matrix."""
+        """Rows of query, key and value in the qkv matrix."""
         return self.query_size, self.key_value_size, self.key_value_size
 
     @property
     def projected_size(self) -> int:
-        """Width of all that linear layers give before attention."""
+        """Total output width of the linear layers before attention."""
         if self.latent is None:
             return self.query_size + 2 * self.key_value_size
         narrow = (self.latent.query_rank or 0) + self.latent.down_size
@@ -121,7 +121,7 @@ class Dimensions(Switches):
 
     @property
     def mixed_size(self) -> int:
-        """Width of what attention gives to its output layer."""
+        """Width of attention's output before the output layer."""
         return self.heads * self.size_of_value
 
     @property
@@ -141,7 +141,7 @@ class Dimensions(Switches):
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.moe.layers(self.layers) if self.moe else 0
 
     @property

@@ -16,7 +16,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
         return F.relu(x)
     if activation == "relu2":
         x = F.relu(x)
-        return x * x  # `square` would make two copies on its way back
+        return x * x  # the backward pass of `square` would make two copies
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

@@ -1,8 +1,8 @@
-"""A model as a GGUF file, which llama.cpp and what is built on it read. Needs the package `gguf` (ironlaw[gguf]).
+"""Export of a model as a GGUF file for llama.cpp and its derivatives. Needs the package `gguf` (ironlaw[gguf]).
 
-Names of tensors are the package's for those of Hugging Face. Differences of form: llama.cpp's `llama` turns neighbours
-of a head where ours (and Qwen, StarCoder2) turn the first half against the second, so rows of queries and keys change
-places; GPT-2's matrices are outputs first again. Vectors stay fp32, as llama.cpp's kernels want them.
+The package maps Hugging Face's tensor names to llama.cpp's. llama.cpp's `llama` rotates neighbouring elements of a
+head, whereas Ironlaw (and Qwen, StarCoder2) rotates the first half against the second, so rows of queries and keys are
+permuted. GPT-2's matrices have outputs first again. Vectors stay fp32, as llama.cpp's kernels require.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import entries
 from ironlaw.model.rotary import llama3_frequencies
 
-# `model_type` of Hugging Face -> the package's name of llama.cpp's architecture.
+# Hugging Face's `model_type` -> the package's name of llama.cpp's architecture.
 ARCHITECTURES = {
     "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2",
     "starcoder2": "STARCODER2",
 }  # fmt: skip
-# Ours -> type of the matrices, that of embedding and output layer (as llama.cpp keeps them wider), and of the file.
+# Ironlaw's name -> type of the matrices, of embedding and output layer (wider, as in llama.cpp), and of the file.
 TYPES = {
     "fp32": ("F32", "F32", "ALL_F32"), "fp16": ("F16", "F16", "MOSTLY_F16"), "bf16": ("BF16", "BF16", "MOSTLY_BF16"),
     "q8_0": ("Q8_0", "Q8_0", "MOSTLY_Q8_0"), "q4_0": ("Q4_0", "Q8_0", "MOSTLY_Q4_0"),
@@ -39,7 +39,7 @@ WIDE = ("token_embd.weight", "output.weight")
 
 
 def check_gguf(config: ModelConfig) -> str:
-    """The architecture's name in the package. UserError for a model that llama.cpp does not compute."""
+    """Return the architecture's name in the package. UserError for a model that llama.cpp does not support."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -60,10 +60,10 @@ def write_gguf(
     file: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: str = "fp16", *,
     tokenizer: Path | None = None, end_of_text: int | None = None, scales: Mapping[str, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write `weights` (by their names here) as one GGUF file, its matrices in `dtype` (a key of `TYPES`).
+    """Write `weights` (by Ironlaw's names) as one GGUF file with matrices in `dtype` (a key of `TYPES`).
 
     tokenizer: a Hugging Face tokenizer.json; without one the file has token numbers only.
-    scales:    of weights that are int4 already, the scale of each number: their codes are written as they are.
+    scales:    for weights that are already int4, the scale of each number: their codes are written unchanged.
     """
     architecture = check_gguf(config)
     import gguf
@@ -107,13 +107,13 @@ def write_gguf(
 
 
 def _family(config: ModelConfig) -> str:
-    """As of Hugging Face; GPT-NeoX with one branch after the other computes what StarCoder2 does."""
+    """Return Hugging Face's family; GPT-NeoX with sequential branches is equivalent to StarCoder2."""
     kind = family_of(config).kind
     return "starcoder2" if kind == "gpt_neox" and not config.parallel_norms else kind
 
 
 def _as_theirs(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Ours by Hugging Face's names, fp32, outputs first and in the order of rows that llama.cpp turns."""
+    """Return the weights by Hugging Face's names in fp32, with outputs first and rows in llama.cpp's rotary order."""
     kind, made = _family(config), dict[str, Tensor]()
     for entry in entries(config, FAMILIES[kind].names):
         if entry.ours in weights:
@@ -129,8 +129,8 @@ def _as_theirs(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:
-    """Blocks of llama.cpp's Q4_0 of numbers that are whole multiples of their scales: the scale in fp16, then 16 bytes,
-    byte i holding numbers i (low) and i + 16 (high), each with 8 added."""
+    """Return llama.cpp's Q4_0 blocks of numbers that are integer multiples of their scales: the scale in fp16, then 16
+    bytes; byte i holds numbers i (low bits) and i + 16 (high bits), plus 8 each."""
     codes = ((tensor / scale).round().to(torch.int16) + 8).to(torch.uint8).unflatten(1, (-1, BLOCK))
     packed = codes[..., :16] | codes[..., 16:] << 4
     kept = scale.unflatten(1, (-1, BLOCK))[..., :1].to(torch.float16).contiguous().view(torch.uint8)
@@ -165,7 +165,7 @@ def _write_tokenizer(writer: Any, known: Mapping[str, Any] | None, vocab: int, e
     if known is None:
         writer.add_tokenizer_model("none")
         return
-    writer.add_tokenizer_model("gpt2")  # llama.cpp's word for byte-level BPE
+    writer.add_tokenizer_model("gpt2")  # llama.cpp's name for byte-level BPE
     writer.add_tokenizer_pre(known["split"])
     writer.add_token_list(known["tokens"])
     writer.add_token_types(known["types"])
@@ -181,7 +181,7 @@ def _is_linear(config: ModelConfig) -> bool:
 
 
 def _frequency_divisors(config: ModelConfig) -> np.ndarray:
-    """What llama.cpp divides the frequencies of positions by."""
+    """Return the divisors that llama.cpp applies to rotary frequencies."""
     half = config.size_of_rotary // 2
     plain = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     assert config.rope_scaling is not None
@@ -192,20 +192,20 @@ def _frequency_divisors(config: ModelConfig) -> np.ndarray:
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
 
 
-# llama.cpp knows splits into words by name, not by expression: the expression -> its name (llama-vocab.cpp).
+# Regular expressions of pre-tokenizers -> their names in llama.cpp, which has no others (llama-vocab.cpp).
 _CASES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|",
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _SPLITS = {_CASES[0] + r"\p{N}{1,3}" + _CASES[1]: "llama-bpe", _CASES[0] + r"\p{N}" + _CASES[1]: "qwen2"}
 _GPT2, _DIGITS = "gpt-2", "starcoder"
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
 
 
 def tokenizer_fields(path: Path, vocab: int) -> dict[str, Any]:
-    """`split`, `tokens` (vocab,), `types` (vocab,) and `merges`. UserError for a tokenizer that is not byte-level BPE.
+    """Return `split`, `tokens` (vocab,), `types` (vocab,) and `merges` of a byte-level BPE tokenizer, else UserError.
 
-    Ids up to `vocab` that the tokenizer lacks become tokens that nothing gives.
+    Ids below `vocab` that the tokenizer lacks become unused tokens.
     """
     document = read_json(path)
     model = document["model"]
@@ -226,7 +226,7 @@ def tokenizer_fields(path: Path, vocab: int) -> dict[str, Any]:
 
 
 def _split(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """llama.cpp's name of a pre-tokenizer; None: it has none."""
+    """Return llama.cpp's name of a pre-tokenizer, or None if it has none."""
     parts = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1].get("add_prefix_space"):
         return None

@@ -1,8 +1,8 @@
-"""Products of rows with the matrix of their expert, and the moves of rows to experts and back.
+"""Grouped products of rows with their experts' matrices, and the moves of rows to experts and back.
 
-Autograd functions, because what autograd would do by itself is wasteful: a slice of stacked weights has a gradient of
-the whole stack, and an indexed read one of scattered additions in no fixed order. These only ever read by index, so
-that results are the same in every run, on CUDA too, and keep for the backward pass what it needs and no more.
+They are autograd functions because plain autograd is wasteful: the gradient of a slice of stacked weights has the size
+of the whole stack, and that of an indexed read is a scatter-add in no fixed order. These functions only read by index,
+so that results are reproducible, on CUDA too, and save no more than the backward pass needs.
 
 Shapes: N tokens, k choices per token, R rows of work, E experts, H hidden.
 """
@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ironlaw.model.linear import capability, onednn_product, onednn_weight_gradient
 
 Ends = list[int] | Tensor
-"""Where the rows of each expert end: on the host, or on the device for kernels that read it there."""
+"""End of the rows of each expert: a list on the host, or a tensor on the device for kernels that read it there."""
 
 
 def group_ends(counts: Tensor, rows: Tensor, weight: Tensor) -> Ends:
-    """`counts` (E,) as row ends. Tensors without values (meta, fake) stand for an even load."""
+    """Convert `counts` (E,) to row ends. Tensors without values (meta, fake) count as an even load."""
     if _has_grouped_kernel(rows, weight):
         return counts.cumsum(0).to(torch.int32)  # stays on the device: no synchronisation
     if counts.is_meta or isinstance(counts, FakeTensor):
@@ -31,7 +31,7 @@ def group_ends(counts: Tensor, rows: Tensor, weight: Tensor) -> Ends:
 
 
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """torch's grouped product: bf16, rows of 16 bytes, from Hopper on (its fallback elsewhere is a loop too)."""
+    """Whether PyTorch has a grouped kernel: bf16, rows in multiples of 16 bytes, from Hopper on (else it loops)."""
     return (
         rows.dtype is torch.bfloat16
         and hasattr(torch, "_grouped_mm")
@@ -42,20 +42,20 @@ def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 
 PART, TERMS = 64, 16
-"""oneDNN makes a kernel for each number of rows that it has not multiplied yet (0.8 to 1.4 ms for 512 x 2048 on two
-cores, where 512 rows take 3 to 4.5) and remembers 1,024; an expert has another number in every step. So rows go in a
-multiple of `PART` and the rest, which comes to few numbers, and weight gradients, whose rows are added up, in a
-multiple of `TERMS` and a rest that MKL adds. A step of 8 experts in 4 layers, whose loads were uneven, lost 11%."""
+"""oneDNN generates a kernel for each new number of rows (0.8 to 1.4 ms for 512 x 2048 on two cores, where 512 rows take
+3 to 4.5) and caches 1,024; an expert has another number in every step. So rows are split into a multiple of `PART` and
+a rest, which have few different sizes, and the summed rows of weight gradients into a multiple of `TERMS` and a rest
+for MKL. Without this, a step of 8 experts in 4 layers with uneven loads was 11% slower."""
 
 
 def _parts(start: int, end: int) -> list[slice]:
-    """Rows of one expert in numbers that come again."""
+    """Split the rows of one expert into parts with recurring sizes."""
     middle = end - (end - start) % PART
     return [slice(a, b) for a, b in ((start, middle), (middle, end)) if b > a]
 
 
 def _weight_gradient(gradient: Tensor, rows: Tensor, out: Tensor) -> None:
-    """gradient (r, N), rows (r, K): gradient^T rows into `out` (N, K)."""
+    """Write gradient^T rows into `out` (N, K), for gradient (r, N) and rows (r, K)."""
     whole = rows.shape[0] - rows.shape[0] % TERMS
     if whole:
         out.copy_(onednn_weight_gradient(gradient[:whole], rows[:whole]))
@@ -101,7 +101,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 class Dispatch(torch.autograd.Function):
-    """(N, H) tokens -> (R, H): row r is a copy of token `source[r]` // k; (N, k) `place` are the rows of each token."""
+    """(N, H) tokens -> (R, H): row r is a copy of token `source[r]` // k; `place` (N, k) are the rows of each token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor, kept: Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """(R, H) rows, (N, k) weights -> (N, H): the weighted sum of each token's rows. Dropped choices weigh nothing."""
+    """(R, H) rows, (N, k) weights -> (N, H): the weighted sum of each token's rows. Dropped choices have weight 0."""
 
     @staticmethod
     def forward(
@@ -149,14 +149,14 @@ class Combine(torch.autograd.Function):
             of_weights *= kept
         of_row = weights.reshape(-1).index_select(0, source)  # weight of each row's choice
         if filled is not None:
-            of_row *= filled  # a row that no choice fills counts for nothing
+            of_row *= filled  # rows without a choice have weight 0
         of_rows = gradient.index_select(0, source // place.shape[1])
         of_rows *= of_row.to(rows.dtype)[:, None]
         return of_rows, of_weights, None, None, None, None
 
 
 class RowBias(torch.autograd.Function):
-    """Rows (R, N), sorted by expert, and the bias (E, N) of each one's expert, in place."""
+    """Add the expert's bias (E, N) to each of the rows (R, N), sorted by expert, in place."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Ends) -> Tensor:
@@ -189,7 +189,7 @@ LIMIT, SLOPE = 7.0, 1.702
 
 
 class ClampedSwiGLU(torch.autograd.Function):
-    """gate sigmoid(1.702 gate) (up + 1), gates cut off above 7, up beyond 7 either way (gpt-oss). Keeps both inputs."""
+    """gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up within -7 and 7 (gpt-oss). Saves both inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

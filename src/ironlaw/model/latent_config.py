@@ -1,7 +1,7 @@
 """The shape of multi-head latent attention: the `[model.latent]` table of a config (DeepSeek-V2, arXiv 2405.04434).
 
-Keys and values of all heads come from one narrow vector per token, and queries may come from another. A head's query
-and key have two parts: one without positions, and one that is rotated, whose key all heads share.
+Keys and values of all heads are computed from one narrow vector per token, and queries optionally from another. A
+head's query and key have a part without positions and a rotated part; all heads share the rotated key.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ironlaw.schema import Section
 
 
 class LatentConfig(Section):
-    """Widths in elements. Defaults are those of DeepSeek-V2 and of all that followed it."""
+    """Widths in elements. Defaults are those of DeepSeek-V2 and its successors."""
 
     query_rank: int | None = Field(
         None, gt=0, le=2**20
-    )  # q_lora_rank; None: straight from the residual stream (V2-Lite)
+    )  # q_lora_rank; None: queries are projected from the residual stream (V2-Lite)
     key_value_rank: int = Field(512, gt=0, le=2**20)  # kv_lora_rank
-    plain_size: int = Field(128, gt=0, le=2**14)  # qk_nope_head_dim: of a query and key, the part without positions
-    rotary_size: int = Field(64, gt=0, le=2**14)  # qk_rope_head_dim: the part that is rotated
+    plain_size: int = Field(128, gt=0, le=2**14)  # qk_nope_head_dim: part of a query and key without positions
+    rotary_size: int = Field(64, gt=0, le=2**14)  # qk_rope_head_dim: rotated part
     value_size: int = Field(128, gt=0, le=2**14)  # v_head_dim
     norm_eps: float = Field(1e-6, ge=0, lt=1)  # of the norms of the two narrow vectors
 
@@ -35,14 +35,14 @@ class LatentConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Of a query and of a key."""
+        """Size of a head's query and key."""
         return self.plain_size + self.rotary_size
 
     @property
     def down_size(self) -> int:
-        """What the residual stream becomes for keys and values: the narrow vector and the shared rotated key."""
+        """Output width of the down projection: the narrow vector and the shared rotated key."""
         return self.key_value_rank + self.rotary_size
 
     def up_size(self, heads: int) -> int:
-        """What the narrow vector becomes: of every head the key's part without positions, and the value."""
+        """Return the output width of the up projection: each head's key part without positions, and its value."""
         return heads * (self.plain_size + self.value_size)

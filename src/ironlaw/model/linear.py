@@ -1,8 +1,8 @@
 """A linear layer that can multiply fp32 matrices with oneDNN where PyTorch's default, MKL, is slower.
 
-PyTorch sends fp32 products on x86 to MKL, which keeps to AVX2 on processors that are not Intel's; oneDNN, which
-PyTorch carries for reduced precision, uses AVX-512 everywhere: measured 1.5 to 2.3 times faster on an AMD EPYC, the
-same numbers but for the order of the sums. `ironlaw measure` times both, and the trainer uses the faster.
+PyTorch computes fp32 products on x86 with MKL, which is limited to AVX2 on processors other than Intel's. oneDNN, which
+PyTorch includes for reduced precision, uses AVX-512 everywhere: measured 1.5 to 2.3 times faster on an AMD EPYC, with
+results equal up to the order of sums. `ironlaw measure` times both, and the trainer uses the faster.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from ironlaw.model.autocast import followed
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """NVIDIA's compute capability, None of a CPU."""
+    """Return NVIDIA's compute capability, None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Of a distributed tensor, what this rank has of it."""
+    """Return this rank's part of a distributed tensor; other tensors are returned unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def onednn_available() -> bool:
-    """Whether this PyTorch has the operator that `onednn_product` calls: its own compiler calls it too."""
+    """Whether this PyTorch has the operator used by `onednn_product`, which its own compiler uses too."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K), weight (N, K), bias (N): x weight^T + bias (..., N). fp32 on the CPU, any strides, no derivative."""
+    """Return x weight^T + bias (..., N) for x (..., K), weight (N, K), bias (N): fp32, CPU, any strides, no grad."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """gradient (M, N), x (M, K): gradient^T x (N, K). oneDNN is up to 1.5 times faster with the longer side in rows.
+    """Return gradient^T x (N, K) for gradient (M, N) and x (M, K).
 
-    Its left operand lies in rows: given a transposed one, PyTorch would copy it on one core.
-    """
+    oneDNN is up to 1.5 times faster with the longer side in rows. Its left operand is made contiguous first: given a
+    transposed one, PyTorch would copy it on one core."""
     if gradient.shape[1] <= x.shape[1]:
         return onednn_product(transposed(gradient), x.t())
     return transposed(onednn_product(transposed(x), gradient.t()))
 
 
 class OneDnnLinear(torch.autograd.Function):
-    """`F.linear` with its derivatives, every product by oneDNN."""
+    """`F.linear` with forward and backward products by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,9 +73,9 @@ class OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by oneDNN, for plain fp32 tensors: parts of distributed ones and traced ones keep PyTorch's operator.
+    """`F.linear` by oneDNN for plain fp32 tensors; distributed and traced tensors use PyTorch's operator.
 
-    Autocast runs products in reduced precision, where PyTorch chooses oneDNN itself.
+    Under autocast, products run in reduced precision, for which PyTorch itself chooses oneDNN.
     """
     plain = type(weight) in (nn.Parameter, Tensor) and x.dtype is weight.dtype is torch.float32
     if plain and not torch.is_autocast_enabled("cpu"):
@@ -84,7 +84,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`; after `use_onednn`, its fp32 products go to oneDNN."""
+    """`nn.Linear` whose fp32 products are computed by oneDNN after `use_onednn`."""
 
     onednn = False
 
@@ -102,15 +102,15 @@ Kind = TypeVar("Kind", bound=Linear)
 
 
 def become(module: Linear, kind: type[Kind]) -> Kind:
-    """The module itself as a layer of another kind; its tensors and their names stay."""
+    """Change the class of a layer in place and return it; its tensors and their names do not change."""
     module.__class__ = kind
     assert isinstance(module, kind)
     return module
 
 
 class RoundedLinear(Linear):
-    """A `Linear` whose product is a function of x, the weight and the layer, on rounded operands; its bias is added in
-    the precision around it."""
+    """A `Linear` whose product is an autograd function of x, weight and layer, with rounded operands. The bias is added
+    in the product's output precision."""
 
     function: type[torch.autograd.Function]
 

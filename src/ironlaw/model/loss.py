@@ -1,8 +1,8 @@
-"""Cross-entropy of the output layer in chunks of tokens, so that the logits of a whole micro-batch never exist.
+"""Cross-entropy of the output layer in chunks of tokens, so that the logits of a whole micro-batch never exist at once.
 
-One chunk's logits are made, turned into its loss and, in place, into their own gradient, and used up for the gradients
-of the layer's input and weight: three products per chunk, as many FLOPs as with full logits. What waits for the
-backward pass are those two gradients. (As in Liger's fused loss, arXiv 2410.10989, in plain PyTorch.)
+One chunk's logits are converted to its loss and, in place, to their own gradient, from which the gradients of the
+layer's input and weight are computed: three products per chunk, with the FLOPs of full logits. Only these two gradients
+are saved for the backward pass. (As in Liger's fused loss, arXiv 2410.10989, in plain PyTorch.)
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ironlaw.kernels.transpose import transposed
 from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.linear import onednn_product
 
-IGNORED = -100  # as in PyTorch: a target that counts for nothing
+IGNORED = -100  # a target that does not count, as in PyTorch
 
 
 class Vocabulary:
-    """Whose logits a process has: of all words. `train/parallel/partition.py` has a part of them."""
+    """The whole vocabulary in one process. `train/parallel/partition.py` has one divided over ranks."""
 
     def loss_and_gradient(self, logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        """Sum of the losses of the targets that count, from logits (T, V) that are used up; the gradient (T, V) of
-        every row's loss, counted or not, if it is `wanted`. Both fp32."""
+        """Return the sum of the losses of the targets that count, from logits (T, V), which are consumed, and if
+        `wanted` the gradient (T, V) of every row's loss, counted or not. Both are fp32."""
         logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         del logits
         loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
@@ -44,9 +44,9 @@ def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool = False,
     vocabulary: Vocabulary = WHOLE_VOCABULARY,
 ) -> Tensor:  # fmt: skip
-    """Mean or sum over the targets that count, in fp32, from x (T, H) and weight (V, H), `chunk` tokens at a time.
+    """Return the mean or sum over the targets that count, in fp32, from x (T, H) and weight (V, H).
 
-    `onednn`: how fp32 products are computed. `vocabulary`: which words `weight` has rows for.
+    `chunk`: tokens at a time. `onednn`: oneDNN computes fp32 products. `vocabulary`: the tokens in rows of `weight`.
     """
     reduced = autocast_dtype(x)
     total = _Chunked.apply(x, weight, targets, chunk, reduced or weight.dtype, onednn and reduced is None, vocabulary)
@@ -61,12 +61,12 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype, onednn: bool,
         vocabulary: Vocabulary,
     ) -> Tensor:  # fmt: skip
-        """Sum of the losses, fp32."""
+        """Return the sum of the losses in fp32."""
         wanted = any(ctx.needs_input_grad[:2])
         with torch.autocast(x.device.type, enabled=False):
             cast = weight.detach().to(dtype)
             of_x = torch.empty(x.shape, dtype=dtype, device=x.device) if wanted else None
-            # oneDNN's products of this shape come out transposed: they are added up so, and turned round once.
+            # oneDNN computes products of this shape transposed: they are summed so, and transposed back once.
             turned = onednn and weight.shape[0] > weight.shape[1]
             shape = weight.shape[::-1] if turned else weight.shape
             trained = ctx.needs_input_grad[1]
@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
                 total += _chunk(x[rows].to(dtype), cast, targets[rows], of_x, of_weight, rows, onednn, vocabulary)
             if turned and of_weight is not None:
                 of_weight = transposed(of_weight)
-        # Not as saved tensors: the backward pass must be able to let go of them, so that no copy becomes the gradient.
+        # Not saved tensors: the backward pass must release them, so that they become the gradients without a copy.
         ctx.gradients = of_x, of_weight
         return total
 
@@ -87,13 +87,13 @@ class _Chunked(torch.autograd.Function):
         of_x, of_weight = ctx.gradients
         if _comes_again():
             return tuple(g if g is None else g * gradient for g in (of_x, of_weight)) + (None,) * 5
-        # In place: they are used once. Their scale is known only now: the mean, accumulation, a loss scale.
+        # In place, as they are used once. Their scale (mean, accumulation, loss scale) is known only now.
         ctx.gradients = None
         return tuple(g if g is None else g.mul_(gradient) for g in (of_x, of_weight)) + (None,) * 5
 
 
 def _comes_again() -> bool:
-    """Whether this backward pass keeps its graph: pipelines that split it take gradients of inputs before weights'."""
+    """Whether this backward pass retains its graph, as in pipelines that separate gradients of inputs and weights."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -101,8 +101,8 @@ def _chunk(
     x: Tensor, weight: Tensor, targets: Tensor, of_x: Tensor | None, of_weight: Tensor | None, rows: slice,
     onednn: bool, vocabulary: Vocabulary,
 ) -> Tensor:  # fmt: skip
-    """The chunk's loss; its gradients are written to `of_x[rows]` and added to `of_weight`."""
-    # The logits stay an unnamed temporary, freed as soon as the loss has used them.
+    """Return the chunk's loss; write its gradients to `of_x[rows]` and add them to `of_weight`."""
+    # The logits have no name, so that they are freed as soon as the loss has used them.
     loss, gradient = vocabulary.loss_and_gradient(
         onednn_product(x, weight) if onednn else x @ weight.t(), targets, of_x is not None
     )
@@ -129,5 +129,5 @@ def _chunk(
 
 
 def _all_count(counted: Tensor) -> bool:
-    """Known without waiting only on a CPU; elsewhere the product is taken in any case."""
+    """Whether all targets count; False on other devices than a CPU, where asking would synchronise."""
     return counted.device.type == "cpu" and bool(counted.all())

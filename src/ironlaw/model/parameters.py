@@ -125,7 +125,7 @@ def _attention(model: Dimensions, name: str) -> list[Parameter]:
 
 
 def of_latent_attention(model: Dimensions, name: str = "") -> list[Parameter]:
-    """Return latent attention's tensors. Tensor parallelism divides up and output projections by heads, not the rest."""
+    """Return latent attention's tensors. Tensor parallelism divides only the up and output projections, by heads."""
     latent, hidden = model.latent, model.hidden
     assert latent is not None
     result = []

@@ -1,8 +1,8 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864), as they are and stretched to longer contexts.
+"""Rotary positions (RoFormer, arXiv 2104.09864), plain or stretched to longer contexts.
 
 `rope_scaling` of a model config is a table of numbers: Llama 3.1's has `low_freq_factor`, YaRN's has `beta_fast`. Both
-leave high frequencies as they are and divide low ones by `factor`; they differ in what lies between. With
-`factor` alone all frequencies are divided by it.
+keep high frequencies and divide low ones by `factor`; they differ in the transition between the two. With `factor`
+alone all frequencies are divided by it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ironlaw.model.yarn import cosine_factor, is_yarn
 
 
 def rotary_tables(config: ModelConfig, local: bool = False, long: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (context, R/2) in fp32; R is the rotated part of a head.
+    """Return cosines and sines, each (context, R/2) in fp32; R is the rotated part of a head.
 
-    `local`: those of layers with a sliding window, where they are others (`rope_theta_local`). `long`: those of
+    `local`: the tables of layers with a sliding window, if different (`rope_theta_local`). `long`: the tables for
     sequences beyond the original context (`rope_long`).
     """
     half = config.size_of_rotary // 2
@@ -35,14 +35,14 @@ def rotary_tables(config: ModelConfig, local: bool = False, long: bool = False) 
         frequency, scale = _yarn(frequency, config.rope_theta, scaling), cosine_factor(scaling)
     elif scaling and "low_freq_factor" in scaling:
         frequency = llama3_frequencies(frequency, scaling)
-    elif scaling:  # all alike: positions as if they were that much closer (arXiv 2306.15595)
+    elif scaling:  # position interpolation (arXiv 2306.15595)
         frequency = frequency / scaling["factor"]
     angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
     return (angle.cos() * scale).float(), (angle.sin() * scale).float()
 
 
 def _long_factor(scaling: Mapping[str, float]) -> float:
-    """Of cosines and sines under LongRoPE (arXiv 2402.13753, as released checkpoints have it)."""
+    """Return the factor on cosines and sines in LongRoPE (arXiv 2402.13753, as in released checkpoints)."""
     if "attention_factor" in scaling:
         return scaling["attention_factor"]
     factor = scaling["factor"]
@@ -50,7 +50,7 @@ def _long_factor(scaling: Mapping[str, float]) -> float:
 
 
 def llama3_frequencies(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """By how often a frequency turns within the original context (arXiv 2407.21783, section 3.4)."""
+    """Scale each frequency by its turns within the original context (arXiv 2407.21783, section 3.4)."""
     turns = scaling["original_context"] * frequency / (2 * math.pi)
     keep = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
     keep = keep.clamp(0, 1)
@@ -58,13 +58,13 @@ def llama3_frequencies(frequency: Tensor, scaling: Mapping[str, float]) -> Tenso
 
 
 def _yarn(frequency: Tensor, theta: float, scaling: Mapping[str, float]) -> Tensor:
-    """By a frequency's number, between those that turn `beta_fast` and `beta_slow` times (arXiv 2309.00071)."""
+    """Scale frequencies by their index, between those with `beta_fast` and `beta_slow` turns (arXiv 2309.00071)."""
     half = len(frequency)
 
     def number(turns: float) -> float:
         return half * math.log(scaling["original_context"] / (turns * 2 * math.pi)) / math.log(theta)
 
-    # The ends are whole numbers, as most released checkpoints were trained.
+    # The ends are rounded to integers, as in the training of most released checkpoints.
     first, last = number(scaling["beta_fast"]), number(scaling["beta_slow"])
     if scaling.get("truncate", 1.0):
         first, last = math.floor(first), math.ceil(last)
@@ -75,9 +75,9 @@ def _yarn(frequency: Tensor, theta: float, scaling: Mapping[str, float]) -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on (B, S, heads, D), first half against second half (the Hugging Face convention).
+    """Apply rotary positions to (B, S, heads, D), first half against second half (the Hugging Face convention).
 
-    Tables (S, R/2) narrower than D/2 turn the first R elements only.
+    Tables (S, R/2) narrower than D/2 rotate the first R elements only.
     """
     half = cos.shape[-1]
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -87,7 +87,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turning(cos: Tensor, sin: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tables (N, R/2) as `turn` takes them, (N, 1, D) each: what is not turned has cosine 1 and sine 0."""
+    """Expand tables (N, R/2) to (N, 1, D) each for `turn`: unrotated elements have cosine 1 and sine 0."""
     rest = size - 2 * cos.shape[-1]
     cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     if rest:
@@ -96,7 +96,7 @@ def turning(cos: Tensor, sin: Tensor, size: int, dtype: torch.dtype) -> tuple[Te
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, size: int | None = None) -> Tensor:
-    """`rotate` of (N, heads, D) by tables of `turning`, in three operations; `size`: the rotated elements R."""
+    """`rotate` for (N, heads, D) in three operations, by tables of `turning`; `size`: the rotated elements R."""
     size = size or x.shape[-1]
     if size == x.shape[-1]:
         swapped = x.roll(size // 2, -1)

@@ -1,7 +1,7 @@
-"""Attention whose scores change between its two products: soft caps (Gemma 2, arXiv 2408.00118, section 2), sinks
-(gpt-oss, arXiv 2508.10925), and ALiBi's distances (arXiv 2108.12409), which a mask can carry.
+"""Attention with modified scores: soft caps (Gemma 2, arXiv 2408.00118, section 2), sinks (gpt-oss, arXiv 2508.10925),
+and ALiBi's distances (arXiv 2108.12409), which can be part of a mask.
 
-On a CPU every score is in memory; on CUDA the same rules go to FlexAttention (`masks.flexible`).
+On a CPU all scores are in memory; on CUDA FlexAttention applies the same rules (`masks.flexible`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ironlaw.model.config import ModelConfig
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """(heads,) in fp32: a geometric series, and for a count that is no power of two every other one of the next's."""
+    """Return the slopes (heads,), fp32: a geometric series, continued by every other slope of the next power of two."""
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
     slopes += [2 ** (-4 * (head + 1) / whole) for head in range(0, 2 * (heads - whole), 2)]
@@ -24,7 +24,7 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def alibi_bias(heads: int, rows: Tensor, sequence: int, dtype: torch.dtype) -> Tensor:
-    """(1, heads, rows, S): less the further back a key is; `rows` are the positions of the queries."""
+    """Return the bias (1, heads, rows, S), which decreases with distance; `rows` are the positions of the queries."""
     distance = rows[:, None] - torch.arange(sequence, device=rows.device)[None, :]
     return (-alibi_slopes(heads, rows.device)[None, :, None, None] * distance).to(dtype)
 
@@ -32,7 +32,7 @@ def alibi_bias(heads: int, rows: Tensor, sequence: int, dtype: torch.dtype) -> T
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, config: ModelConfig, sinks: Tensor | None
 ) -> Tensor:
-    """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D); `mask` is added to the scores."""
+    """Return (B, A, S, D) from queries of that shape, keys and values (B, K, S, D); `mask` is added to the scores."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeat, 1) if repeat > 1 else t.contiguous() for t in (key, value))
     scale = config.score_scale or 1 / math.sqrt(config.size_of_head)
@@ -52,7 +52,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def score_rule(config: ModelConfig, device: torch.device) -> Callable[..., Tensor] | None:
-    """The same for one score of FlexAttention; None where scores stay as they are."""
+    """Return the rule that modifies one score in FlexAttention, or None if scores are not modified."""
     cap = config.attention_cap
     slopes = alibi_slopes(config.heads, device) if config.positions == "alibi" else None
     if cap is None and slopes is None:

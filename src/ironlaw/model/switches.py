@@ -1,4 +1,4 @@
-"""What sets families of decoders apart beyond GPT-2 and Llama, one switch each. All are off unless asked for."""
+"""Features of decoder families beyond GPT-2 and Llama, one switch each, all off by default."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from ironlaw.schema import Section
 class Switches(Section):
     """The less common fields of `ModelConfig`, which adds the dimensions; model names are examples."""
 
-    # Norms stand before each branch of a block, after it (OLMo 2), or both (Gemma 2, GLM 4).
+    # Norms before each branch of a block, after it (OLMo 2), or both (Gemma 2, GLM 4).
     norm_place: Literal["pre", "post", "sandwich"] = "pre"
     # Attention and feed-forward network read the same stream, through one norm (GPT-J, Cohere) or one each (GPT-NeoX).
-    parallel_norms: int = Field(0, ge=0, le=2)  # 0: one branch after the other
-    norm_bias: bool = True  # of a layernorm (not in Cohere, MPT)
-    norm_weight: bool = True  # norms without parameters otherwise (OLMo)
-    embedding_norm: bool = False  # BLOOM
-    out_bias: bool | None = None  # of attention's output layer; same as `bias` unless given
-    ffn_bias: bool | None = None  # of the feed-forward network; same as `bias` unless given
-    head_bias: bool = False  # of the output layer of the model (Phi, GPT-J)
-    rotary_size: int | None = Field(None, gt=0)  # of a head's elements, how many positions turn; all unless given (Phi)
-    sliding_window: int | None = Field(None, gt=0)  # tokens that a query looks at, itself included; all unless given
+    parallel_norms: int = Field(0, ge=0, le=2)  # number of norms of parallel branches; 0: sequential branches
+    norm_bias: bool = True  # bias of a layernorm (not in Cohere, MPT)
+    norm_weight: bool = True  # false: norms without parameters (OLMo)
+    embedding_norm: bool = False  # a norm after the embedding (BLOOM)
+    out_bias: bool | None = None  # bias of attention's output layer; default: as `bias`
+    ffn_bias: bool | None = None  # bias of the feed-forward network; default: as `bias`
+    head_bias: bool = False  # bias of the model's output layer (Phi, GPT-J)
+    rotary_size: int | None = Field(None, gt=0)  # rotated elements of a head (Phi); default: all
+    sliding_window: int | None = Field(None, gt=0)  # tokens a query attends to, itself included; default: all
     full_every: int | None = Field(None, gt=1)  # every n-th layer has no window (Gemma 3, gpt-oss)
-    full_offset: int = Field(0, ge=0)  # so many layers earlier (GPT-Neo: every 2nd, from the first on)
-    full_first: int = Field(0, ge=0)  # so many first layers have no window (Qwen2's max_window_layers)
-    rope_theta_local: float | None = Field(None, gt=0)  # of layers with a window, unscaled; rope_theta unless given
-    # LongRoPE (Phi): what each frequency is divided by, in sequences up to rope_scaling's original_context.
+    full_offset: int = Field(0, ge=0)  # shifts full_every to earlier layers (GPT-Neo: every 2nd, from the first on)
+    full_first: int = Field(0, ge=0)  # number of first layers without a window (Qwen2's max_window_layers)
+    rope_theta_local: float | None = Field(None, gt=0)  # unscaled base in layers with a window; default: rope_theta
+    # LongRoPE (Phi): divisors of each frequency in sequences up to rope_scaling's original_context.
     rope_short: tuple[float, ...] | None = None
-    rope_long: tuple[float, ...] | None = None  # the same in longer sequences
+    rope_long: tuple[float, ...] | None = None  # divisors in longer sequences
     unrotated_every: int | None = Field(None, gt=1)  # every n-th layer has no positions (SmolLM3, Command R7B)
     attention_cap: float | None = Field(None, gt=0)  # scores become cap x tanh(score / cap) (Gemma 2)
-    logit_cap: float | None = Field(None, gt=0)  # logits likewise
-    qkv_clip: float | None = Field(None, gt=0)  # queries, keys and values stay within it (DBRX, MPT)
-    attention_sinks: bool = False  # a learned score per head that takes its share and gives nothing (gpt-oss)
-    embedding_scale: float = Field(1.0, gt=0)  # factor on what the embedding gives (Gemma)
-    residual_scale: float = Field(1.0, gt=0)  # factor on what a branch adds (Granite)
+    logit_cap: float | None = Field(None, gt=0)  # logits become cap x tanh(logit / cap)
+    qkv_clip: float | None = Field(None, gt=0)  # queries, keys and values are clipped to +-qkv_clip (DBRX, MPT)
+    attention_sinks: bool = False  # a learned score per head that joins the softmax without a value (gpt-oss)
+    embedding_scale: float = Field(1.0, gt=0)  # factor on the embedding's output (Gemma)
+    residual_scale: float = Field(1.0, gt=0)  # factor on each branch's output (Granite)
     logit_scale: float = Field(1.0, gt=0)  # factor on the logits (Cohere)
-    attention_scale: float | None = Field(None, gt=0)  # factor on the scores in place of 1 / sqrt(head size) (Granite)
+    attention_scale: float | None = Field(None, gt=0)  # factor on the scores, replaces 1 / sqrt(head size) (Granite)
 
     @model_validator(mode="after")
     def _one_block(self) -> Self:
@@ -69,7 +69,7 @@ class Switches(Section):
         return self.full_every is None or (layer + 1 + self.full_offset) % self.full_every != 0
 
     def window_of(self, layer: int, sequence: int) -> int | None:
-        """Tokens that a query of that layer looks at where that is fewer than there are."""
+        """Return the window of a layer if it is shorter than the sequence, else None."""
         return self.sliding_window if self.is_windowed(layer) and (self.sliding_window or 0) < sequence else None
 
     def is_rotated(self, layer: int) -> bool:
@@ -77,11 +77,11 @@ class Switches(Section):
 
     @property
     def composes_scores(self) -> bool:
-        """Whether scores change between the two products of attention, which PyTorch's fused kernels do not do."""
+        """Whether scores are modified between attention's two products, unsupported by PyTorch's fused kernels."""
         return self.attention_cap is not None or self.attention_sinks
 
     @property
     def switched(self) -> list[str]:
-        """Fields of this class that are not at their defaults, but for a window in all layers."""
+        """Names of this class's fields with non-default values, except `sliding_window`."""
         fields = {name: field.default for name, field in Switches.model_fields.items() if name != "sliding_window"}
         return [name for name, default in fields.items() if getattr(self, name) != default]

@@ -1,7 +1,7 @@
-"""The decoder as torch modules: every family is the same blocks with other choices in ModelConfig.
+"""The decoder as PyTorch modules: all families share the same blocks, with different choices in ModelConfig.
 
 Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads, D head size, V vocabulary.
-`workload/forward.py` lists what these modules compute, operation by operation; change both together
+`workload/forward.py` lists the operations of these modules one by one; change both together
 (`tests/workload` compares them with PyTorch's own counter).
 """
 
@@ -41,7 +41,7 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     partition: ComputePartition = WHOLE
-    native = False  # causal attention by `kernels/attention.c`: where it was measured to be faster than PyTorch's
+    native = False  # use `kernels/attention.c` for causal attention, if measured to be faster than PyTorch's
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
 
     def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
-        """As `forward` of new tokens (1, N, H), in as few operations as it takes: for few tokens each costs the same.
+        """`forward` of new tokens (1, N, H) with a cache, in few operations, since their overhead dominates.
 
-        `rotary`: as `turning` gives them, (N, 1, D) each.
+        `rotary`: tables of `turning`, (N, 1, D) each.
         """
         config = self.config
         together = self.clipped(self.qkv(x)[0])  # (N, heads x D)
@@ -95,32 +95,32 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""
         config, together = self.config, self.qkv(x)
-        if not isinstance(together, Tensor):  # three matrices after all: where ranks hold parts of each
+        if not isinstance(together, Tensor):  # three separate matrices, if ranks hold parts of each
             return [self.clipped(part) for part in together]
-        ranks = sum(config.qkv_sizes) // together.shape[-1]  # that have parts of the heads
+        ranks = sum(config.qkv_sizes) // together.shape[-1]  # ranks that divide the heads
         return self.clipped(together).split([size // ranks for size in config.qkv_sizes], dim=-1)
 
     def clipped(self, x: Tensor) -> Tensor:
         return x if self.config.qkv_clip is None else x.clamp(-self.config.qkv_clip, self.config.qkv_clip)
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., heads x D) each to (..., heads, D), queries and keys normed where the model does."""
+        """Reshape (..., heads x D) each to (..., heads, D), and norm queries and keys if the model does."""
         whole, dtype = self.config.qk_norm_whole, value.dtype
         if whole:
             query, key = self.normed(query, key, dtype)
-        # Heads are counted by what is there: a tensor parallel rank computes some of them.
+        # The number of heads follows from the shape, as a tensor parallel rank has only some of them.
         query, key, value = (part.unflatten(-1, (-1, self.config.size_of_head)) for part in (query, key, value))
         if self.config.qk_norm and not whole:
             query, key = self.normed(query, key, dtype)
         return query, key, value
 
     def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""
+        """Norm in fp32 also under autocast, as the norm's weight is fp32 and mixed dtypes have no fused kernel."""
         return self.query_norm(query.float()).to(dtype), self.key_norm(key.float()).to(dtype)
 
 
 def use_native_attention(model: nn.Module, wanted: bool = True) -> None:
-    """Whether plain causal attention is computed by our own kernel; masked attention keeps PyTorch's."""
+    """Set whether Ironlaw's own kernel computes plain causal attention; masked attention keeps PyTorch's."""
     for module in model.modules():
         if isinstance(module, Attention):
             module.native = wanted
@@ -155,7 +155,7 @@ class Block(nn.Module):
         return mixed + self._branch(self.ffn(read), self.ffn_after, draw, "ffn")
 
     def _branch(self, x: Tensor, norm: nn.Module | None, draw: Draw | None, site: str) -> Tensor:
-        """What a branch adds to the residual stream."""
+        """Return a branch's contribution to the residual stream."""
         if norm is not None:
             x = norm(x.float())
         if self.residual_scale != 1.0:
@@ -164,8 +164,8 @@ class Block(nn.Module):
 
 
 def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
-    """GPT-2's: normal(0, 0.02), the two residual projections divided by sqrt(2 x layers), biases zero."""
-    if tensor.dim() < 2 or name.endswith("bias"):  # biases of experts are stacked
+    """GPT-2's initialisation: normal(0, 0.02), both residual projections divided by sqrt(2 x layers), zero biases."""
+    if tensor.dim() < 2 or name.endswith("bias"):  # experts have stacked biases
         (nn.init.zeros_ if name.endswith(("bias", "sinks")) else nn.init.ones_)(tensor)
         return
     residual = name.endswith((".out.weight", ".down.weight"))
@@ -173,14 +173,14 @@ def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
 
 
 class Transformer(nn.Module):
-    """Tokens (B, S) to logits (B, S, V), or to the mean cross-entropy when targets (B, S) are given."""
+    """A decoder: tokens (B, S) to logits (B, S, V), or to the mean cross-entropy if targets (B, S) are given."""
 
     partition: ComputePartition = WHOLE
-    dropout_seed = 0  # of masks that are drawn by sample
+    dropout_seed = 0  # seed of dropout masks drawn by sample
     loss_chunk = 0  # tokens whose logits exist at a time; 0: all
-    loss_factor: Tensor | float = 1.0  # of a pipeline's loss: stages without one need it for balancing losses
+    loss_factor: Tensor | float = 1.0  # factor on a pipeline's loss, for balancing losses in stages without a loss
     around: Callable[[int], Any] = staticmethod(lambda block: nullcontext())
-    """A context for the forward pass of each block, by its number: who moves what the block saves."""
+    """A context for the forward pass of each block, by its number, as for offloading the tensors that it saves."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         self.initialize()
 
     def make_rotary_tables(self, device: torch.device | None = None) -> None:
-        """Buffers of cosines and sines; those of layers with a window apart where they turn otherwise."""
+        """Register buffers of cosines and sines; windowed layers and long sequences have their own if needed."""
         if self.config.positions != "rope":
             return
         kinds = [(False, False)] + [(True, False)] * bool(self.config.rope_theta_local)
@@ -213,14 +213,13 @@ class Transformer(nn.Module):
         self, tokens: Tensor, targets: Tensor | None = None, samples: Tensor | None = None,
         documents: Tensor | None = None, reduction: str = "mean", balance: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """`samples` (B,): the number of each sequence within the run. With it dropout is a function of seed and
-        sample, the same on any layout; without it, of torch's generator. `documents` (B, S): the number of each
-        position's document; attention stays inside it. `reduction`: mean or sum over the targets that count.
-        `balance` (B,): what balancing losses count beside that; 1 unless given.
+        """Return logits, or the loss if `targets` are given.
 
-        A pipeline stage has some of the parts only: without an embedding `tokens` are hidden states (B, S, H), without
-        an output layer the result is. Raises UserError for more tokens than the model has positions.
-        """
+        `samples` (B,): the number of each sequence in the run, which makes dropout a function of seed and sample,
+        independent of the layout; without it, dropout uses torch's generator. `documents` (B, S): document number of
+        each position, which limits attention. `reduction`: mean or sum over the targets that count. `balance` (B,):
+        weight of balancing losses, by default 1. In a pipeline stage without an embedding, `tokens` are hidden states
+        (B, S, H); without an output layer the result is. UserError for more tokens than the model has positions."""
         partition = self.partition
         sequence = partition.sequence(tokens)
         if sequence > self.config.context and self.config.positions in ("learned", "rope"):
@@ -243,7 +242,7 @@ class Transformer(nn.Module):
             return attach_balance_losses(x, self, balance_weight * self.loss_factor) if self.config.moe else x
         x = self.final_norm(x)
         if self.config.logit_scale != 1.0:
-            x = x * self.config.logit_scale  # before the output layer, which is linear: logits are many more
+            x = x * self.config.logit_scale  # before the linear output layer, as there are more logits
         if targets is None:
             return self.logits(x)
         loss = self.loss(x, targets.flatten(), reduction)
@@ -253,10 +252,10 @@ class Transformer(nn.Module):
         self, tokens: Tensor, positions: Tensor, caches: Sequence[LayerCache], rows: Tensor | None = None,
         long: Tensor | None = None, blocks: Sequence[Callable[..., Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Logits (rows, V) after `tokens` (N,) of any number of sequences, each at its place `positions` (N,), whose
-        earlier tokens are in `caches`, one for each block. `rows`: which tokens need logits; all unless given.
-        `long` (N,): tokens of sequences beyond the original context (`rope_long`). `blocks`: what stands for the
-        blocks (`compiled.py`)."""
+        """Return logits (rows, V) for new `tokens` (N,) of any number of sequences, at `positions` (N,). Earlier tokens
+        are in `caches`, one per block. `rows`: the tokens that need logits, by default all. `long` (N,): whether a
+        token's sequence exceeds the original context (`rope_long`). `blocks`: replacements of the blocks
+        (`compiled.py`)."""
         assert self.embedding is not None and self.final_norm is not None
         x = self.embed(tokens[None], 0, at=positions)  # (1, N, H): the blocks see one sequence
         kinds = self.kinds()
@@ -268,12 +267,12 @@ class Transformer(nn.Module):
         return self.logits(x * self.config.logit_scale if self.config.logit_scale != 1.0 else x)
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Cross-entropy of hidden states (B, S, H); the logits of all of them only without `loss_chunk`."""
+        """Return the cross-entropy of hidden states (B, S, H), in chunks of `loss_chunk` tokens if set."""
         if self.loss_chunk:
             return self.partition.chunked_loss(
                 x, self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn
             )
-        # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
+        # The logits have no name, so that they are freed as soon as the loss has used them.
         return F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets, reduction=reduction)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -281,22 +280,22 @@ class Transformer(nn.Module):
         return self.head(x) if cap is None else capped(self.head(x), cap)
 
     def embed(self, tokens: Tensor, sequence: int, documents: Tensor | None = None, at: Tensor | None = None) -> Tensor:
-        """`at` (S,): positions where they are not the first ones."""
+        """Return the embedded tokens. `at` (S,): their positions, by default from 0."""
         assert self.embedding is not None
         x = self.embedding(tokens)  # (B, S, H)
         if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded as the weights, as Gemma's is
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded like the weights, as in Gemma
         if self.positions is not None and at is not None:
             x = x + self.positions(at)
         elif self.positions is not None and documents is not None:
             rows = self.partition.stream_positions(sequence)
-            x = x + self.positions(positions_within(documents)[:, rows])  # counted anew in every document
+            x = x + self.positions(positions_within(documents)[:, rows])  # restarting in every document
         elif self.positions is not None:
             x = x + self.partition.weight(self.positions)[self.partition.stream_positions(sequence)]
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def kinds(self) -> list[tuple[bool, bool]]:
-        """Of each block, whether its attention has a window, and whether positions turn its queries and keys."""
+        """Return for each block whether its attention has a window, and whether it rotates queries and keys."""
         layers = [int(name) for name, _ in self.blocks.named_children()]
         return [(self.config.is_windowed(layer), self.config.is_rotated(layer)) for layer in layers]
 
@@ -313,7 +312,7 @@ class Transformer(nn.Module):
     def rotary_at(
         self, positions: Tensor, windowed: bool, rotated: bool, long: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows of the tables for `positions` (N,), those of `long` (N,) from the tables of long sequences."""
+        """Return the tables' rows for `positions` (N,), from the tables of long sequences where `long` (N,) is true."""
         if self.config.positions != "rope" or not rotated:
             return None
         which = "_local" if windowed and self.config.rope_theta_local else ""
@@ -331,20 +330,20 @@ class Transformer(nn.Module):
     def attention_mask(
         self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None, windowed: bool = True
     ) -> Mask | None:
-        """None means plain causal. A window has one mask for all rows, (rows computed here, S); documents one each;
-        ALiBi one for each head. `windowed`: for layers that have a window."""
+        """Return the mask, None for plain causal attention. A window has one mask (this rank's rows, S), documents one
+        per sequence, ALiBi one per head. `windowed`: for layers with a window."""
         window = self.config.sliding_window if windowed else None
         window = None if window is None or window >= sequence else window
         alibi = self.config.positions == "alibi"
         if window is None and documents is None and not alibi and not self.config.composes_scores:
             return None
-        drops = self.training and self.config.dropout > 0  # which FlexAttention does not
+        drops = self.training and self.config.dropout > 0  # not supported by FlexAttention
         if device.type == "cuda" and self.partition is WHOLE and not drops:
             return block_mask(sequence, device, window, documents)
         mask = dense_mask(sequence, device, window, documents)
         if self.partition is not WHOLE or draw is not None:
             return mask[..., self.partition.positions(sequence), :]
-        # SDPA adds a mask to the scores. Given as true and false, every layer would make and keep its own copy of that.
+        # SDPA adds a mask to the scores. From a boolean mask, every layer would make and save its own additive copy.
         mask = additive(mask)
         rows = torch.arange(sequence, device=device)
         return mask + alibi_bias(self.config.heads, rows, sequence, mask.dtype) if alibi else mask

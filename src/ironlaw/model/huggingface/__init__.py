@@ -1,1 +1,1 @@
-"""Hugging Face models: `config.json` to ModelConfig and back, safetensors to our weights and back."""
+"""Conversion between Hugging Face models and Ironlaw's: `config.json` and ModelConfig, safetensors and weights."""

@@ -1,10 +1,10 @@
 """Hugging Face `config.json` files as ModelConfig, and back. Needs no torch.
 
-    model = read_config(Path("checkpoint/config.json"))     # or the directory that holds it
-    to_fields(model)                                        # of the family that computes the same
+    model = read_config(Path("checkpoint/config.json"))     # or its directory
+    to_fields(model)                                        # for the equivalent family
 
-What cannot be expressed exactly (another architecture, an exotic position encoding) is a UserError: a plan of the
-nearest thing would be a plan of something else.
+A config that cannot be expressed exactly (another architecture, an exotic position encoding) raises a UserError, as a
+plan for the nearest model would be a plan for a different one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ironlaw.model.huggingface.families import FAMILIES, REFUSED
 from ironlaw.model.huggingface.spec import Family, Fields, Names, differences
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Keys that mean a mixture of experts."""
+"""Keys that indicate a mixture of experts."""
 
 
 def is_config_file(path: Path) -> bool:
-    """Whether this is a `*.json` file, or a directory that holds a `config.json`."""
+    """Whether this is a `*.json` file, or a directory with a `config.json`."""
     return (path.is_file() and path.suffix == ".json") or (path.is_dir() and (path / "config.json").is_file())
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The model of a `config.json`, or of the directory that holds one."""
+    """Read the model config in a `config.json`, given as a file or its directory."""
     file = path / "config.json" if path.is_dir() else path
     try:
         document = read_json(file)
@@ -42,14 +42,14 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def left_out(path: Path) -> tuple[str, ...]:
-    """Parts that a config names and `transformers` builds the model without: DeepSeek-V3's second prediction."""
+    """Return the parts of a config that `transformers` does not build: DeepSeek-V3's second prediction."""
     file = path / "config.json" if path.is_dir() else path
     count = read_json(file).get("num_nextn_predict_layers") or 0
     return (f"{count} of the layers, for predicting tokens further ahead (num_nextn_predict_layers)",) if count else ()
 
 
 def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
-    """The model of an already parsed `config.json`."""
+    """Convert a parsed `config.json` to a model config; `where` names it in errors."""
     kind = fields["model_type"]
     if "text_config" in fields:
         raise UserError(f"{where}: '{kind}' has parts beside a decoder: save its text_config as a config.json")
@@ -85,12 +85,12 @@ def _name(fields: Fields, where: str) -> str:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The first family whose own reader gives the model back that it wrote; UserError: none computes the same."""
+    """Return the first family that can write the model and read the same back. UserError if there is none."""
     return FAMILIES[str(to_fields(config)["model_type"])]
 
 
 def names_of(folder: Path, config: ModelConfig) -> Names:
-    """Of the family that the directory's `config.json` names, or else the one that would be written."""
+    """Return the tensor names of the family in the directory's `config.json`, else of the family for export."""
     try:
         kind = read_json(folder / "config.json")["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -99,7 +99,7 @@ def names_of(folder: Path, config: ModelConfig) -> Names:
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
-    """The content of the `config.json` of the family that computes the same."""
+    """Return the content of `config.json` for the first equivalent family. UserError if there is none."""
     nearest: list[str] | None = None
     name = ""
     for kind, family in FAMILIES.items():

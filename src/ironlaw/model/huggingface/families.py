@@ -1,9 +1,9 @@
-"""The Hugging Face families that are read and written: one entry each, from which both directions follow.
+"""The supported Hugging Face families: one entry each, which defines both reading and writing.
 
-Defaults are those of the family's own configuration class in `transformers` 5 (`tests/model/test_huggingface_defaults`
-compares every one); sizes that no two models share have none, since a file without them is damaged. Needs no torch.
+Defaults are those of the family's configuration class in `transformers` 5 (`tests/model/test_huggingface_defaults`
+compares each of them). Sizes that differ between models have none, as a file without them is damaged. Needs no torch.
 
-The order counts where several families compute the same model: the first one that does is written.
+The order matters if several families are equivalent for a model: the first of them is written.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _inverse(value: float) -> float:
 
 
 def _whole(value: float) -> float:
-    """A number that was an integer before it went through a root."""
+    """Round a number that was an integer before a square root."""
     return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
@@ -91,7 +91,7 @@ QWEN3 = LLAMA.derive(
 
 
 def _experts(count: str, width: str, also: tuple[str, ...] = ()) -> tuple[FamilyPart, ...]:
-    # Experts as wide as the network that they replace need no width of their own.
+    # Experts with the width of the dense network need no width of their own.
     read: Callable[[Any], Any] = (lambda found: None) if width == "intermediate_size" else int
     return (
         Key("moe.experts", count, also=also), Key("moe.experts_per_token", "num_experts_per_tok"),
@@ -112,7 +112,7 @@ def _balance(default: float, key: str = "router_aux_loss_coef") -> Key:
 
 
 def _first_layers(dense: Sequence[int]) -> int:
-    """How many first layers have no experts, of those that a file names."""
+    """Return the number of first layers without experts, from a file's list of dense layers."""
     if sorted(dense) != list(range(len(dense))):
         raise UserError(f"mlp_only_layers = {sorted(dense)} is not supported: the first layers are")
     return len(dense)
@@ -137,7 +137,7 @@ QWEN2_MOE = QWEN2.derive(
     Key("moe.shared_ffn", "shared_expert_intermediate_size", read_as=lambda width: width or None),
     has={"out_bias": False, "ffn_bias": False, "moe.shared_gate": True,
          "moe.shared_experts": lambda values: int(values["moe.shared_ffn"] is not None)},
-    # Its versions place windows differently.
+    # Versions of `transformers` place windows differently.
     only={"use_sliding_window": False}, without=("windows",),
     names=Names(experts=ExpertNames(shared="mlp.shared_expert")),
 )  # fmt: skip
@@ -154,7 +154,7 @@ _DEEPSEEK_EXPERTS = (
     *_experts("n_routed_experts", "moe_intermediate_size"), _shared_experts(None),
     Key("moe.dense_layers", "first_k_dense_replace", 0),
 )  # fmt: skip
-DEEPSEEK = PLAIN.derive(  # DeepSeekMoE 16B, whose code is its own
+DEEPSEEK = PLAIN.derive(  # DeepSeekMoE 16B, which has its own code
     "deepseek", None, *_DEEPSEEK_EXPERTS, _normalize(False), _balance(0.001, "aux_loss_alpha"),
     only={"attention_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
 )  # fmt: skip
@@ -168,17 +168,17 @@ _LATENT = DEEPSEEK.derive(
 DEEPSEEK_V2 = _LATENT.derive(
     "deepseek_v2", "DeepseekV2ForCausalLM", _shared_experts(2), ExpertGroups(method=("greedy", "group_limited_greedy")),
     Key("moe.routed_scale", "routed_scaling_factor", 1.0), has={"moe.normalize": False}, without=("moe.normalize",),
-    only={"norm_topk_prob": False},  # the released code scales the experts' sum without it, and not with it
+    only={"norm_topk_prob": False},  # the released code scales the experts' sum only without it
 )  # fmt: skip
 _BIASED_CHOICE = {"moe.score": "sigmoid", "moe.balance": "bias"}
-DEEPSEEK_V3 = _LATENT.derive(  # its auxiliary loss within sequences has no place here
+DEEPSEEK_V3 = _LATENT.derive(  # its auxiliary loss within sequences is not supported
     "deepseek_v3", "DeepseekV3ForCausalLM", _shared_experts(1), ExpertGroups((8, 4)), _normalize(True),
     Key("moe.routed_scale", "routed_scaling_factor", 2.5), Key("moe.dense_layers", "first_k_dense_replace", 3),
     has=_BIASED_CHOICE, without=("moe.balance_loss",),
     only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
 )  # fmt: skip
 KIMI_K2 = DEEPSEEK_V3.derive("kimi_k2", None)
-GLM4_MOE = LLAMA.derive(  # GLM-4.5; a module that predicts a second token is no part of the model there either
+GLM4_MOE = LLAMA.derive(  # GLM-4.5; its module that predicts a second token is not part of the model there either
     "glm4_moe", "Glm4MoeForCausalLM", _kv_heads(8), _eps("rms_norm_eps", 1e-5), Rope(share=0.5),
     *_bias("attention_bias", False, "qkv"), *_DEEPSEEK_EXPERTS, _shared_experts(1),
     Key("moe.dense_layers", "first_k_dense_replace", 1), _normalize(True), ExpertGroups((1, 1)),
@@ -199,7 +199,7 @@ _FUSED_GATE = "mlp.gate_up_proj"
 _POST = Names(norms=("post_attention_layernorm", "post_feedforward_layernorm"))
 GEMMA = LLAMA.derive(
     "gemma", "GemmaForCausalLM", _kv_heads(16), _head(256), _tied(True),
-    # Files of the first Gemma say "gelu" and mean its approximation.
+    # In files of the first Gemma, "gelu" means its tanh approximation.
     Activation("gelu_pytorch_tanh", also=("hidden_activation",), legacy={"gelu": "gelu_pytorch_tanh"}),
     has={"embedding_scale": lambda values: math.sqrt(values["hidden"]), "ffn_bias": False}, without=("ffn_bias",),
     only={"use_bidirectional_attention": None}, names=Names(plus_one=True),
@@ -216,7 +216,7 @@ GEMMA3 = GEMMA2.derive(
     Windows(4096, kinds=True, every=6, every_key="sliding_window_pattern"),
     Rope(1e6, local_key="rope_local_base_freq", local_theta=1e4, by_kind=True),
     Key("logit_cap", "final_logit_softcapping", None), has={"qk_norm": True}, without=("attention_cap",),
-    only={"attn_logit_softcapping": None},  # which its code does not apply
+    only={"attn_logit_softcapping": None},  # its code does not apply a cap
 )  # fmt: skip
 PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
     "phi3", "Phi3ForCausalLM", _eps("rms_norm_eps", 1e-5), Rope(share=1.0), Windows(),
@@ -365,7 +365,7 @@ STABLELM = _GPT_LIKE.derive(
     "stablelm", "StableLmForCausalLM", Rope(share=0.25), _kv_heads(32), *_bias("use_qkv_bias", False, "qkv"),
     Key("parallel_norms", "use_parallel_residual", False, read_as=int, write_as=bool),
     has={"gated_ffn": True, "out_bias": False, "ffn_bias": False}, without=("head_size",),
-    only={"qk_layernorm": False},  # a norm of its own for every head
+    only={"qk_layernorm": False},  # it would be a separate norm for every head
 )  # fmt: skip
 _FALCON_NAMES = Names(
     "transformer.word_embeddings", "transformer.h", "transformer.ln_f", two_norms=("ln_attn", "ln_mlp"),
@@ -376,7 +376,7 @@ FALCON = _GPT_LIKE.derive(
     "falcon", "FalconForCausalLM", Activation("gelu", "activation"), FalconHeads(), Key("ffn", "ffn_hidden_size", None),
     Key("context", "max_position_embeddings", 2048), _eps("layer_norm_epsilon", 1e-5), _tied(True),
     *_bias("bias", False, "qkv", "out", "ffn"), without=("head_size",),
-    only={"alibi": False},  # which the first models scale by the head size, too
+    only={"alibi": False},  # the first models also scale ALiBi by the head size
     names=_FALCON_NAMES,
 )  # fmt: skip
 OPT = _GPT_LIKE.derive(
@@ -416,7 +416,7 @@ DBRX = _GPT_LIKE.derive(
     Key("qkv_clip", "attn_config.clip_qkv", None), Rope(theta_key="attn_config.rope_theta"),
     Key("moe.experts", "ffn_config.moe_num_experts"), Key("moe.experts_per_token", "ffn_config.moe_top_k"),
     Key("moe.expert_ffn", "ffn_config.ffn_hidden_size"), _balance(0.01, "ffn_config.moe_loss_weight"),
-    Always({"ffn_config.moe_jitter_eps": None}),  # noise on what the router reads, in training only
+    Always({"ffn_config.moe_jitter_eps": None}),  # noise on the router's input, in training only
     has={"gated_ffn": True, "bias": False, "norm_bias": False, "norm_eps": 1e-5, "activation": "silu",
          "moe.normalize": True},
     only={"resid_pdrop": 0.0, "emb_pdrop": 0.0, "attn_config.attn_pdrop": 0.0, "ffn_config.ffn_act_fn.name": "silu",
@@ -434,7 +434,7 @@ COHERE = _GPT_LIKE.derive(  # Command R
     has={"gated_ffn": True, "ffn_bias": False, "norm_bias": False, "parallel_norms": 1},
     names=Names(norms=("input_layernorm",), neighbours=True),
 )  # fmt: skip
-COHERE2 = COHERE.derive(  # Command R7B, whose layers without a window have no positions
+COHERE2 = COHERE.derive(  # Command R7B: layers without a window have no positions
     "cohere2", "Cohere2ForCausalLM", Rope(),
     Windows(4096, kinds=True, every=4, every_key="sliding_window_pattern", turned="windowed"), without=("head_size",),
 )  # fmt: skip
@@ -464,4 +464,4 @@ REFUSED = {
     "gemma3n_text": "has layers that share keys and values",
     "llama4_text": "has attention in chunks",
 }  # fmt: skip
-"""Decoders whose arithmetic no switch says."""
+"""Decoders that ModelConfig cannot express."""

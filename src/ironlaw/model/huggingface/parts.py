@@ -1,7 +1,7 @@
-"""Parts of Hugging Face families that several keys of `config.json` say together: each reads and writes them.
+"""Parts of Hugging Face families that are encoded by several keys of `config.json`, with reading and writing.
 
-Files of `transformers` 4 and 5 differ in where rotary positions stand: beside the other keys, or in a table
-`rope_parameters`. Both are read, and both are written. Needs no torch.
+Rotary positions are top-level keys in files of `transformers` 4, and a table `rope_parameters` in version 5. Both are
+read, and both are written. Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACTIVATIONS = {
     "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
-"""Names of activations in `config.json`, and ours; of several, the first is written."""
+"""Names of activations in `config.json` -> Ironlaw's names; of several, the first is written."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Activation:
     default: str = "silu"
     key: str = "hidden_act"
     also: tuple[str, ...] = ()
-    legacy: Mapping[str, str] | None = None  # names that mean others in this family
+    legacy: Mapping[str, str] | None = None  # names with another meaning in this family
     name = "activation"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
@@ -44,17 +44,17 @@ class Activation:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base, scaling, and how much of a head they turn."""
+    """Rotary positions: base, scaling, and the rotated share of a head."""
 
-    theta: float | None = 10_000.0  # where a file has none; None: versions of `transformers` differ, so it must
+    theta: float | None = 10_000.0  # default base; None: required, as versions of `transformers` differ
     theta_key: str = "rope_theta"
-    share: float | None = None  # of a head, where a file does not say; None: the family turns all of it
+    share: float | None = None  # default rotated share of a head; None: the family always rotates all of it
     share_key: str = "partial_rotary_factor"
-    count_key: str | None = None  # older files have elements of a head instead
-    scaling: Mapping[str, Any] | None = None  # where a file has no table
-    local_key: str | None = None  # layers with a window have a base of their own (under this key), and no scaling
+    count_key: str | None = None  # key of older files for the number of rotated elements
+    scaling: Mapping[str, Any] | None = None  # default scaling table
+    local_key: str | None = None  # key of the base of layers with a window, which have no scaling
     local_theta: float | None = None
-    by_kind: bool = False  # the table has one of each kind of layer
+    by_kind: bool = False  # the table has one table for each kind of layer
     name = "rope"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Rope:
         if "full_attention" in newer and not self.by_kind:
             raise UserError("rope_parameters with a table of each kind of layer is not supported here: write one table")
         older: Fields = fields.get("rope_scaling") or {}
-        # `transformers` takes the older table whole, but of several kinds of layers as changes of the newer one.
+        # `transformers` prefers the older table; with tables by kind of layer, it updates the newer one.
         table = {**(newer.get("full_attention", newer) if self.by_kind or not older else {}), **older}
         if self.by_kind:
             _check_kinds(newer, table)
@@ -108,10 +108,10 @@ class Rope:
         table = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
         found: dict[str, Any] = {"rope_theta": theta, self.theta_key: theta, "rope_scaling": scaling}
         if scaling and scaling["rope_type"] == "longrope" and self._follows(view):
-            # Version 4 wants these three in its table, and no others.
+            # Version 4 requires exactly these three keys in its table.
             names = ("short_factor", "long_factor")
             found["rope_scaling"] = {"type": "longrope"} | {name: scaling[name] for name in names}
-        if self.scaling is not None and scaling is None:  # or its own would be taken
+        if self.scaling is not None and scaling is None:  # otherwise the family's default would apply
             found["rope_scaling"] = {"rope_type": "default"}
         if self.share is not None:
             share = view["rotary_size"] / view["head_size"]
@@ -132,13 +132,13 @@ class Rope:
 
     @staticmethod
     def _follows(view: Fields) -> bool:
-        """Whether LongRoPE's factor is what follows from the two lengths."""
+        """Whether LongRoPE's factor equals the ratio of the two context lengths."""
         scaling = view["rope_scaling"]
         return "attention_factor" not in scaling and scaling["factor"] == view["context"] / scaling["original_context"]
 
 
 def _check_kinds(newer: Fields, table: Fields) -> None:
-    """What `transformers` reads in another way where layers of each kind have a table."""
+    """UserError for settings that `transformers` reads differently if each kind of layer has a table."""
     local = newer.get("sliding_attention") or {}
     kind = local.get("rope_type") or local.get("type") or "default"
     if kind != "default":
@@ -155,7 +155,7 @@ def _agree(fields: Fields, key: str, value: float, own: str) -> None:
 
 
 def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
-    """ModelConfig's `rope_scaling` of a table in a file."""
+    """Convert the rotary table of a file to ModelConfig's `rope_scaling`."""
     kind = table.get("rope_type") or table.get("type") or "default"
     if kind == "default":
         return None
@@ -163,7 +163,7 @@ def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
         return {"factor": float(table["factor"])}
     if kind not in ("llama3", "yarn", "longrope", "su"):
         raise UserError(f"rope_scaling of type '{kind}' is not supported: linear, llama3, yarn and longrope are")
-    # Of LongRoPE the key beside the table holds, or without it the family's default.
+    # For LongRoPE the key outside the table applies, or the family's default.
     there = fields if kind in ("longrope", "su") else table
     original = float(there["original_max_position_embeddings"])
     if kind == "llama3":
@@ -197,13 +197,13 @@ def written_scaling(view: Fields) -> dict[str, Any] | None:
 class Windows:
     """The sliding window, and the layers that have it."""
 
-    size: int | None = None  # where a file does not say
+    size: int | None = None  # default window
     kinds: bool = False  # files may list the kind of every layer
-    every: int | None = None  # where they do not, each n-th layer looks at all tokens; None: no layer does
+    every: int | None = None  # without such a list, every n-th layer attends to all tokens; None: no layer does
     every_key: str | None = None
-    first_key: str | None = None  # layers from this one on have the window (Qwen2); 28 where a file does not say
-    switch: str | None = None  # a key that turns windows on at all
-    turned: str = "all"  # which layers have rotary positions; "windowed or all": all where no layer has a window
+    first_key: str | None = None  # key of the first layer with the window (Qwen2); default: 28
+    switch: str | None = None  # key that enables windows
+    turned: str = "all"  # layers with rotary positions; "windowed or all": all if no layer has a window
     name = "windows"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Windows:
         return found | {"unrotated_every": found.get("full_every")}
 
     def _placed(self, fields: Fields, layers: int) -> dict[str, Any] | None:
-        """Where full attention is; None: everywhere."""
+        """Return ModelConfig's fields for the layers with full attention; None if all layers have it."""
         kinds = fields.get("layer_types")
         if kinds is not None and (self.kinds or "full_attention" in kinds):
             if not self.kinds:
@@ -232,7 +232,7 @@ class Windows:
 
     def write(self, view: Fields) -> dict[str, Any]:
         windowed, window = view["windowed"], view["sliding_window"] if any(view["windowed"]) else None
-        # Version 4 asks for a window that no layer has.
+        # Version 4 requires a window even if no layer uses it.
         unused = self.size if self.kinds and not self.switch and self.turned == "all" else None
         found: dict[str, Any] = {"sliding_window": window or unused}
         if self.kinds:
@@ -261,7 +261,7 @@ def _places(full: list[bool]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Alternating:
-    """GPT-Neo's `attention_types`: [[["global", "local"], 12]] are 24 layers that take turns."""
+    """GPT-Neo's `attention_types`: [[["global", "local"], 12]] are 24 alternating layers."""
 
     name = "windows"
 
@@ -287,7 +287,7 @@ class Unrotated:
     name = "unrotated"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        every, rotated = fields.get("no_rope_layer_interval", 4), fields.get("no_rope_layers")  # 1: with positions
+        every, rotated = fields.get("no_rope_layer_interval", 4), fields.get("no_rope_layers")  # 1: rotated
         if rotated is None or [bool(r) for r in rotated] == [(n + 1) % every != 0 for n in range(values["layers"])]:
             return {"unrotated_every": every}
         if not all(rotated):
@@ -303,7 +303,7 @@ class Unrotated:
 
 @dataclass(frozen=True)
 class LayersBetween:
-    """ERNIE's layers with experts: every so many, from one to the last."""
+    """ERNIE's layers with experts: every n-th, from a first one to the last layer."""
 
     name = "sparse_layers"
 
@@ -321,7 +321,7 @@ class LayersBetween:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """DeepSeek's: experts of the best groups only. `method`: a key that turns them on (V2), and its two values."""
+    """DeepSeek's expert groups. `method`: values of V2's key `topk_method` without and with groups."""
 
     default: tuple[int | None, int | None] = (None, None)
     method: tuple[str, str] | None = None
@@ -344,7 +344,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class FalconHeads:
-    """Falcon 7B: one norm and one key/value head; from 40B on two norms and groups of heads."""
+    """Falcon's heads and norms. 7B: one norm and one key/value head; from 40B: two norms and groups of heads."""
 
     name = "kv_heads"
 
@@ -366,7 +366,7 @@ class FalconHeads:
 
 @dataclass(frozen=True)
 class Multiple:
-    """A width that files give as a multiple of the model's (MPT)."""
+    """A width given as a multiple of the hidden size (MPT)."""
 
     key: str
     default: int
@@ -381,7 +381,7 @@ class Multiple:
 
 @dataclass(frozen=True)
 class Always:
-    """Keys that are no part of the model here, and written so that they are none there."""
+    """Keys for features that Ironlaw does not have, written with values that disable them."""
 
     keys: Mapping[str, Any]
     name = "always"

@@ -1,8 +1,8 @@
-"""How a Hugging Face family is described: one `Family` reads `config.json`, writes it, and names its tensors.
+"""The description of a Hugging Face family: a `Family` reads and writes `config.json`, and names its tensors.
 
 A part of a family maps some keys of `config.json` to some fields of `ModelConfig`, in both directions. Most parts are a
-`Key`, one name on either side; those of more are in `parts.py`. Fields of the tables of a config have dotted names
-(`moe.experts`), and so have nested keys (`attn_config.alibi`). Needs no torch.
+`Key`, with one name on each side; `parts.py` has those with several. Fields in tables of a config have dotted names
+(`moe.experts`), as do nested keys (`attn_config.alibi`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ironlaw.model.config import ModelConfig
 
 Fields = Mapping[str, Any]
 REQUIRED: Any = object()
-"""As a default: a file must have the key, since nobody means what `transformers` would take."""
+"""Marks a key that a file must have, because the default of `transformers` is never intended."""
 
 
 class FamilyPart(Protocol):
     @property
-    def name(self) -> str: ...  # a part replaces the one that has its name in the family that it is derived from
+    def name(self) -> str: ...  # in a derived family, a part replaces the one with the same name
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        """Fields of the model; `values` are those of earlier parts. KeyError: of a key that must be there."""
+        """Return fields of the model; `values` are those of earlier parts. KeyError for a missing required key."""
 
     def write(self, view: Fields) -> dict[str, Any]:
-        """Keys of `config.json`; `view` as in `view_of`."""
+        """Return keys of `config.json` for `view`, a result of `view_of`."""
 
 
 def _same(value: Any) -> Any:
@@ -37,13 +37,13 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One field under one name. `default` is what `transformers` takes where a file leaves the key out."""
+    """A part with one field and one key. `default` is that of `transformers` for a missing key."""
 
     name: str
     theirs: str
     default: Any = REQUIRED
-    also: tuple[str, ...] = ()  # other names of it, which are read where the first is missing, and written too
-    beside: tuple[str, ...] = ()  # other keys that are written with the same value, and may not have another
+    also: tuple[str, ...] = ()  # synonyms of the key, read if the first is missing, and also written
+    beside: tuple[str, ...] = ()  # other keys that must have the same value, and are also written
     read_as: Callable[[Any], Any] = _same
     write_as: Callable[[Any], Any] = _same
 
@@ -73,7 +73,7 @@ def get(fields: Fields, key: str) -> Any:
 
 
 def nested(flat: Fields) -> dict[str, Any]:
-    """Dotted names as tables."""
+    """Convert dotted names to nested tables."""
     found: dict[str, Any] = {}
     tables: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
@@ -87,65 +87,65 @@ def nested(flat: Fields) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Of what a layer with experts has in place of the dense network; `{}` is the number of an expert."""
+    """Names of the tensors that replace the dense network in layers with experts; `{}` is the number of an expert."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj.weight"
     up: str = "mlp.experts.{}.up_proj.weight"
     down: str = "mlp.experts.{}.down_proj.weight"
-    inputs_first: tuple[str, ...] = ()  # of matrices in one stack; gate and up of one name are halves, or take turns
-    flat: bool = False  # the stack's rows are one dimension
-    bias: str = ""  # what a stack's biases add to its name
+    inputs_first: tuple[str, ...] = ()  # stacks with inputs first, whose gate and up alternate if they have one name
+    flat: bool = False  # the stack's first two dimensions are one
+    bias: str = ""  # suffix of the names of a stack's biases
     choice_bias: str = "mlp.gate.e_score_correction_bias"
-    choice_row: bool = False  # which is one row
+    choice_row: bool = False  # choice_bias has a first dimension of one
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True)
 class Names:
-    """Of the tensors of a family. Names of a block's parts follow `layers` and the number of the layer."""
+    """Names of a family's tensors. Those of a block are prefixed by `layers` and the number of the layer."""
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     final_norm: str = "model.norm"
     head: str = "lm_head"
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # in the order in which they run
-    two_norms: tuple[str, ...] = ()  # of branches side by side, each with a norm of its own
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # in order of execution
+    two_norms: tuple[str, ...] = ()  # for parallel branches with one norm each
     query_key_value: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
-    gate: str = "mlp.gate_proj"  # the same as `up`: halves of one matrix
+    gate: str = "mlp.gate_proj"  # if equal to `up`: halves of one matrix
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     positions: str = ""
-    positions_skipped: int = 0  # first rows of that table, which nothing reads
+    positions_skipped: int = 0  # unused first rows of the table of positions
     embedding_norm: str = ""
     experts: ExpertNames = field(default_factory=ExpertNames)
-    by_head: bool = False  # the fused matrix has query, key and value of each group of heads next to each other
-    neighbours: bool = False  # rotary positions turn neighbours
-    plus_one: bool = False  # norms multiply by one and their weight
+    by_head: bool = False  # the fused qkv matrix is ordered by group of heads
+    neighbours: bool = False  # rotary positions rotate neighbouring elements
+    plus_one: bool = False  # norms multiply by 1 + weight
     transposed: bool = False  # matrices of the blocks have inputs first
 
 
 @dataclass(frozen=True)
 class Family:
     kind: str  # `model_type`
-    architecture: str | None  # its class in `transformers`; None: read, and never written
+    architecture: str | None  # class in `transformers`; None: never written
     parts: Mapping[str, FamilyPart]
-    has: Mapping[str, Any]  # fields of ModelConfig that all of the family have; a function is given the other values
-    only: Mapping[str, Any]  # keys that change the arithmetic, and the one value of each that ModelConfig can say
+    has: Mapping[str, Any]  # fixed fields of ModelConfig; a function computes one from the other values
+    only: Mapping[str, Any]  # keys that change the arithmetic -> the only supported value
     names: Names = field(default_factory=Names)
 
     def derive(
         self, kind: str, architecture: str | None, *parts: FamilyPart, has: Fields | None = None,
         only: Fields | None = None, without: tuple[str, ...] = (), names: Names | None = None,
     ) -> Family:  # fmt: skip
-        """A family that differs in some parts."""
+        """Return a family that differs in some parts."""
         kept = {name: part for name, part in self.parts.items() if name not in without}
         kept |= {part.name: part for part in parts}
-        if "rope" in kept:  # last, because it asks for head sizes and windows
+        if "rope" in kept:  # last, because it needs head sizes and windows
             kept["rope"] = kept.pop("rope")
         return replace(
             self, kind=kind, architecture=architecture, parts=kept,
@@ -164,13 +164,13 @@ class Family:
             values |= part.read(fields, values)
         values |= {key: value(values) for key, value in self.has.items() if callable(value)} | {"name": name}
         model = ModelConfig(**nested({key: value for key, value in _biases(values).items() if value is not None}))
-        for key, value in _standard(model).items():  # which most families read under these names, too
+        for key, value in _standard(model).items():  # most families also read these names
             if fields.get(key) not in (None, value):
                 raise UserError(f"{key} = {fields[key]} is not supported: {value} is")
         return model
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """KeyError for a model without the parts of the family. Read it again to know that it is the same model."""
+        """Return the model's `config.json`. KeyError if it lacks parts of the family; `read` shows all others."""
         view = view_of(config)
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind, "use_cache": True}
         found |= self.only
@@ -186,7 +186,7 @@ def _standard(model: ModelConfig) -> dict[str, int]:
 
 
 def _biases(values: dict[str, Any]) -> dict[str, Any]:
-    """`bias` for all, and the others where they differ."""
+    """Express biases by `bias` and the fields that differ from it."""
     if "ffn_bias" not in values and "qkv_bias" not in values and "out_bias" not in values:
         return values
     whole = values.get("ffn_bias")
@@ -199,7 +199,7 @@ _OTHERS = ("norm_bias", "head_bias")
 
 
 def view_of(config: ModelConfig) -> dict[str, Any]:
-    """Fields with what holds where they are not given; those of `moe` and `latent` under dotted names."""
+    """Return all fields with defaults resolved; those of `moe` and `latent` have dotted names."""
     view = config.model_dump(exclude={"moe", "latent"}) | {
         "kv_heads": config.key_value_heads, "head_size": config.size_of_head, "ffn": config.ffn_size,
         "qkv_bias": config.has_qkv_bias, "out_bias": config.has_out_bias, "ffn_bias": config.has_ffn_bias,
@@ -211,7 +211,7 @@ def view_of(config: ModelConfig) -> dict[str, Any]:
     if config.moe is not None:
         moe = config.moe.model_dump() | {
             "expert_ffn": config.expert_ffn_size, "shared_ffn": config.shared_ffn_size,
-            "shared_experts": config.shared_ffn_size // config.expert_ffn_size,  # each as wide as the others
+            "shared_experts": config.shared_ffn_size // config.expert_ffn_size,  # of equal width
             "balance_loss": config.moe.balance_loss if config.moe.balance == "loss" else 0.0,
         }  # fmt: skip
         view |= {f"moe.{name}": value for name, value in moe.items()}
@@ -221,7 +221,7 @@ def view_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def arithmetic(config: ModelConfig) -> dict[str, Any]:
-    """What a model computes, however its fields say it."""
+    """Return a description of a model's computation, equal for all equivalent configs."""
     rotary, latent = config.positions == "rope", config.latent is not None
     view = {key: value for key, value in view_of(config).items() if not key.startswith("moe.")}
     placed = {"name", "dropout", "bias", "full_every", "full_offset", "full_first", "unrotated_every"}
@@ -252,7 +252,7 @@ def arithmetic(config: ModelConfig) -> dict[str, Any]:
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Names of what two models compute differently."""
+    """Return the names of the entries in which the computations of two models differ."""
     mine, theirs = arithmetic(one), arithmetic(other)
     return [name for name in mine | theirs if not _equal(mine.get(name), theirs.get(name))]
 

@@ -1,9 +1,8 @@
-"""Every tensor of a model with its names here and in Hugging Face safetensors.
+"""The mapping between a model's tensors here ("ours") and in Hugging Face safetensors ("theirs").
 
-Differences are of form only. Query, key and value (or gate and up) may be one matrix, with the three of a head or of a
-group of heads next to each other; matrices may have inputs first; experts are one stack here and often one by one
-there; rotary positions may turn neighbours instead of halves, which is an order of rows; norms may multiply by one and
-their weight.
+Differences are only of form. Query, key and value (or gate and up) may be one matrix, ordered by head or by group of
+heads; matrices may have inputs first; experts are one stack here and often separate there; rotary positions may rotate
+neighbouring elements instead of halves, which permutes rows; norms may multiply by 1 + weight.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor here, and the ones it consists of there, one after the other by rows. `sizes` are their rows.
+    """One of our tensors, and the ones of theirs that it consists of, concatenated by rows. `sizes` are their rows.
 
-    Where theirs holds several of ours, ours is number `which` of `count`: halves, or with `turns` every second row.
+    If theirs contains several of ours, ours is number `which` of `count`: halves, or with `turns` alternating rows.
     """
 
     ours: str
     theirs: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
-    each: bool = False  # each of theirs is one entry of our first dimension
-    stack: bool = False  # theirs is such a stack, whose rows are the second dimension
-    inputs_first: bool = False  # of a stack: rows are the last dimension there
-    order: tuple[int, ...] = ()  # of our rows, which of theirs each one is; empty: the same
+    each: bool = False  # each of theirs is one index of our first dimension
+    stack: bool = False  # theirs is a stack of matrices too, with rows as second dimension
+    inputs_first: bool = False  # theirs is a stack with rows as last dimension
+    order: tuple[int, ...] = ()  # index of each of our rows in theirs; empty: the same order
     which: int = 0
     count: int = 1
     turns: bool = False
     row: bool = False  # theirs has a first dimension of one
-    flat: int = 0  # theirs has so many of a stack's first two dimensions as one
-    skipped: int = 0  # first rows of theirs, which nothing reads
-    plus: float = 0.0  # ours are theirs and this (norms that multiply by one and their weight)
+    flat: int = 0  # matrices of the stack if theirs merges its first two dimensions
+    skipped: int = 0  # unused first rows of theirs
+    plus: float = 0.0  # ours minus theirs (norms that multiply by 1 + weight)
 
     def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape here of tensors that have these shapes there."""
+        """Return the shape of ours from the shapes of theirs."""
         import torch
 
         return tuple(self.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
@@ -64,7 +63,7 @@ class Entry:
         return tensor.t() if self.transposed else tensor
 
     def put(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
-        """Ours into theirs; some tensors of theirs are made of several of ours."""
+        """Write ours into `there`, the tensors of theirs, each of which may consist of several of ours."""
         import torch
 
         tensor = tensor - self.plus if self.plus else tensor
@@ -83,12 +82,12 @@ class Entry:
             return
         tensor = tensor.flatten(0, 1) if self.flat else tensor[None] if self.row else tensor
         split = tensor.unbind() if self.each else tensor.split(self.sizes) if self.sizes else (tensor,)
-        # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
+        # Copies, because three views of one matrix would be saved as three whole matrices, or refused.
         there |= {name: part.clone(memory_format=torch.contiguous_format)
                   for name, part in zip(self.theirs, split, strict=True)}  # fmt: skip
 
     def _part(self, theirs: Tensor) -> Tensor:
-        """A view of what is ours."""
+        """Return the view of theirs that is ours."""
         if self.inputs_first:
             theirs = theirs.movedim(-1, 1)
         axis = int(self.stack)
@@ -102,7 +101,7 @@ class Entry:
 
 
 def entries(config: ModelConfig, names: Names) -> Iterator[Entry]:
-    """Of the tensors that `model/parameters.py` says there are, and of the routers' biases."""
+    """Return the entries of the tensors in `model/parameters.py`, and of the routers' biases."""
     there = {parameter.name for parameter in model_parameters(config)}
     if config.moe is not None and config.moe.balance == "bias":
         there |= {f"blocks.{layer}.ffn.router.bias" for layer in range(config.layers) if config.moe.in_layer(layer)}
@@ -124,7 +123,7 @@ def entries(config: ModelConfig, names: Names) -> Iterator[Entry]:
 
 
 def _both(ours: str, *theirs: str, transposed: bool = False, **how: Any) -> Iterator[Entry]:
-    """Weight and bias; a vector has no inputs."""
+    """Yield weight and bias; only a weight can be transposed."""
     for part in ("weight", "bias"):
         there = tuple(f"{name}.{part}" for name in theirs)
         yield Entry(f"{ours}.{part}", there, transposed=transposed and part == "weight", **how)
@@ -136,7 +135,7 @@ def _norm(ours: str, theirs: str, names: Names, **how: Any) -> Iterator[Entry]:
 
 
 def _attention(config: ModelConfig, names: Names) -> Iterator[Entry]:
-    """What a block may have of norms and attention."""
+    """Yield all norms and attention tensors that a block may have."""
     norms = names.two_norms if names.two_norms and config.parallel_norms == 2 else names.norms
     for norm, theirs in zip(_norms(config), norms, strict=False):
         yield from _norm(norm, theirs, names)
@@ -154,7 +153,7 @@ def _attention(config: ModelConfig, names: Names) -> Iterator[Entry]:
 
 
 def _latent(config: ModelConfig, latent: LatentConfig) -> Iterator[Entry]:
-    """What comes before latent attention's output layer."""
+    """Yield the tensors of latent attention before its output layer."""
 
     def turned(start: int, plain: int) -> Iterator[int]:
         yield from range(start, start + plain)
@@ -174,7 +173,7 @@ def _latent(config: ModelConfig, latent: LatentConfig) -> Iterator[Entry]:
 
 
 def _network(config: ModelConfig, names: Names) -> Iterator[Entry]:
-    """What a block may have of a network: the dense one, or the router and the experts, routed and shared."""
+    """Yield all network tensors that a block may have: dense, router, routed and shared experts."""
     fused, transposed = config.gated_ffn and names.gate == names.up, names.transposed
     for which, part in enumerate(("gate", "up", "down")):
         how = {"which": which, "count": 2} if fused and part != "down" else {}
@@ -202,7 +201,7 @@ def _network(config: ModelConfig, names: Names) -> Iterator[Entry]:
 
 
 def _norms(config: ModelConfig) -> list[str]:
-    """A block's norms in the order in which they run."""
+    """Return a block's norms in order of execution."""
     if config.norm_place == "post":
         return ["attention_after", "ffn_after"]
     if config.norm_place == "sandwich":
@@ -211,14 +210,14 @@ def _norms(config: ModelConfig) -> list[str]:
 
 
 def _halves(turned: int) -> tuple[int, ...]:
-    """Of neighbours, the first ones first."""
+    """Return the order that puts the first elements of neighbouring pairs before the second ones."""
     return (*range(0, turned, 2), *range(1, turned, 2))
 
 
 def _order(config: ModelConfig, names: Names) -> tuple[int, ...]:
-    """Of our rows of query, key and value, which of theirs each one is; empty: the same."""
+    """Return the index of each of our qkv rows in theirs; empty: the same order."""
     size, groups = config.size_of_head, config.key_value_heads
-    if names.by_head:  # of a group its queries, then its key, then its value
+    if names.by_head:  # each group's queries, then its key, then its value
         queries = config.heads // groups
         starts = [group * (queries + 2) * size for group in range(groups)]
         parts = [(0, queries), (queries, queries + 1), (queries + 1, queries + 2)]
@@ -232,6 +231,6 @@ def _order(config: ModelConfig, names: Names) -> tuple[int, ...]:
 
 
 def _neighbours(config: ModelConfig, width: int) -> tuple[int, ...]:
-    """Of heads `width` wide together that turn neighbours, as of their norms' weights."""
+    """Return the row order of heads with rotated neighbours and a total `width`, or of their norms' weights."""
     size, turned = config.size_of_head, config.size_of_rotary
     return tuple(start + row for start in range(0, width, size) for row in (*_halves(turned), *range(turned, size)))

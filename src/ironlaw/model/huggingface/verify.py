@@ -1,4 +1,4 @@
-"""Whether `transformers` computes from a directory what our model computes: both, on the same tokens, in fp32."""
+"""Comparison of a model with `transformers` on an exported directory: the logits of both on the same tokens in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from ironlaw.model.transformer import Transformer
 
-# Of the largest logit. Two implementations in fp32 agree to about 1e-6; bf16 rounds every product to 2^-9 of it.
+# Relative to the largest logit. Two fp32 implementations agree to about 1e-6; bf16 rounds products to 2^-9 of it.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.02}
 TOKENS, MOST_TOKENS = 256, 2048
 _IN = {torch.float32: "", torch.bfloat16: " in bf16"}
@@ -23,21 +23,21 @@ _IN = {torch.float32: "", torch.bfloat16: " in bf16"}
 
 @dataclass(frozen=True)
 class Verified:
-    """`largest_difference` and `largest_logit` over `tokens` positions; `reason`: why there was nothing to compare."""
+    """The largest difference and logit over `tokens` positions, or the `reason` why nothing could be compared."""
 
     version: str | None = None
     largest_difference: float | None = None
     largest_logit: float | None = None
     tokens: int = 0
     reason: str | None = None
-    computes: torch.dtype = torch.float32  # what `transformers` does
-    problem: str | None = None  # what `transformers` said when it could not read the directory
+    computes: torch.dtype = torch.float32  # dtype of the computation in `transformers`
+    problem: str | None = None  # error of `transformers` in reading the directory
 
     @property
     def differs(self) -> bool:
         if self.largest_difference is None or self.largest_logit is None:
             return self.problem is not None
-        return not self.largest_difference <= TOLERANCE[self.computes] * self.largest_logit  # NaN differs, too
+        return not self.largest_difference <= TOLERANCE[self.computes] * self.largest_logit  # NaN differs too
 
     def to_json(self) -> dict[str, Any]:
         if self.largest_difference is None:
@@ -60,9 +60,9 @@ def verify(
     folder: Path, model: Transformer, dtype: torch.dtype = torch.float32, library: str | None = None,
     computes: torch.dtype = torch.float32,
 ) -> Verified:  # fmt: skip
-    """Compare `model`, its weights rounded to `dtype` in place as `folder` has them, with what `transformers` reads.
+    """Compare `model`, with its weights rounded in place to the `dtype` of `folder`, with `transformers` on `folder`.
 
-    library: that it needs for a compressed model; computes: the type that this multiplies in.
+    library: the package that `transformers` needs for a compressed model; computes: the dtype of its products.
     """
     if library is not None and importlib.util.find_spec(library) is None:
         return Verified(reason=f"transformers reads it with {library}, which is not installed")
@@ -77,7 +77,7 @@ def verify(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what libraries say of kernels that they could not load, and the like."""
+    """Suppress log messages of libraries, such as warnings about kernels that cannot be loaded."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -97,7 +97,7 @@ def _compare(
         return Verified(reason=f"{version} does not know the architecture")
     length = min(config.context, max(TOKENS, min(MOST_TOKENS, (config.sliding_window or 0) + TOKENS)))
     tokens = torch.randint(0, config.vocab, (1, length), generator=torch.Generator().manual_seed(0))
-    # bitsandbytes casts by itself, and adds no bias of 16 bits on a CPU.
+    # bitsandbytes casts by itself, and cannot add 16-bit biases on a CPU.
     loaded = torch.float32 if library == "bitsandbytes" else computes
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -106,12 +106,12 @@ def _compare(
         ).eval()
         with torch.no_grad():
             other = theirs(tokens).logits.float()
-    except Exception as error:  # whatever it is that does not fit
+    except Exception as error:  # any mismatch
         return Verified(version, problem=f"{version} cannot read it: {' '.join(str(error).split())[:200]}")
     finally:
         transformers.utils.logging.enable_progress_bar()
     with torch.no_grad():
-        for tensor in model.state_dict().values():  # and not the rotary tables, which no file has
+        for tensor in model.state_dict().values():  # excludes the rotary tables, which are in no file
             tensor.copy_(tensor.to(dtype))
         ours = model(tokens)
     difference, largest = float((ours - other).abs().max()), float(ours.abs().max())

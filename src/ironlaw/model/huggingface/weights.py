@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face safetensors, by the names of `tensors.py`."""
+"""Import and export of weights as Hugging Face safetensors, by the names of `tensors.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ironlaw.model.huggingface.tensors import entries
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
-# What older files hold beside the weights: attention masks and rotary tables, which are calculated.
+# Buffers in older files besides the weights: attention masks and rotary tables, which are calculated.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
@@ -31,12 +31,12 @@ _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 class _Files:
-    """The tensors of a directory by name, whichever files hold them. Only what is asked for is read."""
+    """The tensors of a directory by name, over all of its files, read on demand."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
-        # Where both are there, an index is of older files: `transformers` takes the single one.
+        # If both exist, the index belongs to older files, and `transformers` reads the single file.
         single = (folder / SINGLE).is_file() or not (folder / SHARDED).is_file()
         path = None
         try:
@@ -49,7 +49,7 @@ class _Files:
             ) from None
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
-        # Files of the bare GPT-2, without its output layer, leave out the first part of the names.
+        # Files of GPT-2 without its output layer omit the prefix of the names.
         whole = ("transformer.", "model.", "gpt_neox.")
         self._prefix = "" if any(name.startswith(whole) for name in self._files) else "transformer."
         self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self._files}
@@ -65,7 +65,7 @@ class _Files:
         return tuple(self._files[stored].get_slice(stored).get_shape())
 
     def types(self) -> dict[torch.dtype, int]:
-        """Numbers held in each type."""
+        """Return the count of numbers stored in each dtype."""
         counts: dict[torch.dtype, int] = {}
         for name, file in self._files.items():
             part = file.get_slice(name)
@@ -80,7 +80,7 @@ class _Files:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that an index names, all in its own directory."""
+    """Return the files named by an index, which must be in its own directory."""
     found = read_json(folder / SHARDED).get("weight_map")
     names = set(map(str, found.values())) if isinstance(found, dict) else set()
     if not names or any(Path(name).name != name for name in names):
@@ -89,14 +89,14 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def stored_type(folder: Path) -> torch.dtype:
-    """What most of the numbers of a directory are kept in: bf16, fp16, or fp32 for anything else."""
+    """Return the dtype of most numbers in a directory: bf16, fp16, or fp32 for anything else."""
     with ExitStack() as stack:
         counts = _Files(folder, stack).types()
     return max(counts, key=lambda kind: counts[kind])
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """UserError when the files in `folder` are not weights of `config`; reads their headers only."""
+    """Raise UserError if the files in `folder` are not weights of `config`. Only their headers are read."""
     from ironlaw.model.transformer import Transformer
 
     held = known_json(folder / "config.json").get("quantization_config")
@@ -124,7 +124,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
                     f"{list(wanted[entry.ours])} in all: change no dimension of [model] beside from"
                 )
         left = sorted(n for n in files.names - known if not _BUFFERS.search(n) and n != "lm_head.weight")
-        second = f"model.layers.{config.layers}."  # of DeepSeek-V3, the module that predicts a second token
+        second = f"model.layers.{config.layers}."  # DeepSeek-V3's module that predicts a second token
         if config.latent is not None and f"{second}eh_proj.weight" in left:
             left = [name for name in left if not name.startswith(second)]
         if left:
@@ -134,7 +134,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 def read_weights(
     folder: Path, config: ModelConfig, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name here and tensor in the stored precision, one at a time, of those `wanted`. Call `check_weights` first."""
+    """Yield our name and the tensor in stored precision for each `wanted` name. Call `check_weights` first."""
     names = names_of(folder, config)
     with ExitStack() as stack:
         files = _Files(folder, stack)
@@ -162,7 +162,7 @@ def write_model(
     folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
     end_of_text: int | None = None,
 ) -> None:  # fmt: skip
-    """`config.json` and `model.safetensors` as `transformers` reads them; `weights` by their names here."""
+    """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names."""
     tensors: dict[str, Tensor] = {}
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
         entry.put(weights[entry.ours].detach().to(dtype), tensors)
@@ -173,25 +173,25 @@ def write_tensors(
     folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, end_of_text: int | None,
     **more: Any,
 ) -> None:  # fmt: skip
-    """The same of tensors by their names there. more: further fields of `config.json`."""
+    """Write `config.json` and `model.safetensors`; `tensors` have their names. more: further fields of the config."""
     fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")} | more
-    # Without these the family's own special tokens would be taken for ours.
+    # Otherwise the family's default special tokens would apply.
     fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk: half a file would look like a model
+    except SafetensorError as error:  # on a full disk, remove the partial file, which would look like a model
         (folder / SINGLE).unlink(missing_ok=True)
         raise UserError(f"cannot write {folder / SINGLE}: {error}; give a folder with more space") from None
     write_json(folder / "config.json", fields)
 
 
 def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int) -> None:
-    """Copy a `tokenizer.json` and say to `transformers` how to load it."""
+    """Copy a `tokenizer.json`, and write the `tokenizer_config.json` with which `transformers` loads it."""
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     fields |= {"eos_token": end_of_text, "bos_token": end_of_text, "clean_up_tokenization_spaces": False}
     beside = tokenizer.with_name("tokenizer_config.json")
-    if beside.is_file() and beside.parent != folder:  # a chat template, and the tokens that it names
+    if beside.is_file() and beside.parent != folder:  # a chat template and its tokens
         fields |= {k: v for k, v in read_json(beside).items() if k == "chat_template" or k.endswith("_token")}
     write_json(folder / "tokenizer_config.json", fields)
