@@ -152,7 +152,7 @@ def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Pre
 def test_the_peak_with_products_by_onednn(model: str, keep: str) -> None:
     shape = replace(shaped(model, keep), onednn=True)
     planned = highest(list(unfolded(shape))).total
-    assert planned == pytest.approx(highest_moment(shape), rel=0.03)  # with biases oneDNN holds some workspace
+    assert planned == pytest.approx(highest_moment(shape), rel=0.06)  # with biases oneDNN holds workspace: 5% with AVX2
 
 
 @pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])

@@ -134,7 +134,7 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
     """
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     on_cpu = next(model.parameters()).device.type == "cpu"
-    packs = on_cpu and torch.backends.mkldnn.is_available()
+    packs = on_cpu and torch.backends.mkldnn.is_available() and (weights == "fp32" or multiplies_bf16())
     for parent in list(model.modules()):
         if packs and _fuses(parent):
             continue  # replaced as a whole
@@ -162,6 +162,11 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
         t for m in modules if not isinstance(m, ReadOnlyLinear) for t in (*m.parameters(False), *m.buffers(False))
     ]
     return own + sum(map(_bytes, others))
+
+
+def multiplies_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 on this processor; PyTorch's own products, many times slower, always do."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _fuses(module: nn.Module) -> bool:

@@ -253,8 +253,9 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 # -- what kernels take for themselves ----------------------------------------------------------------------------------
 
 _PROMOTES = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
-BLOCK = 16
-"""Channels that oneDNN's images keep together on processors with 512 bits (measured; 8 on those with 256)."""
+BLOCK, LEAST_READ = (16, 16) if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else (8, 4)
+"""Channels that oneDNN keeps together in images on this processor, as many as a register holds fp32 numbers, and the
+fewest for which it copies an image that it reads into this order (measured with AVX-512 and AVX2)."""
 
 
 def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
@@ -290,7 +291,7 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
         return columns if library.startswith("Slow") and window > 1 else 0
     block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients: channels as they are
     blocks_x, blocks_y = (_in_blocks(image, block) for image in (x, y))
-    read_x, read_y = (size if image.shape[1] >= BLOCK else 0 for image, size in ((x, blocks_x), (y, blocks_y)))
+    read_x, read_y = (size if image.shape[1] >= LEAST_READ else 0 for image, size in ((x, blocks_x), (y, blocks_y)))
     if backward:
         return max(0 if out[0] is None else blocks_y + blocks_x - x.nbytes, read_x + read_y)
     return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
