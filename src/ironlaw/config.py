@@ -53,7 +53,7 @@ class TrainConfig(Section):
     global_batch: int = Field(8, gt=0, le=2**30)  # sequences per optimizer step
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
-    clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # global gradient norm; inf clips nothing
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # largest global gradient norm; inf: no clipping
     # auto: the fastest for matrix products measured on this machine. Weights, optimizer state, reductions stay fp32.
     precision: Precision = "auto"
     # Quantization-aware training with the weight formats of `ironlaw compress --to`: int4, 2:4, pruned=50%, int4,2:4.
@@ -71,7 +71,7 @@ class TrainConfig(Section):
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads; OMP_NUM_THREADS or all cores unless given
     seed: int = Field(0, ge=0)  # of initial weights, dropout and the order of samples
     start_from: str | None = None  # initial weights: a Hugging Face directory or a run; [model] from = "DIR" sets this
-    profile_steps: int = Field(5, ge=0, le=1000)  # steps recorded for the time by operation; 0 records none
+    profile_steps: int = Field(5, ge=0, le=1000)  # profiled steps, for the time by operation; 0: none
 
     @property
     def offloads_activations(self) -> bool:
@@ -139,7 +139,7 @@ class RecoveryConfig(Section):
     strikes: int = Field(3, gt=0)  # number of spikes that stops the run
     forgive_steps: int = Field(1000, gt=0, le=10**12)  # steps without a spike after which the count restarts
     # The rest is for runs on several ranks (train/parallel/watcher.py).
-    collective_seconds: float = Field(300.0, gt=0)  # timeout of a collective; the error names the ranks that hang
+    collective_seconds: float = Field(300.0, gt=0)  # timeout of a collective; the job ends and names the hanging ranks
     straggler_every: int = Field(10, ge=0)  # steps between comparisons of the ranks' times; 0: none
     straggler_threshold: float = Field(0.15, gt=0, lt=1)  # a slow rank's extra time, as a fraction of the step
 

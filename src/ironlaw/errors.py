@@ -44,7 +44,7 @@ def as_given(value: object) -> str:
 
 
 def refuse_options(given: Mapping[str, object], subjects: Mapping[str, Sequence[str]], *here: str) -> None:
-    """UserError for an option given where none of its `subjects`, the things it applies to, is among `here`."""
+    """Raise UserError for an option given where none of its `subjects`, the things it applies to, is in `here`."""
     for option, known in subjects.items():
         if given.get(option) and not set(known).intersection(here):
             raise UserError(f"--{option.replace('_', '-')} is for {'; '.join(known)}: leave it out")

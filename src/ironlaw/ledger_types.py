@@ -12,7 +12,7 @@ from pydantic import BaseModel, Strict, ValidationError, create_model
 
 from ironlaw.errors import UserError, shortened
 
-Number = Annotated[int, Strict()] | Annotated[float, Strict()]  # "3" is text, true is no number
+Number = Annotated[int, Strict()] | Annotated[float, Strict()]  # "3" is text, true is not a number
 Known = Number | None
 Numbers = dict[str, Known] | None
 MANY: Any = list  # untyped aliases, to subscript with types created at run time

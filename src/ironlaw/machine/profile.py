@@ -1,7 +1,7 @@
 """A measured machine: the best times of its kernels as curves over size. Written by `measure`, read by `plan`.
 
-Best times are reproducible: other programs and neighbours on a shared host only ever add to them. Their typical
-addition is stored separately, as interference (`machine/interference.py`). A later measurement of the same machine
+Best times are reproducible: other programs and neighbours on a shared host only ever add to them. The typical
+slowdown is stored separately, as interference (`machine/interference.py`). A later measurement of the same machine
 keeps the better of both times.
 """
 
@@ -28,7 +28,7 @@ FP32Products = Literal["default", "onednn"]
 Stored = TypeVar("Stored")
 # So small that a block's time is the cost of calling it; measured, and divided into calls by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
-# A whole step, of REFERENCE_BATCH sequences, to measure the time that kernels take together but not alone.
+# A whole step, of REFERENCE_BATCH sequences, to measure the extra time of kernels that run together.
 REFERENCE = ModelConfig(layers=2, hidden=256, heads=4, vocab=2048, context=128)
 REFERENCE_BATCH = 4
 

@@ -1,6 +1,6 @@
 """Attention over keys and values cached in pages: the extension for serving of the modules used in training.
 
-Modules take a `LayerCache` in place of a mask, with no other difference. `serve/` assigns pages to sequences.
+Modules accept a `LayerCache` in place of a mask, and differ nowhere else. `serve/` assigns pages to sequences.
 
 Shapes: N tokens of a step, P sequences of a group with S new tokens each (N is the sum of P x S over the groups), T
 tokens that the pages of a group's longest sequence hold, A heads, K key/value heads, D key size, W value size.

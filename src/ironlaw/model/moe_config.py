@@ -78,7 +78,7 @@ class MoEConfig(Section):
         return max(of // self.every - self.dense_layers // self.every, 0)
 
     def capacity(self, tokens: int) -> int | None:
-        """Return the most rows that one expert computes for `tokens` tokens; None without a limit."""
+        """Return the largest number of rows that one expert computes for `tokens` tokens; None without a limit."""
         if self.capacity_factor is None:
             return None
         mean = tokens * self.experts_per_token / self.experts

@@ -48,7 +48,7 @@ class Draw:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:
-        """Attention with dropout on materialised weights, as fused kernels draw their own masks; all of the keys."""
+        """Attention with dropout, materialised as fused kernels draw their own masks; `key` has the whole sequence."""
         config, partition = self.config, self.partition
         if mask is None:
             positions = torch.arange(self.sequence, device=query.device)

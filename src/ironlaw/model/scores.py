@@ -16,7 +16,7 @@ from ironlaw.model.config import ModelConfig
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """Return the slopes (heads,), fp32: a geometric series, continued by every other slope of the next power of two."""
+    """Return the slopes (heads,), fp32: the series for the largest power of two, then every other slope of the next."""
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / whole) for head in range(whole)]
     slopes += [2 ** (-4 * (head + 1) / whole) for head in range(0, 2 * (heads - whole), 2)]

@@ -20,7 +20,7 @@ DEQUANTISING_BYTES = 17  # peak per number: its unpacked code (1), the code as a
 
 
 def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator[Operation]:
-    """Yield the operations of a layer of a kind, with their backward passes, under its adapters (`shape.adapters`)."""
+    """Yield the operations of a layer of a kind, with their backward passes, given its adapters (`shape.adapters`)."""
     own = shape.adapters[0]
     last: tuple[Operation, ...] = ()
     unasked = own.first and bool(own.rows) and kind != "head"  # nothing before the first adapter needs a gradient
@@ -65,7 +65,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
 def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked: bool) -> Iterator[Operation]:
     """Yield what replaces one operation of a backward pass. `asked`: whether the layer's input needs a gradient."""
     own, op = shape.adapters[0], replace(op, gradient_bytes=0)
-    if op.kernel == "matmul_weight_gradient":  # keep its memory, without the gradient's and a missing weight copy's
+    if op.kernel == "matmul_weight_gradient":  # only its memory remains, without gradient and absent weight copy
         absent = 0 if not shape.casts or own.casts_weights else op.temporary_bytes
         freed = op.frees_saved_bytes - absent
         yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_saved_bytes=freed)

@@ -44,7 +44,7 @@ class BlockAdapters:
     rows: tuple[tuple[str, tuple[int, ...]], ...]  # (name of a product, output rows of each of its adapters)
     first: bool = False  # whether this is the model's first block
     starts_plain: bool = False  # nothing before the first block's adapters is saved for the backward pass
-    ends: frozenset[str] = frozenset()  # of the model's embedding and head, those trained in full
+    ends: frozenset[str] = frozenset()  # "embedding" and "head", if trained in full
 
     def rows_of(self, name: str) -> tuple[int, ...]:
         return dict(self.rows).get(name, ())
@@ -190,7 +190,7 @@ def attention_score_pairs(sequence: Size, window: int | None) -> Size:
 
 
 def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
-    """Return the bytes of a norm's saved statistics; a composed RMSNorm with a trained weight saves its output too."""
+    """Return the bytes a norm saves: statistics; a composed RMSNorm with trained weight also the normalised tensor."""
     if shape.conventions.fused:
         return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
@@ -224,13 +224,13 @@ def attention_saved_bytes(shape: Shape) -> Size:
 
 
 def attention_core_bytes(shape: Shape) -> Size:
-    """Return the bytes saved besides the output; materialised: softmax, its dropout and a one-byte mask per score."""
+    """Return the bytes attention saves besides its output. Materialised: softmax, dropout and mask of all scores."""
     of_a_query = shape.sequence * (2 * shape.matmul_bytes + 1) if shape.materialised else FP32
     return shape.tokens * shape.model.heads * of_a_query
 
 
 def rotary_saved_bytes(shape: Shape) -> Size:
-    """Return the bytes of rotated copies, saved by attention; the value, a view, keeps the unrotated ones alive."""
+    """Return the bytes of rotated copies that attention saves; the value, a view of qkv, keeps unrotated ones alive."""
     if shape.model.positions != "rope":
         return 0
     if shape.conventions.fused:
@@ -249,7 +249,7 @@ def noise(shape: Shape, name: str, elements: Size, kind: Kind = Kind.ELEMENTWISE
 def dropout(shape: Shape) -> list[Operation]:
     """Dropout on a branch before it joins the residual stream, if the model has any.
 
-    It saves noise of the branch's type on a CPU, one byte per element on CUDA.
+    It saves noise in the branch's dtype on a CPU, one byte per element on CUDA.
     """
     if not shape.model.dropout:
         return []

@@ -103,7 +103,7 @@ Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
 
 
 def table_of(found: Iterable[Collective], aliases: Mapping[str, str] | None = None) -> Table:
-    """Sum collectives by dimension, renamed by `aliases_of`, and kind, without those that send nothing."""
+    """Sum collectives by dimension (renamed by `aliases`) and kind, without those that send nothing."""
     table: Table = {}
     for dimension, kind, count, size in found:
         key = (aliases or {}).get(dimension, dimension), kind
@@ -128,7 +128,7 @@ def collectives(
     model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, position: int
 ) -> Iterator[Collective]:
     """Yield the collectives of a rank at a pipeline position in one step. The accumulation follows from the batch, not
-    from `layout`. PowerSGD's gradients are those after its start step; sites do not communicate within a step."""
+    from `layout`. Gradients under PowerSGD are those from its start step on. Sites do not meet within a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
     counting = counted_together(layout, batch)
     everybody, layout = layout, of_site(layout, recipe.communication)
@@ -252,8 +252,8 @@ class _Stage:
             yield "replicate", "all_reduce", 1, bucket // FP32 * self.gradient_bytes
 
     def unasked_gathers(self, unit: str) -> int:
-        """Return the gathers of a unit whose input needs no gradient, or 0 for other units. FSDP frees such a unit only
-        after the whole backward pass. An embedding is prefetched all the same, and stays until the next forward."""
+        """Return the gathers of a unit whose input needs no gradient, or 0 for others. FSDP frees such a unit after the
+        whole backward pass. An embedding is still prefetched, and stays until the next forward pass."""
         if not self.freezes_embedding or self.layout.pp > 1:
             return 0
         if unit == "embedding.weight":

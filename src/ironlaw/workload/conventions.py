@@ -61,7 +61,7 @@ class Conventions:
     keeps_expert_outputs: bool = True  # for the gradient of the weights with which they are summed
     storage: StorageFormat = field(default_factory=StorageFormat)  # bytes held by linear layers
     casts: Casts = field(default_factory=Casts)  # traffic of quantising their operands
-    tile: int = 1  # layers whose inputs or outputs are no multiples of this are not quantised
+    tile: int = 1  # layers whose inputs or outputs are not multiples of this are not quantised
 
 
 OURS = Conventions()

@@ -1,7 +1,7 @@
 """The operations of one rank where ranks divide a micro-batch.
 
-`local_shape` gives a rank's shape: its part of heads, widths, vocabulary and tokens. `on_rank` makes the changes beyond
-that, by the flags of each operation (`Operation.on_stream`, `gathered`, `summed`).
+`local_shape` gives a rank's shape: its part of heads, widths, vocabulary and tokens. `on_rank` applies the other
+changes, by the flags of each operation (`Operation.on_stream`, `gathered`, `summed`).
 As in the trainer (`train/parallel/`), tensor parallelism (arXiv 1909.08053) sums partial results in a copy; sequence
 parallelism (arXiv 2205.05198) stores a part of the residual stream and gathers the input of a layer; context
 parallelism gathers keys and values and saves them; query, key and value from separate layers are freed one by one.

@@ -213,7 +213,7 @@ def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list
 
 
 def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Adapters:
-    """Return the trained tensors; UserError for an unknown name in `finetune.targets` or `modules_to_save`."""
+    """Return adapters and other trained tensors; UserError for an unknown name in `targets` or `modules_to_save`."""
     modules = {"embedding": names.embedding, "head": names.head}
     chosen: set[str] = set()
     for wanted in config.modules_to_save:

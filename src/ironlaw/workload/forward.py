@@ -351,7 +351,7 @@ def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
     onednn, logits = shape.onednn and not shape.casts, rows * vocab
     full = logits * FP32
     reduced = logits * w if shape.casts else 0
-    wide = full if shape.casts and not shape.fused_rmsnorm else 0  # a CPU's softmax first casts them to fp32
+    wide = full if shape.casts and not shape.fused_rmsnorm else 0  # a CPU's softmax first casts logits to fp32
     part = rows * hidden * FP32 if onednn else 0
     # Bytes per element of the product before accumulation; a CPU adds reduced precision to fp32 through an fp32 copy.
     before = w + (0 if shape.fused_rmsnorm else FP32) if shape.casts else FP32 if onednn else 0

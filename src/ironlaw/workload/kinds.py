@@ -32,7 +32,7 @@ from ironlaw.workload.sizes import several
 
 
 def layer_groups(model: ModelConfig, narrow: int | None = None) -> list[str]:
-    """Return the group of each layer. Of the layers, only the first `narrow` quantise products, if given."""
+    """Return the group of each layer. `narrow`: the number of first layers with quantised products, if not all."""
     groups = []
     for layer in range(model.layers):
         group = MOE_GROUP if model.moe and model.moe.in_layer(layer) else "block"

@@ -62,7 +62,7 @@ def projections(shape: Shape) -> list[Operation]:
     operations += down + _norm(shape, "latent_norm", rank, latent.down_size, reader="latent_up")
     kept = not (shape.pads_values or shape.composes_attention)  # values, which are views of the result, keep it alive
     operations += linear(shape, "latent_up", rank, width, keep=kept, bias=False, frees=tokens * rank * w)
-    if fused:  # values that are no views of the result keep only their own part alive
+    if fused:  # values that are not views of the result keep only their own part alive
         plain = model.heads * latent.plain_size * (1 - shape.conventions.unrotated_kept)
         operations[-1] = grown(operations[-1], saved=-tokens * plain * w)
     return [*operations, *_rotated(shape, queries, keys, ups, ups if kept else 0)]

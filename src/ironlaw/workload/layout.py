@@ -5,7 +5,7 @@
 
 Keys: dp data parallel replicas; zero the state they shard (arXiv 1910.02054: 1 optimizer state, 2 also gradients, 3
 also weights); tp tensor parallel (arXiv 1909.08053); sp sequence parallelism on the same ranks (arXiv 2205.05198); pp
-pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473); cp context parallel, in the way `cp_kind`
+pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473); cp context parallel, by method `cp_kind`
 (`context_parallel.py`); ep expert parallel: ranks that divide the experts of each layer, each expert split over tp like
 a dense network (arXiv 2006.16668, section 3.3), or over `etp` ranks with folded experts: placed over the dp x cp x tp
 ranks independently of the dense layers, in ep groups of etp (arXiv 2504.14960). One copy is sharded over `shard`
@@ -77,7 +77,7 @@ class Layout:
     offload: str = "none"  # to host memory: the optimizer's state and update, saved activations, or both
 
     def __post_init__(self) -> None:
-        if isinstance(self.recompute, str):  # as people and JSON write it
+        if isinstance(self.recompute, str):  # as in JSON and on the command line
             object.__setattr__(self, "recompute", Recompute.parse(self.recompute))
 
     @property
@@ -136,7 +136,7 @@ class Layout:
         )
 
     def reason_context(self, model: ModelConfig, sequence: int) -> str | None:
-        """Return why context parallel ranks cannot exchange keys in the way `cp_kind`, or None."""
+        """Return why context parallel ranks cannot exchange keys by the method `cp_kind`, or None."""
         kind, ranks = self.cp_kind, self.cp * self.tp
         if kind is not None and self.cp == 1:
             return f"cp_kind={kind} needs cp > 1"

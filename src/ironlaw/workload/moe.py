@@ -153,7 +153,7 @@ def _route(shape: Shape) -> list[Operation]:
 
 
 def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
-    """Return the mean load of an expert of this rank, and the number of products in a batch."""
+    """Return the mean load of an expert of this rank, and the number of products computed as a batch."""
     moe, count = _of(shape), rows(shape)
     local = divided(moe.experts, shape.ep)
     if shape.conventions.fused or is_array(count, local):

@@ -338,7 +338,7 @@ def lasting_tensors(
     model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, layers: Sequence[int],
     shards: Sequence[Parameter], frozen: int = 0,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Yield the tensors that a rank holds from step to step; `plan/memory.py` walks the others. The rank has these
+    """Yield the tensors that a rank holds from step to step; `plan/memory.py` tracks the others. The rank has these
     layers, updates `shards` and holds `frozen` bytes of frozen tensors. Weights are fp32."""
     elements = sum(p.elements for p in shards) * FP32
     buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)

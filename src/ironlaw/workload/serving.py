@@ -126,7 +126,7 @@ def _block(shape: Shape, kind: str, chunks: Sequence[Chunk]) -> list[Operation]:
 
 
 def _touched(op: Operation, shape: Shape) -> Operation:
-    """Restrict a product of the experts to those chosen by any token, if all tokens choose independently."""
+    """Restrict a product of the experts to experts chosen by any token, assuming independent choices."""
     moe = shape.model.moe
     assert moe is not None and op.matmul is not None
     rows, outputs, inputs = op.matmul

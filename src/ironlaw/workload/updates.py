@@ -18,7 +18,7 @@ from ironlaw.workload.optimizers import (
 )
 
 LOOPED_CALLS = {"sgd": 1, "momentum": 3, "adam": 6, "adamw": 6}
-"""Passes over three tensors in PyTorch's unfused updates, a third of the tensors touched (3, 8, 18): AdamW's calls are
+"""Passes over three tensors in PyTorch's unfused updates: a third of the tensors touched (3, 8, 18). AdamW's calls are
 lerp, mul, addcmul, sqrt, division, add and addcdiv. Weight decay adds one pass."""
 
 LIKE: dict[str, OptimizerName] = {

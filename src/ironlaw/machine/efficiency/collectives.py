@@ -13,7 +13,7 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
     broadcast       S                     n-1
 
 The link attains ring_fraction (direct_fraction for all_to_all and send_recv) of its nominal bandwidth, and a
-rank's own share S / n is copied local_copy_ratio times faster. The logarithm is measured from 1 MiB to 16 GiB:
+rank's own share S / n is copied local_copy_ratio times faster. The logarithm fits measurements from 1 MiB to 16 GiB:
 with growing size, libraries change protocols, channels and chunks, each with a longer start-up.
 
 With reduction in the switch (NVLS), each rank sends (1 + 1/n) S instead of 2 (n-1)/n S. Over N islands with g

@@ -3,7 +3,7 @@
 The model, minimised over the tiles and K-splits that libraries offer:
 
     tiles       T = batch ceil(m / tm) ceil(n / tn) s              s: split of K
-    waves       W = T / units, rounded up if below one, else as far as the scheduler is rigid
+    waves       W = T / units, rounded up if below one, else by the scheduler's rigidity
     compute     W (k / s + fill) 2 (tm tn + operand (tm + tn)) / (attainable peak / units)
     power       compute stretches towards FLOPs joules_per_flop / power_watts over throttle_seconds
     memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once

@@ -42,7 +42,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def left_out(path: Path) -> tuple[str, ...]:
-    """Return the parts of a config that `transformers` does not build: DeepSeek-V3's second prediction."""
+    """Return the parts of a config that `transformers` does not build: DeepSeek-V3's extra prediction layers."""
     file = path / "config.json" if path.is_dir() else path
     count = read_json(file).get("num_nextn_predict_layers") or 0
     return (f"{count} of the layers, for predicting tokens further ahead (num_nextn_predict_layers)",) if count else ()

@@ -1,4 +1,4 @@
-"""Parts of Hugging Face families that are encoded by several keys of `config.json`, with reading and writing.
+"""Parts of Hugging Face families that are encoded by several keys of `config.json`: each reads and writes them.
 
 Rotary positions are top-level keys in files of `transformers` 4, and a table `rope_parameters` in version 5. Both are
 read, and both are written. Needs no torch.

@@ -170,7 +170,7 @@ class Family:
         return model
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the model's `config.json`. KeyError if it lacks parts of the family; `read` shows all others."""
+        """Return the model's `config.json`. KeyError if it lacks parts of the family; to verify, `read` the result."""
         view = view_of(config)
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.kind, "use_cache": True}
         found |= self.only
