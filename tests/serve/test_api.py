@@ -19,9 +19,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import write_server_directory
 
+from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
+from ironlaw.serve.server import bound
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -164,7 +166,8 @@ FIELDS: list[dict[str, Any]] = [
             {"type": "poem"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}},
             {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
         ],
-        "structured_outputs": [{}, {"choice": []}, {"regex": "("}, {"regex": "a", "choice": ["b"]}, {"what": 1}],
+        "structured_outputs": [{}, {"choice": []}, {"choice": [""]}, {"regex": "("}, {"regex": "a" * 10**6},
+                               {"regex": "(a{1000}){1000}"}, {"regex": "a", "choice": ["b"]}, {"what": 1}],
         "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1, 2], "echo": ["a"], "suffix": ["a"],
         "unknown_field": [1], "tools": [[{"type": "function"}]], "ignore_eos": ["perhaps"],
     }.items()
@@ -174,9 +177,15 @@ MESSAGES: list[Any] = [
     None, [], "hi", {}, [3], [{}], [{"role": "user", "content": 3}], [{"role": 3, "content": "a"}], [{"content": "a"}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], [{"role": "", "content": "a"}],
     [{"role": "wizard", "content": "a"}], [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+    [{"role": "tool", "content": "4", "tool_call_id": "1"}],
 ]  # fmt: skip
 BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"prompt": NaN}',
           b'{"prompt": "\\uD800"}', b'{"prompt": "\xed\xa0\x80"}']  # fmt: skip
+
+
+def test_an_address_that_is_taken_is_told_before_a_model_is_loaded_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on"):
+        bound(ServeConfig(port=taken.getsockname()[1]))
 
 
 def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[str, Engine]) -> None:

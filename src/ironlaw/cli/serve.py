@@ -21,7 +21,7 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
-    from ironlaw.serve.server import require_extra
+    from ironlaw.serve.server import bound, require_extra
 
     given = {key: value for key, value in (("port", port), ("host", host)) if value is not None}
     if engine == "vllm":
@@ -32,6 +32,7 @@ def serve(
         raise UserError(f"no engine {engine!r}: write ironlaw or vllm")
     require_extra()
     config = serve_config(settings or (), **given)
+    address = bound(config)
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.server import serve as run
@@ -58,7 +59,7 @@ def serve(
             f"values, {config.batch} requests at once; Ctrl-C ends it",
         )
 
-    run(made, ready)
+    run(made, ready, address)
 
 
 def generate(

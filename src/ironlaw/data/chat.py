@@ -6,11 +6,13 @@ A template is a Jinja2 program that came with a model, that is, from anywhere: i
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +177,7 @@ class Text:
     def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
         assert self.template is not None
         names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
-        _passes.set(itertools.count(1))
+        _spent.set(Counter())
         try:
             return str(self.template.render(**names))
         except Exception as error:  # a program from anywhere, with names from anybody
@@ -195,26 +197,85 @@ class _Generation(Extension):
         return [begin, *body, end]
 
 
-MOST_PASSES = 10**6
-_passes: ContextVar[Iterator[int]] = ContextVar("passes of the loops of a rendering")
+MOST_PASSES, MOST_CHARACTERS = 10**6, 10**7
+_PRODUCTS = ("*", "**", "center", "ljust", "rjust", "zfill", "indent", "replace", "join", "expandtabs", "tojson")
+_spent: ContextVar[Counter[str]] = ContextVar("passes of the loops of a rendering, and characters put together")
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """Whose loops together come to an end: the sandbox bounds one `range`, not one within another."""
+    """Whose loops together come to an end, and whose texts too: the sandbox bounds one `range`, not one within another,
+    and no text."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            loop.iter = _filtered(loop.iter, "counted")
+        joints: Any = tree.find_all((nodes.Concat, nodes.Output))
+        for joined in joints:
+            joined.nodes = [n if isinstance(n, nodes.TemplateData) else _filtered(n, "bounded") for n in joined.nodes]
         tree.set_environment(self)
         return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        return _bounded(self.binop_table[operator], operator)(left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = partial(super().call, context, called)
+        return _bounded(method, getattr(called, "__name__", ""), getattr(called, "__self__", None))(*args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        return wrapped and _bounded(wrapped, "format", value.__self__)
+
+
+def _filtered(value: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+
+def _bounded(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
+    """An operator, a filter or a method `of` a text, refused before it makes a long one."""
+
+    @wraps(function)
+    def bounded(*given: Any, **named: Any) -> Any:
+        _short(_most(name, [v for v in (of, *given, *named.values()) if isinstance(v, str | int | list | tuple)]))
+        result = function(*given, **named)
+        return _short(len(result), result) if isinstance(result, str | list | tuple) else result
+
+    return bounded
+
+
+def _most(name: str, values: list[Any]) -> int:
+    """Characters of what is made, where that may be more than the sum of what it is made of; of numbers the value."""
+    if name in ("%", "format"):
+        return max((int(width) for v in values if isinstance(v, str) for width in re.findall(r"\d+", v)), default=0)
+    if name not in _PRODUCTS:
+        return 0
+    lists = [len(v) + sum(len(i) for i in v if isinstance(i, str)) for v in values if isinstance(v, list | tuple)]
+    sizes = lists + [abs(v) if isinstance(v, int) else len(v) for v in values if isinstance(v, int | str)]
+    return int(sizes[0] ** min(sizes[-1], 64)) if name == "**" else math.prod(max(1, size) for size in sizes)
+
+
+def _short(size: int, text: Any = None) -> Any:
+    if size > MOST_CHARACTERS:
+        raise jinja2.TemplateError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
+    return text
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
-        if next(_passes.get()) > MOST_PASSES:
+        _spent.get()["passes"] += 1
+        if _spent.get()["passes"] > MOST_PASSES:
             raise jinja2.TemplateError(f"its loops do not end within {MOST_PASSES:,} passes")
         yield item
+
+
+def _said(text: Any) -> Any:
+    """What is put together, or written: all in all no more than a text may have."""
+    _spent.get()["characters"] += len(str(text))
+    _short(_spent.get()["characters"])
+    return text
 
 
 def _compiled(template: str) -> Any:
@@ -222,8 +283,11 @@ def _compiled(template: str) -> Any:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["counted"] = _counted
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters = {name: _bounded(given, name) for name, given in environment.filters.items()}
+    environment.filters |= {"counted": _counted, "bounded": _said}
+    environment.filters["tojson"] = _bounded(
+        lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent), "tojson"
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:

@@ -22,6 +22,9 @@ class State:
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
         self.matcher = _library().LLMatcher(tokenizer, grammar)
+        self.matcher.compute_bitmask()  # some are too large to begin with, which the first token finds out
+        if self.matcher.is_error():
+            raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
 
     def mask(self, vocab: int) -> Tensor:
         """Return a mask (V,), true where a token is allowed."""

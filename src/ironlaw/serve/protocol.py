@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
@@ -15,6 +15,7 @@ _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifi
 _ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
            "prediction", "reasoning_effort", "verbosity")  # fmt: skip
 _LARGEST = 2**63
+LONGEST_FORM = 2**16  # characters of a regular expression or a grammar: a million take seconds to read
 
 
 class StreamOptions(BaseModel):
@@ -36,9 +37,9 @@ class ResponseFormat(BaseModel):
 class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
-    grammar: str | None = None
+    regex: str | None = Field(None, max_length=LONGEST_FORM)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, max_length=LONGEST_FORM)
 
 
 class Body(BaseModel):
@@ -170,6 +171,8 @@ class Message(BaseModel):
     def _words(cls, data: Any) -> Any:
         if isinstance(data, dict) and (data.get("tool_calls") or data.get("function_call")):
             raise ValueError("tool calls are not supported by this server: leave them out")
+        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
+            raise ValueError("a tool's answer is to no call here, for tool calls are not supported: leave it out")
         return data
 
     def plain(self) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from ironlaw.errors import UserError
+from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 
 
@@ -19,15 +21,29 @@ def require_extra() -> None:
         raise UserError(f"serving needs an extra ({error.name} is missing): pip install 'ironlaw[serve]'") from None
 
 
-def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
+def bound(config: ServeConfig) -> socket.socket:
+    """Return a socket bound to the server's address. Connections are refused until the server listens on it."""
+    address = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        address.bind((config.host, config.port))
+    except OSError as error:
+        address.close()
+        raise _unheard(config, error) from None
+    return address
+
+
+def _unheard(config: ServeConfig, why: OSError) -> UserError:
+    where = f"cannot listen on {config.host}:{config.port} ({why.strerror})"
+    return UserError(f"{where}: use another serve.host, or serve.port (0: any free one)")
+
+
+def serve(engine: Engine, on_ready: Callable[[str], None], address: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. Requests in progress are then finished, new ones refused."""
     try:
-        build_server(engine, on_ready).run()
-    except SystemExit:  # uvicorn has logged the reason
-        config = engine.config
-        raise UserError(
-            f"cannot listen on {config.host}:{config.port}: use another serve.host, or serve.port (0: any free one)"
-        ) from None
+        build_server(engine, on_ready).run([address])
+    except OSError as error:  # another process has begun to listen there
+        raise _unheard(engine.config, error) from None
 
 
 def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
