@@ -28,7 +28,17 @@ def wall(**seconds: float) -> dict[str, Any]:
 
 ODD = {"module": "head", "shape": [50257, 768], "aligned": [50304, 768], "seconds": 2e-3, "aligned_seconds": 1e-3}
 
+COUNTED = ("broadcasts", "float64_operations", "decompositions", "attention_masked", "denormals", "operation_slow",
+           "passes_apart")  # fmt: skip
+
 PLANTED: dict[str, dict[str, Any]] = {
+    **{
+        name: {
+            "facts": {name: {"part": 0.9, "place": "a.py:4", "lines": [], "operation": "sort"}},
+            "phases": {"forward": 0.1, "backward": 0.2},
+        }
+        for name in COUNTED
+    },
     "input_bound": {"phases": {"data": 0.1}},
     "host_bound": {"phases": {"host": 0.1}},
     "machine_slow": {"facts": {"machine_speed": 0.8}},
@@ -63,22 +73,6 @@ PLANTED: dict[str, dict[str, Any]] = {
     },
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
-        "phases": {"forward": 0.1, "backward": 0.2},
-    },
-    "broadcasts": {
-        "facts": {"broadcasts": {"part": 0.5, "place": "a.py:4", "lines": []}},
-        "phases": {"forward": 0.1, "backward": 0.2},
-    },
-    "float64_operations": {
-        "facts": {"float64_operations": {"part": 0.5, "place": "a.py:4", "lines": []}},
-        "phases": {"forward": 0.1, "backward": 0.2},
-    },
-    "decompositions": {
-        "facts": {"decompositions": {"part": 0.5, "place": "a.py:4", "lines": []}},
-        "phases": {"forward": 0.1, "backward": 0.2},
-    },
-    "attention_masked": {
-        "facts": {"attention_masked": {"part": 0.5, "place": "a.py:4", "lines": []}},
         "phases": {"forward": 0.1, "backward": 0.2},
     },
     "thread_busy": {

@@ -111,6 +111,27 @@ def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_lines(tmp_path: Path) -> None:
+    model = nn.Linear(16, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    energy = torch.full((256, 128), 1e-20)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            for _ in range(8):
+                out = model(torch.randn(256, 16))  # APART
+                tiny = energy * energy  # TINY
+                ranks = out.argsort(-1)  # SORT
+                ((out * (ranks < 9)).mean() + tiny.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    assert "# TINY" in line(facts["denormals"]["place"]) and 0 < facts["denormals"]["part"] < 1
+    assert "# SORT" in line(facts["operation_slow"]["place"]) and "sort" in facts["operation_slow"]["operation"]
+    assert "# APART" in line(facts["passes_apart"]["place"])
+    assert torch.full((1,), 1e-38).div(2).item() > 0  # what it tries is as it was
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("causal", [False, True])
 def test_matrices_that_are_decomposed_and_causal_masks_have_lines(causal: bool, tmp_path: Path) -> None:
     model = nn.Linear(16, 16)

@@ -14,9 +14,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import ironlaw
 from ironlaw.ledger import Phase
+from ironlaw.observe.loop_lines import LoopLines
 from ironlaw.observe.partition import ClockReading, Interval, Partition
 from ironlaw.observe.sampler import StackSampler, classify, doing
 from ironlaw.observe.user_code import stacks
@@ -69,6 +71,19 @@ def test_waiting_for_a_thread_at_work_is_sharing_the_interpreters_lock() -> None
 
     stage, place = while_running(waits, both)
     assert stage == "lock" and place.partition(":")[0] == __file__
+
+
+def test_a_line_that_holds_the_interpreters_lock_has_its_time() -> None:
+    rows, moments = [0.5] * 300_000, []
+    with LoopLines() as lines:
+        for _ in range(2):
+            moments.append(ClockReading(time.perf_counter(), 0.0, 0.0))
+            torch.tensor(rows)  # HERE
+            sum(range(1000))
+    moments.append(ClockReading(time.perf_counter(), 0.0, 0.0))
+    (place, _), *_ = lines.within([Interval(moments[0], moments[-1])]).most_common()
+    assert "# HERE" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(place.rpartition(":")[2]) - 1]
+    assert sys.gettrace() is None
 
 
 def test_waiting_for_a_thread_that_waits_too_is_not() -> None:

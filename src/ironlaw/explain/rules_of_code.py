@@ -204,6 +204,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "fused=True in the optimizer's constructor", "both timed at the end of the run; 5% is above their noise",
     ),
     _part_of(
+        PASSES, "passes_apart", 0.30,
+        "The model runs again and again for a part of the batch: {share} of the step is the price of calling it.",
+        "one pass of the whole batch, or of larger micro-batches, where memory has room for it",
+        "a third of the step, as for other batches that are too small; large micro-batches save nothing",
+    ),
+    _part_of(
         (Phase.BACKWARD,), "gradients_idle", 0.05,
         "Gradients are computed that no update reads: about {share} of the step.",
         ".detach() what another model gives, or make it under torch.no_grad(); requires_grad_(False) on what is frozen",
@@ -274,6 +280,20 @@ CODE_RULES: tuple[Rule, ...] = (
         "Operations in float64 take {share} of the step, of a model that is not in float64.",
         ".float() what comes from numpy, and no .double()", "counted in one step; float32 takes half or less",
         noticed=0.005,
+    ),
+    _part_of(
+        PASSES, "denormals", 0.05,
+        "Numbers below 1e-38 slow the processor down: {share} of the step.",
+        "torch.set_flush_denormal(True) at the start of the script; look why these numbers vanish",
+        "such operations were timed both ways in one step", noticed=0.005,
+    ),
+    _part_of(
+        PASSES, "operation_slow", 0.30,
+        "One operation of one line, {operation}, takes {share} of the step, and is no matrix product.",
+        "fewer elements, or another operation: torch.where for masks, one torch.stack for a growing torch.cat, a fused "
+        "function of torch.nn.functional for what it is made of; what does not change, once before the loop",
+        "norms and activations of a model take 5 to 20% beside its products, counted in one step", symptom=True,
+        noticed=0.15,
     ),
     Rule(
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),

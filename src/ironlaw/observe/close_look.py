@@ -21,7 +21,7 @@ from ironlaw.observe.gradients import graph_of
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import share_saved
 from ironlaw.observe.user_code import line_of, user_frames
-from ironlaw.workload.trace_kernels import tensors
+from ironlaw.workload.trace_kernels import storages, tensors
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
 PRODUCTS = ("mul", *MATRIX_PRODUCTS)
@@ -31,9 +31,12 @@ LEAST_ELEMENTS, FULL = 2**14, 0.05  # of an operand that is looked into, and the
 LEAST_WIDE, TIMES_WIDER = 2**18, 8  # elements of a result, and how many times those of all its operands
 HIDDEN = -1e4  # added to a score that no token should see; half precision reaches -65,504
 MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
+WORK = (*MATRIX_PRODUCTS, "mm", "attention", "rnn", "lstm", "gru", "fft")  # what a model is for; parts of names
+SOME, LEAST_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
 COSTLY = ("svd", "eig", "qr", "inv", "matrix_exp", "householder")  # tens of times a product or a triangular solve
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
-ZEROS, MASKED = "zeros_multiplied", "attention_masked"
+ZEROS, MASKED, DENORMAL = "zeros_multiplied", "attention_masked", "denormals"
+ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
 NOISE = 2  # standard deviations of a count
 LEAST_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
@@ -80,6 +83,7 @@ class CloseLook(TorchDispatchMode):
         self._loops = Loops(self.module)
         self._newest = torch._C._autograd._get_sequence_nr()
         self._on, self._looks = False, True
+        self.autocast = False  # all of the pass: its casts are what is wanted
 
     def begin(self) -> None:
         """Looks from here to `end`, unless the loop has a mode of its own on: modes must end in turn."""
@@ -98,6 +102,7 @@ class CloseLook(TorchDispatchMode):
     def pass_begins(self, roots: Any = ()) -> None:
         """A forward pass, or a backward pass from `roots`; what is repeated with every pass is no loop within one."""
         self._loops.end()
+        self.autocast = torch.is_autocast_enabled("cpu")
         for node in graph_of(roots) if self._on else ():
             self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
 
@@ -110,9 +115,11 @@ class CloseLook(TorchDispatchMode):
             try:
                 node = torch._C._current_autograd_node()
                 if node is not None or self.partition.running is Phase.BACKWARD:
-                    self._count_backward(node, func.overloadpacket.__name__, args, seconds)
+                    line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
                 else:
-                    self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
+                    line = self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
+                if any(map(is_denormal, tensors((args, result)))):
+                    self._seconds[DENORMAL][line] += seconds * share_flushed(func, args, kwargs or {})
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0
@@ -123,7 +130,7 @@ class CloseLook(TorchDispatchMode):
         of_loss = running is None and self.partition.intervals[-1].after is Phase.FORWARD
         return of_loss or running in (Phase.FORWARD, Phase.BACKWARD)
 
-    def _count_backward(self, node: Any, name: str, args: Any, seconds: float) -> None:
+    def _count_backward(self, node: Any, name: str, args: Any, seconds: float) -> str:
         number = node._sequence_nr() if node is not None else -1
         line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
         if line and name in MATRIX_PRODUCTS:
@@ -136,9 +143,9 @@ class CloseLook(TorchDispatchMode):
         self._backward += seconds
         for loop in lines:
             self._seconds[BACKWARD][loop] += seconds
-        self._add(line, kinds, seconds)
+        return self._add(line, kinds, seconds)
 
-    def _count(self, func: Any, operands: list[Tensor], mask: Any, result: Any, seconds: float) -> None:
+    def _count(self, func: Any, operands: list[Tensor], mask: Any, result: Any, seconds: float) -> str:
         frames, newest = list(user_frames()), torch._C._autograd._get_sequence_nr()
         line, name = (line_of(frames[0]) if frames else "?"), func.overloadpacket.__name__
         self._head = None
@@ -147,26 +154,40 @@ class CloseLook(TorchDispatchMode):
         kinds = [kind for kind, lines in blamed.items() if lines is not None]
         for kind in kinds:
             self._marked[kind] |= blamed[kind] or set()
+        kinds += [] if any(word in name for word in WORK) else [ONE + name]
         lines = self._loops.count(operation, frames, seconds)
         for number in range(self._newest, newest):
             self._nodes[number] = line, kinds, seconds, lines
         self._newest = newest
         if torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in operands):
             self._learns.add(line)
-        self._add(line, [FORWARD, *kinds], seconds)
+        return self._add(line, [FORWARD, *kinds], seconds)
 
-    def _add(self, line: str, kinds: list[str], seconds: float) -> None:
+    def _add(self, line: str, kinds: list[str], seconds: float) -> str:
         self._whole += seconds
         for kind in kinds:
             self._seconds[kind][line] += seconds
+        return line
 
     def facts(self, calls: Collection[str], passes: Passes) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole; `passes`: of recorded steps."""
         marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in COUNTED}
         if (found := marked[MASKED]) is not None and self.masked is not None:
             found["part"] *= mask_saves(self.masked)
-        unread = self._part(self._seconds[FORWARD], self._learns - self._read - set(calls))
-        return marked | {"values_unread": unread, "line_slow": self._slow(set(calls), passes)}
+        return marked | {
+            "values_unread": self._part(self._seconds[FORWARD], self._learns - self._read - set(calls)),
+            DENORMAL: self._part(self._seconds[DENORMAL], [n for n, s in self._seconds[DENORMAL].items() if s > 0]),
+            "operation_slow": self._heaviest(calls),
+            "line_slow": self._slow(set(calls), passes),
+        }
+
+    def _heaviest(self, calls: Collection[str]) -> dict[str, Any] | None:
+        """The operation of one line that takes most of the passes beside the work of `WORK`."""
+        each = ((kind, line) for kind, lines in self._seconds.items() if kind.startswith(ONE) for line in lines)
+        found = max(each, key=lambda one: (one[1] not in calls, self._seconds[one[0]][one[1]]), default=None)
+        if found is None or (part := self._part(self._seconds[found[0]], {found[1]} - set(calls))) is None:
+            return None
+        return part | {"operation": found[0].removeprefix(ONE)}
 
     def _part(self, seconds: dict[str, float], lines: Iterable[str]) -> dict[str, Any] | None:
         """Of the passes' operations."""
@@ -276,9 +297,9 @@ def _spread(look: CloseLook, one: CountedCall) -> set[str] | None:
     return set() if spread else None
 
 
-def _copies(_: CloseLook, one: CountedCall) -> set[str] | None:
+def _copies(look: CloseLook, one: CountedCall) -> set[str] | None:
     large = one.name in COPIES and one.made[0].numel() >= LEAST_ELEMENTS
-    return {one.line} if large and not torch.is_autocast_enabled(one.made[0].device.type) else None
+    return {one.line} if large and not look.autocast else None
 
 
 def _in_float64(look: CloseLook, one: CountedCall) -> set[str] | None:
@@ -310,7 +331,7 @@ def is_wide(operands: list[Tensor], made: list[Tensor]) -> bool:
     """Whether the result has many times the elements of all operands, each as it lies in memory."""
     if len(made) != 1 or not operands or made[0].numel() < LEAST_WIDE:
         return False
-    held = sum(min(t.numel(), t.untyped_storage().nbytes() // t.element_size()) for t in operands)
+    held = sum(min(t.numel(), sum(part.nbytes() for part in storages(t)) // t.element_size()) for t in operands)
     return made[0].numel() >= TIMES_WIDER * held
 
 
@@ -330,6 +351,37 @@ def mask_saves(one: CountedCall) -> float:
         torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v, **how).sum(), leaves)
 
     return share_saved(partial(both_ways, attn_mask=one.mask.detach()), partial(both_ways, is_causal=True))
+
+
+def is_denormal(tensor: Tensor) -> bool:
+    """Whether numbers too small for full precision are among those of a large tensor, as far as some tell."""
+    if tensor.numel() < LEAST_ELEMENTS or tensor.dtype not in (torch.float32, torch.float64):
+        return False
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    some = tensor.detach().view(-1)[:: max(1, tensor.numel() // SOME)]
+    least = torch.finfo(tensor.dtype).smallest_normal
+    return int(((some != 0) & (some.abs() < least)).sum()) > LEAST_DENORMAL * some.numel()
+
+
+def share_flushed(func: Any, args: Any, kwargs: Any) -> float:
+    """Share of an operation's time that zeros in place of denormal numbers save; 0 of one that writes into what it is
+    given or draws numbers, which cannot be tried again."""
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return 0.0
+
+    def tried(flush: bool) -> None:
+        torch.set_flush_denormal(flush)
+        func(*args, **kwargs)
+
+    kept = bool(torch.tensor([torch.finfo(torch.float32).smallest_normal]).div(2).any())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other threads' numbers are as when they began
+    try:
+        return share_saved(partial(tried, False), partial(tried, True), 2) if kept else 0.0
+    finally:
+        torch.set_flush_denormal(not kept)
+        torch.set_num_threads(threads)
 
 
 def nearly_empty(tensor: Tensor) -> bool:

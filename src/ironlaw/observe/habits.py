@@ -14,7 +14,6 @@ import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,7 @@ from ironlaw.machine import host
 from ironlaw.observe.close_look import CloseLook
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.inputs import padding
+from ironlaw.observe.measured import storage_bytes
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
@@ -34,7 +34,6 @@ from ironlaw.observe.user_code import (
     holder_of,
     line_calling,
     padding_line,
-    user_frame,
     user_line,
 )
 from ironlaw.workload.trace_kernels import tensors
@@ -43,6 +42,7 @@ LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and
 UNNAMED = 3  # times as many: growth that nothing of the user's holds may be a heap or a loader that still settles
 LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
 MOST_BATCHES = 32  # looked into for padding
+MOST_MERGED = 16  # micro-batches that are tried as one
 SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
 
@@ -112,7 +112,6 @@ class Habits:
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
     work: int = 0  # passes and evaluations begun
     anew: bool = True  # whether there were any between the last update and the one of its optimizer before
-    loop: CodeType | None = None  # the user's function that updates
     backward_seconds: float = 0.0
     again_seconds: float = 0.0  # of backward passes through a graph that another one of the step had been through
     lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # what was seen, by line
@@ -141,8 +140,8 @@ class Habits:
         if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
             self.paddings.append(found)
         self._place = self.sees("forward pass")
-        for tensor in tensors((args, kwargs)):  # of one part of the model, for another: detached, and of use
-            self._outputs.pop(tensor.untyped_storage().data_ptr(), bool)()
+        for address in storage_bytes([args, kwargs]):  # of one part of the model, for another: detached, and of use
+            self._outputs.pop(address, bool)()
 
     def forward_ended(self, output: Any) -> None:
         """A gradient that comes to any of its outputs tells that the pass was of use."""
@@ -159,7 +158,7 @@ class Habits:
         for tensor in tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(comes)
-                self._outputs[tensor.untyped_storage().data_ptr()] = comes
+                self._outputs |= dict.fromkeys(storage_bytes([tensor]), comes)
                 if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
                     self.graphs.append(tensor.grad_fn._sequence_nr())
 
@@ -192,8 +191,6 @@ class Habits:
         self._updated[optimizer] = self.work
         if not self.anew:
             self.sees("updates_again")
-        frame = user_frame()
-        self.loop = frame.f_code if frame is not None else None
         self.sees("update")
 
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -244,6 +241,7 @@ class Habits:
             "float64": self._tried(self._most_weights() is torch.float64, None, torch.float32, DOUBLE),
             "half": self._tried(here and precision in ("bf16", "fp16"), None, torch.float32, HALF),
             "bf16": self._tried(here and precision == "fp32", torch.bfloat16, None),
+            "passes_apart": self._apart(),
             "memory_grows": self._growth(),
             "graphs_again": self._again(),
             **{fact: self.most_seen(fact) for fact in ONCE_A_STEP},
@@ -315,6 +313,22 @@ class Habits:
         """Of the steps after the first few in which the compiler ran, above the median step."""
         usual = statistics.median(steps)
         return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
+
+    def _apart(self) -> dict[str, Any] | None:
+        """Share of the passes that one of all micro-batches of a step saves, as far as `MOST_MERGED` of them tell."""
+        times = min(MOST_MERGED, round(self.forwards / max(1, len(self.resident))))
+        one = self.call.passes() if self.call is not None and self.partition is not None and times > 1 else None
+        all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None
+        if one is None or all_in_one is None:
+            return None
+        place = self.lines["forward pass"].most_common(1)[0][0]
+        told = f"{times} of them timed one by one and as one at the end of the run"
+
+        def one_by_one() -> None:
+            for _ in range(times):
+                one()
+
+        return {"part": share_saved(one_by_one, all_in_one), "place": place, "lines": [told]}
 
     def _most_weights(self) -> torch.dtype | None:
         sizes: Counter[torch.dtype] = Counter()

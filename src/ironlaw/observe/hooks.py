@@ -90,7 +90,8 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, liste
             return
         if partition.running is Phase.FORWARD:
             listener.forward_ended(output)
-        partition.end()
+        acts = partition.running is Phase.EVALUATION and module.training  # and what it acts on is the loop's own
+        partition.end(bridged=not acts)
 
     for module in (model, *_parts(model)):
         stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True).remove)

@@ -14,7 +14,7 @@ from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase, na
 from ironlaw.model.linear import local_part
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
-from ironlaw.workload.trace_kernels import tensors
+from ironlaw.workload.trace_kernels import storages, tensors
 
 
 def warmup_steps(steps: int) -> int:
@@ -69,7 +69,7 @@ def tree_bytes(tree: Any) -> int:
 def storage_bytes(tree: Any) -> dict[int, int]:
     """As `tree_bytes`, by address."""
     here = map(local_part, tensors(tree))
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}
+    return {part.data_ptr(): part.nbytes() for t in here for part in storages(t)}
 
 
 def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Phase], tokens_per_step: int) -> Estimate:

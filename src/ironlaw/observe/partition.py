@@ -81,10 +81,11 @@ class Partition:
         self._stack.append(phase)
         self.intervals[-1].phase = phase
 
-    def end(self) -> None:
+    def end(self, bridged: bool = True) -> None:
+        """`bridged`: the phase that begins next may name what lies between."""
         if not self.intervals or not self._stack:
             return
-        ended = self._stack.pop()
+        ended = self._stack.pop() if bridged else self._stack.pop() and None
         self._close(None)
         if self._stack:
             self.intervals[-1].phase = self._stack[-1]

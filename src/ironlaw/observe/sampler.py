@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Self
 
 from torch import nn
 
 from ironlaw.ledger import Phase
+from ironlaw.observe.loop_lines import LoopLines
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import line_of, stacks, user_frames, user_line
 
@@ -33,9 +34,8 @@ class StackSampler:
     """The wait for data has a stage: "workers" (a loader's processes), "lock" (for a thread of this process that is at
     work), "tokenise", or "read". A fraction is of the time in no phase."""
 
-    def __init__(self, partition: Partition, loop: CodeType | None = None) -> None:
-        """`loop`: the function whose lines stand for what they call, where that is the loop's own time."""
-        self._partition, self._thread_id, self._loop = partition, threading.get_ident(), loop
+    def __init__(self, partition: Partition) -> None:
+        self._partition, self._thread_id, self._loop = partition, threading.get_ident(), LoopLines()
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
         # Interval (whose phase the next one tells, where it is a gap), the user's lines, the loop's, and `doing`.
@@ -48,10 +48,12 @@ class StackSampler:
         sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
         self._began = time.perf_counter(), _computed_seconds()
+        self._loop.__enter__()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._loop.__exit__()
         self._ended.set()
         self._thread.join()
         ran, before = time.perf_counter() - self._began[0], self._began[1]
@@ -75,29 +77,33 @@ class StackSampler:
         for other, its in frames.items():
             self._beside[other][user_line(its)] += 1
         lines = [line_of(its) for its in user_frames(frame)] or ["?"]
-        self._looks.append((self._partition.intervals[-1], lines, user_line(frame, self._loop), doing(frame)))
+        outer = user_line(frame, self._loop.functions)
+        self._looks.append((self._partition.intervals[-1], lines, outer, doing(frame)))
         if running is Phase.DATA:
             stage, place = classify(frame, list(frames.values()))
             self._stages[stage] += 1
             self._places[place] += 1
 
-    def lines(self) -> dict[str, list[tuple[str, float]]]:
-        """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time the
-        lines of the loop, with what was found most within them."""
+    def lines(self, steps: Sequence[Sequence[Interval]] = ()) -> dict[str, list[tuple[str, float]]]:
+        """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time, of
+        these steps, the lines of the loop, with what was found most within them."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
         within: dict[str, Counter[str]] = defaultdict(Counter)
         for interval, (inner, *_), outer, _ in self._looks:
             phase = interval.phase or Phase.HOST
             counts[phase][outer if phase is Phase.HOST else inner] += 1
             within[outer][inner] += phase is Phase.HOST
+        gaps = (interval for step in steps for interval in step if interval.phase is None)
+        counts[Phase.HOST] = self._loop.within(gaps) or counts[Phase.HOST]
 
         def named(phase: Phase, place: str) -> str:
-            most = within[place].most_common(1)[0][0] if phase is Phase.HOST else place
+            most = within[place].most_common(1)[0][0] if phase is Phase.HOST and within[place] else place
             return place if most == place else f"{place} (in {most})"
 
         return {
             str(phase): [(named(phase, place), count / here.total()) for place, count in here.most_common(MOST_LINES)]
             for phase, here in counts.items()
+            if here
         }
 
     def passes(self, steps: Sequence[Sequence[Interval]]) -> list[list[list[str]]]:
@@ -118,11 +124,11 @@ class StackSampler:
         gaps = [what for interval, _, _, what in self._looks if interval.phase in (None, Phase.HOST)]
         return gaps.count(wanted) / len(gaps) if gaps else None
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, steps: Sequence[Sequence[Interval]]) -> dict[str, Any]:
         waits = {name: counts.most_common(1)[0][0] if counts else None
                  for name, counts in (("data_stage", self._stages), ("data_place", self._places))}  # fmt: skip
         parts = {"logging_fraction": self.fraction("logs"), "module_fraction": self.fraction("module")}
-        return waits | parts | {"busy_thread": self.busy_thread(), "lines": self.lines()}
+        return waits | parts | {"busy_thread": self.busy_thread(), "lines": self.lines(steps)}
 
 
 def _computed_seconds() -> dict[int, float]:

@@ -46,16 +46,21 @@ class ModuleCall:
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return cls(module, tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)), cast)
 
-    def passes(self, dtype: torch.dtype | None = None) -> Callable[[], None] | None:
-        """Forward and backward, with another type of floating-point numbers if asked; None where that cannot be run."""
+    def passes(self, dtype: torch.dtype | None = None, times: int = 1) -> Callable[[], None] | None:
+        """Forward and backward, with another type of floating-point numbers if asked, of so many micro-batches in one;
+        None where that cannot be run."""
+        rows = next((t.shape[0] for t in tensors(self.inputs) if t.dim()), 0)
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             floating = dtype is not None and tensor.is_floating_point()
             made = tensor.detach().to(dtype if floating else tensor.dtype, copy=True)
             return made.requires_grad_(tensor.requires_grad)
 
+        def merged(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat([tensor] * times) if tensor.dim() and tensor.shape[0] == rows else tensor
+
         state = {n: copied(t) for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
-        args, kwargs = tree_map_only(torch.Tensor, copied, self.inputs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: copied(merged(t)), self.inputs)
         weights = [t for t in state.values() if t.requires_grad]
 
         def both_ways() -> None:
@@ -83,9 +88,9 @@ def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[li
     return seconds
 
 
-def share_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
+def share_saved(now: Callable[[], None], then: Callable[[], None], turns: int = TURNS) -> float:
     """Share of the time that the second way saves."""
-    shares = [1 - other / one for one, other in zip(*in_turn((now, then), TURNS), strict=True)]
+    shares = [1 - other / one for one, other in zip(*in_turn((now, then), turns), strict=True)]
     return max(0.0, statistics.median(shares))
 
 

@@ -7,7 +7,7 @@ import gc
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -43,11 +43,11 @@ def line_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def user_line(frame: FrameType | None = None, of: CodeType | None = None) -> str:
-    """file:line of the innermost line that belongs to no library, "?" without; with `of` of the one of this function
+def user_line(frame: FrameType | None = None, of: Collection[CodeType] = ()) -> str:
+    """file:line of the innermost line that belongs to no library, "?" without; with `of` of the one of these functions
     around it."""
     inner = frame = user_frame(frame if frame is not None else sys._getframe(1))
-    while of is not None and frame is not None and frame.f_code is not of:
+    while of and frame is not None and frame.f_code not in of:
         frame = frame.f_back
     frame = frame or inner
     return "?" if frame is None else line_of(frame)

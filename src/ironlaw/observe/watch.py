@@ -61,7 +61,6 @@ from ironlaw.observe.trials import (
 )
 from ironlaw.observe.updates import updates_of
 from ironlaw.package import __version__
-from ironlaw.workload.trace_kernels import tensors
 
 MOST_PROFILED = 1000  # steps
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
@@ -229,7 +228,7 @@ class Watch:
         if self._recorder is not None:
             if not self._recording and self._forwards == 1:
                 self._forget_cleared()
-            self._held.batch_bytes = sum(t.untyped_storage().nbytes() for t in tensors((args, kwargs)))
+            self._held.batch_bytes = sum(storage_bytes([args, kwargs]).values())
 
     def _cleared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.cleared(args, kwargs)
@@ -315,7 +314,7 @@ class Watch:
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
-        self.sampler = self._recording_stack.enter_context(StackSampler(self.partition, self._habits.loop))
+        self.sampler = self._recording_stack.enter_context(StackSampler(self.partition))
         self._recorder = self._recording_stack.enter_context(profiled(self.device.type))
         self.partition.on_mark = mark
         self.partition.start()
@@ -376,7 +375,7 @@ class Watch:
             "interrupted": error.__name__ if error is not None else None,
             "skipped_updates": self.skipped,
             "data_workers": self.data_workers,
-            **(self.sampler.facts() if self.sampler is not None else {}),
+            **(self.sampler.facts(self._recording) if self.sampler is not None else {}),
             **({"data_stage": "rebuilt", "data_place": anew["place"]} if anew else {}),
             "recompile_seconds": self._habits.recompile_seconds([t.wall_seconds for t in done]),
             "data_cpu_fraction": sum(t.data_cpu_seconds for t in done) / waited if waited else None,
