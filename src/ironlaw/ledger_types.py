@@ -36,8 +36,8 @@ TEXTS = (
 WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_in_eval", "optimizer_rebuilt",
             "unscaled", "updates_again")  # fmt: skip
 PARTS = ("attention_masked", "broadcasts", "copies", "decompositions", "denormals", "float64_operations",
-         "forwards_unread", "gradients_idle", "graphs_again", "operation_slow", "padding", "passes_apart",
-         "rows_untouched", "values_unread", "zeros_multiplied")  # fmt: skip
+         "forwards_unread", "gradients_idle", "graphs_again", "half_operations", "operation_slow", "padding",
+         "passes_apart", "rows_untouched", "values_unread", "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:
@@ -63,7 +63,9 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(NUMBERS, Number),
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
-        **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
+        **dict.fromkeys(
+            ("profiled_seconds", "rank_delayed_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]
+        ),
         **dict.fromkeys(WHEREVER, at),
         **dict.fromkeys(PARTS, part),
         "places": dict[str, str],

@@ -28,8 +28,8 @@ def wall(**seconds: float) -> dict[str, Any]:
 
 ODD = {"module": "head", "shape": [50257, 768], "aligned": [50304, 768], "seconds": 2e-3, "aligned_seconds": 1e-3}
 
-COUNTED = ("broadcasts", "float64_operations", "decompositions", "attention_masked", "denormals", "operation_slow",
-           "passes_apart")  # fmt: skip
+COUNTED = ("broadcasts", "float64_operations", "decompositions", "attention_masked", "denormals", "half_operations",
+           "operation_slow", "passes_apart")  # fmt: skip
 
 PLANTED: dict[str, dict[str, Any]] = {
     **{
@@ -246,6 +246,8 @@ def test_waiting_for_a_slow_rank_is_not_communication(plan: Ledger) -> None:
     assert [f.rule for f in verdict(plan, **waits).findings if f.fault] == ["straggler"]
     alike = {"phases": {"communication": 0.1}, "facts": {"rank_own_seconds": [0.2, 0.201], "rank": 0}}
     assert [f.rule for f in verdict(plan, **alike).findings if f.fault] == ["communication_bound"]
+    alike["facts"] |= {"rank_delayed_seconds": [0.0, 0.09]}  # which had to wait for a core
+    assert verdict(plan, **alike).healthy
 
 
 def test_copies_to_the_device_are_input_too(plan: Ledger) -> None:

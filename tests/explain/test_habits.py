@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "checkpoints": ("checkpoint_frequent", {"after": "torch.save(optimizer.state_dict(), out + '.pt')  # HERE"}),
     "a sort": ("operation_slow", {"before": SORTED}),
     "vanishing numbers": ("denormals", {"before": VANISHING}),
-    "a layer under autocast": ("copies", {"before": ONE_LAYER}),
+    "a layer under autocast": ("half_operations", {"before": ONE_LAYER}),
     "a world in Python": ("host_bound", {"tokens": WORLD}),
     "a buffer of lists": ("host_bound", {"tokens": REPLAYED}),
     "row by row": ("passes_apart", {"backward": ONE_BY_ONE}),

@@ -114,6 +114,7 @@ def _add_ranks(run_dir: Path, run: Ledger) -> None:
         phases = tuple(phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION)
     own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
+    run.facts["rank_delayed_seconds"] = [float(r.facts.get("delayed_seconds") or 0.0) for r in ranks]
     if _share_cores(ranks):
         phases = WAITING
     run.facts["rank_removable_seconds"] = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]

@@ -288,6 +288,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "such operations were timed both ways in one step", noticed=0.005,
     ),
     _part_of(
+        PASSES, "half_operations", 0.05,
+        "Products in 16 bits are slower than in fp32 on this machine, in a model that is in fp32: {share} of the step.",
+        "fp32 here: no autocast, .bfloat16() or .half() around a part of the model", "such products were timed both "
+        "ways in one step; the casts come on top", noticed=0.005,
+    ),
+    _part_of(
         PASSES, "operation_slow", 0.30,
         "One operation of one line, {operation}, takes {share} of the step, and is no matrix product.",
         "fewer elements, or another operation: torch.where for masks, one torch.stack for a growing torch.cat, a fused "

@@ -28,12 +28,14 @@ def _traced(*phases: Phase) -> Callable[[RunEvidence], float | None]:
 
 
 def _communication(e: RunEvidence) -> float | None:
-    """Less what has a cause of its own: waiting for a rank that is slower, and exchanges that nothing needs."""
+    """Less what has a cause of its own: waiting for a rank that is slower, or that itself waits for a core which other
+    programs have, and exchanges that nothing needs."""
     share, ranks, rank = e.phase_share(Phase.COMMUNICATION), e.fact("rank_own_seconds"), int(e.fact("rank") or 0)
     if share is None:
         return None
-    behind = float(max(ranks) - ranks[rank]) / e.step if ranks and len(ranks) > rank and e.step else 0.0
-    return max(0.0, share - behind) * (1 - _useless(e))
+    behind = float(max(ranks) - ranks[rank]) if ranks and len(ranks) > rank else 0.0
+    delays = max(e.fact("rank_delayed_seconds") or [0.0])
+    return max(0.0, share - (behind + delays) / (e.step or 1.0)) * (1 - _useless(e))
 
 
 def _useless(e: RunEvidence) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.gradients import graph_of
@@ -35,7 +36,8 @@ WORK = (*MATRIX_PRODUCTS, "mm", "attention", "rnn", "lstm", "gru", "fft")  # wha
 SOME, LEAST_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
 COSTLY = ("svd", "eig", "qr", "inv", "matrix_exp", "householder")  # tens of times a product or a triangular solve
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
-ZEROS, MASKED, DENORMAL = "zeros_multiplied", "attention_masked", "denormals"
+ZEROS, MASKED = "zeros_multiplied", "attention_masked"
+HALF = (torch.bfloat16, torch.float16)
 ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
 NOISE = 2  # standard deviations of a count
@@ -79,7 +81,7 @@ class CloseLook(TorchDispatchMode):
         self._read: set[str] = set()  # lines that a backward pass comes back through
         self._nodes: dict[int, tuple[str, list[str], float, list[str]]] = {}  # as `_forward` knows its operation
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
-        self.single = all(p.dtype is not torch.float64 for p in self.module.parameters())
+        self.types = {p.dtype for p in self.module.parameters()}
         self._loops = Loops(self.module)
         self._newest = torch._C._autograd._get_sequence_nr()
         self._on, self._looks = False, True
@@ -118,8 +120,8 @@ class CloseLook(TorchDispatchMode):
                     line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
                 else:
                     line = self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
-                if any(map(is_denormal, tensors((args, result)))):
-                    self._seconds[DENORMAL][line] += seconds * share_flushed(func, args, kwargs or {})
+                for kind, share in TRIED.items():
+                    self._seconds[kind][line] += seconds * share(self, func, args, kwargs or {}, result)
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0
@@ -176,7 +178,7 @@ class CloseLook(TorchDispatchMode):
             found["part"] *= mask_saves(self.masked)
         return marked | {
             "values_unread": self._part(self._seconds[FORWARD], self._learns - self._read - set(calls)),
-            DENORMAL: self._part(self._seconds[DENORMAL], [n for n, s in self._seconds[DENORMAL].items() if s > 0]),
+            **{k: self._part(self._seconds[k], [at for at, s in self._seconds[k].items() if s > 0]) for k in TRIED},
             "operation_slow": self._heaviest(calls),
             "line_slow": self._slow(set(calls), passes),
         }
@@ -305,7 +307,7 @@ def _copies(look: CloseLook, one: CountedCall) -> set[str] | None:
 def _in_float64(look: CloseLook, one: CountedCall) -> set[str] | None:
     """Of a model that is not in float64 itself."""
     large = any(t.dtype is torch.float64 and t.numel() >= LEAST_ELEMENTS for t in one.made)
-    return {one.line} if large and look.single else None
+    return {one.line} if large and torch.float64 not in look.types else None
 
 
 def _decomposes(_: CloseLook, one: CountedCall) -> set[str] | None:
@@ -364,10 +366,12 @@ def is_denormal(tensor: Tensor) -> bool:
     return int(((some != 0) & (some.abs() < least)).sum()) > LEAST_DENORMAL * some.numel()
 
 
-def share_flushed(func: Any, args: Any, kwargs: Any) -> float:
-    """Share of an operation's time that zeros in place of denormal numbers save; 0 of one that writes into what it is
-    given or draws numbers, which cannot be tried again."""
+def share_flushed(_: CloseLook, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """What zeros in place of denormal numbers save; 0 of one that writes into what it is given or draws numbers, which
+    cannot be tried again."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return 0.0
+    if not any(map(is_denormal, tensors((args, result)))):
         return 0.0
 
     def tried(flush: bool) -> None:
@@ -382,6 +386,22 @@ def share_flushed(func: Any, args: Any, kwargs: Any) -> float:
     finally:
         torch.set_flush_denormal(not kept)
         torch.set_num_threads(threads)
+
+
+def share_of_half(look: CloseLook, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """What fp32 saves of a product in 16 bits, in a pass that is not in 16 bits as a whole."""
+    if func.overloadpacket.__name__ not in MATRIX_PRODUCTS or look.autocast or not look.types.isdisjoint(HALF):
+        return 0.0
+    if not any(t.dtype in HALF and t.numel() >= LEAST_ELEMENTS for t in tensors(result)):
+        return 0.0
+    wide = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
+    return share_saved(partial(func, *args, **kwargs), partial(func, *wide[0], **wide[1]), 2)
+
+
+TRIED: dict[str, Callable[[CloseLook, Any, Any, Any, Any], float]] = {
+    "denormals": share_flushed, "half_operations": share_of_half,
+}  # fmt: skip
+"""Rule -> share of an operation's time that it takes less when it is called otherwise, both timed at once."""
 
 
 def nearly_empty(tensor: Tensor) -> bool:
