@@ -114,7 +114,7 @@ def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path
 def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_lines(tmp_path: Path) -> None:
     model = nn.Linear(16, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    energy = torch.full((256, 128), 1e-20)
+    energy = torch.full((1024, 128), 1e-20)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
             for _ in range(8):

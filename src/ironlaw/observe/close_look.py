@@ -33,6 +33,7 @@ LEAST_WIDE, TIMES_WIDER = 2**18, 8  # elements of a result, and how many times t
 HIDDEN = -1e4  # added to a score that no token should see; half precision reaches -65,504
 MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
 WORK = (*MATRIX_PRODUCTS, "mm", "attention", "rnn", "lstm", "gru", "fft")  # what a model is for; parts of names
+LEAST_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
 SOME, LEAST_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
 COSTLY = ("svd", "eig", "qr", "inv", "matrix_exp", "householder")  # tens of times a product or a triangular solve
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
@@ -120,8 +121,9 @@ class CloseLook(TorchDispatchMode):
                     line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
                 else:
                     line = self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
-                for kind, share in TRIED.items():
-                    self._seconds[kind][line] += seconds * share(self, func, args, kwargs or {}, result)
+                for kind, tries in TRIED.items():
+                    share = tries(self, func, args, kwargs or {}, result)
+                    self._seconds[kind][line] += seconds * share if share > LEAST_SAVED else 0.0
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0

@@ -16,12 +16,16 @@ from torch import Tensor
 from ironlaw.errors import UserError
 from ironlaw.serve.sampler import Row
 
+LEXER_FUEL = 300_000  # of the library's million: a second for `(a{1000}){1000}` where it took nine
+
 
 class State:
     """The constraint of one request's answer, and how much of it has been matched."""
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
-        self.matcher = _library().LLMatcher(tokenizer, grammar)
+        library = _library()
+        limits = library.LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        self.matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self.matcher.compute_bitmask()  # some are too large to begin with, which the first token finds out
         if self.matcher.is_error():
             raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
