@@ -203,8 +203,7 @@ _spent: ContextVar[Counter[str]] = ContextVar("passes of the loops of a renderin
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """Whose loops together come to an end, and whose texts too: the sandbox bounds one `range`, not one within another,
-    and no text."""
+    """A sandbox that also bounds all loops together and the length of texts. Jinja2's own bounds each `range` alone."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -235,7 +234,7 @@ def _filtered(value: Any, name: str) -> nodes.Filter:
 
 
 def _bounded(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
-    """An operator, a filter or a method `of` a text, refused before it makes a long one."""
+    """Wrap an operator, a filter or a method `of` a text, so that it is refused before it makes a long text."""
 
     @wraps(function)
     def bounded(*given: Any, **named: Any) -> Any:
@@ -247,7 +246,8 @@ def _bounded(function: Callable[..., Any], name: str, of: Any = None) -> Callabl
 
 
 def _most(name: str, values: list[Any]) -> int:
-    """Characters of what is made, where that may be more than the sum of what it is made of; of numbers the value."""
+    """Return how long the result may be, for calls whose result may be longer than all their arguments together. For
+    numbers, return how large the result may be."""
     if name in ("%", "format"):
         return max((int(width) for v in values if isinstance(v, str) for width in re.findall(r"\d+", v)), default=0)
     if name not in _PRODUCTS:
@@ -272,7 +272,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _said(text: Any) -> Any:
-    """What is put together, or written: all in all no more than a text may have."""
+    """Count the characters of a text that is joined or written, over the whole rendering."""
     _spent.get()["characters"] += len(str(text))
     _short(_spent.get()["characters"])
     return text

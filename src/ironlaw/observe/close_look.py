@@ -186,7 +186,7 @@ class CloseLook(TorchDispatchMode):
         }
 
     def _heaviest(self, calls: Collection[str]) -> dict[str, Any] | None:
-        """The operation of one line that takes most of the passes beside the work of `WORK`."""
+        """Return the operation, other than `WORK`, that takes the most time in one line."""
         each = ((kind, line) for kind, lines in self._seconds.items() if kind.startswith(ONE) for line in lines)
         found = max(each, key=lambda one: (one[1] not in calls, self._seconds[one[0]][one[1]]), default=None)
         if found is None or (part := self._part(self._seconds[found[0]], {found[1]} - set(calls))) is None:
@@ -358,7 +358,7 @@ def mask_saves(one: CountedCall) -> float:
 
 
 def is_denormal(tensor: Tensor) -> bool:
-    """Whether numbers too small for full precision are among those of a large tensor, as far as some tell."""
+    """Return whether a large tensor has denormal numbers, judged by a sample of its elements."""
     if tensor.numel() < LEAST_ELEMENTS or tensor.dtype not in (torch.float32, torch.float64):
         return False
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
@@ -369,8 +369,8 @@ def is_denormal(tensor: Tensor) -> bool:
 
 
 def share_flushed(_: CloseLook, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """What zeros in place of denormal numbers save; 0 of one that writes into what it is given or draws numbers, which
-    cannot be tried again."""
+    """Return the share of time that an operation saves when denormal numbers count as zero. Operations that write in
+    place or draw random numbers cannot be repeated, and return 0."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return 0.0
     if not any(map(is_denormal, tensors((args, result)))):
@@ -391,7 +391,7 @@ def share_flushed(_: CloseLook, func: Any, args: Any, kwargs: Any, result: Any) 
 
 
 def share_of_half(look: CloseLook, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """What fp32 saves of a product in 16 bits, in a pass that is not in 16 bits as a whole."""
+    """Return the share of time that fp32 saves for a product in 16 bits, if the rest of the model is in fp32."""
     if func.overloadpacket.__name__ not in MATRIX_PRODUCTS or look.autocast or not look.types.isdisjoint(HALF):
         return 0.0
     if not any(t.dtype in HALF and t.numel() >= LEAST_ELEMENTS for t in tensors(result)):
@@ -403,7 +403,7 @@ def share_of_half(look: CloseLook, func: Any, args: Any, kwargs: Any, result: An
 TRIED: dict[str, Callable[[CloseLook, Any, Any, Any, Any], float]] = {
     "denormals": share_flushed, "half_operations": share_of_half,
 }  # fmt: skip
-"""Rule -> share of an operation's time that it takes less when it is called otherwise, both timed at once."""
+"""Rule -> the share of an operation's time that another way to call it saves; both ways are timed on the spot."""
 
 
 def nearly_empty(tensor: Tensor) -> bool:

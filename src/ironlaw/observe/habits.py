@@ -315,7 +315,8 @@ class Habits:
         return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
 
     def _apart(self) -> dict[str, Any] | None:
-        """Share of the passes that one of all micro-batches of a step saves, as far as `MOST_MERGED` of them tell."""
+        """Return the share of the passes that one pass over all micro-batches of a step saves. At most `MOST_MERGED`
+        micro-batches are tried."""
         times = min(MOST_MERGED, round(self.forwards / max(1, len(self.resident))))
         one = self.call.passes() if self.call is not None and self.partition is not None and times > 1 else None
         all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None

@@ -1,5 +1,5 @@
-"""Seconds of the lines of a loop: a sampler comes late where a line holds the interpreter's lock, and finds the one
-after it."""
+"""The time of each line of a loop, from the interpreter's trace. A sampler cannot look while a line holds the
+interpreter's lock, and then finds the next line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ironlaw.observe.user_code import line_of, user_frame, user_frames
 
 
 class LoopLines:
-    """Of the user's functions that are running when it is entered, the loop and what it is called by, the interpreter
-    tells when a line begins; nothing where somebody traces already."""
+    """Records when lines begin, in the user's functions that are on the stack when it is entered: the loop and its
+    callers. It records nothing if another trace function is set, as by a debugger."""
 
     def __init__(self) -> None:
         self.functions: set[CodeType] = set()
@@ -46,7 +46,7 @@ class LoopLines:
         return self._tells
 
     def within(self, intervals: Iterable[Interval]) -> Counter[str]:
-        """Microseconds by line."""
+        """Return the microseconds of these intervals by line."""
         found: Counter[str] = Counter()
         begins = [at for at, _ in self._marks]
         for interval in intervals:

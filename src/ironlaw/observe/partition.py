@@ -82,7 +82,7 @@ class Partition:
         self.intervals[-1].phase = phase
 
     def end(self, bridged: bool = True) -> None:
-        """`bridged`: the phase that begins next may name what lies between."""
+        """End the running phase. If `bridged`, the next phase may name the gap between the two."""
         if not self.intervals or not self._stack:
             return
         ended = self._stack.pop() if bridged else self._stack.pop() and None

@@ -47,8 +47,8 @@ class ModuleCall:
         return cls(module, tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)), cast)
 
     def passes(self, dtype: torch.dtype | None = None, times: int = 1) -> Callable[[], None] | None:
-        """Forward and backward, with another type of floating-point numbers if asked, of so many micro-batches in one;
-        None where that cannot be run."""
+        """Return a function that runs forward and backward, over `times` copies of the batch, and in another
+        floating-point type if `dtype` is given. Return None if the module cannot be run so."""
         rows = next((t.shape[0] for t in tensors(self.inputs) if t.dim()), 0)
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
