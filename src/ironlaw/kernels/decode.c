@@ -206,7 +206,7 @@ void attend(const Layer *layer, const Step *step, const activation *query, long 
     }
 }
 
-#if (STORE == FP32 || STORE == BF16) && KEY == VALUE && defined(__AVX512F__) && defined(__AVX512BW__)
+#if (STORE == FP32 || STORE == BF16) && KEY == VALUE && defined(WIDE)
 typedef struct {
     const Layer *layer;
     Linear qkv, out, gate, up, down; /* no gate: its weight is NULL */

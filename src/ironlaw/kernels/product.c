@@ -1,11 +1,12 @@
-/* Products of a few or many rows with weights that are only read, for AVX-512: fp32, bf16, int8 and int4.
+/* Products of a few or many rows with weights that are only read, for AVX-512 and AVX2: fp32, bf16, int8 and int4.
 
    A weight (outputs, inputs) lies as (outputs / TILE, inputs / PACK, TILE, PACK), padded with zeros to whole tiles: PACK
    elements fill 4 bytes, and every step of the inner loop reads two vectors of weights, one after the other through
-   memory, and 4 bytes of each row. Sums are fp32, of int8 int32. Inputs of int8 are codes + 128, with a scale a row.
+   memory, and 4 bytes of each row. Sums are fp32, of int8 int32. Inputs of int8 are codes, with a scale a row; AVX-512
+   multiplies codes + 128, and starts from sums that take the 128 off again.
 
-   Of int4 (codes + 8, an fp16 scale per SHARED_BY inputs) a step is one vector: the tile's first 16 outputs in the low bits,
-   the other 16 in the high ones. A group's sums start at -8 times its inputs added up, which takes the 8 off again;
+   Of int4 (codes + 8, an fp16 scale per SHARED_BY inputs) a step is one vector: the tile's first half in the low bits, the
+   other half in the high ones. A group's sums start at -8 times its inputs added up, which takes the 8 off again;
    inputs are signed codes, and these starts lie behind the codes of all rows. */
 
 #include <stdlib.h>
@@ -13,12 +14,36 @@
 
 #include "numbers.h"
 
+/* MOST: rows whose sums stay in registers, two vectors for each beside the operands. */
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
+#define LANES 16
+#define ROWS 12
+#define MOST(format) ((format) == INT4 ? 6 : 12) /* of int4 a group's sums stay there beside the others */
+#define WIDE(name) _mm512_##name
+#define WHOLE(name) _mm512_##name##_si512
+#define LOADED(at) _mm512_loadu_si512(at)
+#define AS_FLOATS(x) _mm512_castsi512_ps(x)
+#define HALVES(at) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(at)))
+typedef __m512 floats;
+typedef __m512i words;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define LANES 8
+#define ROWS 6
+#define MOST(format) ((format) == FP32 ? 6 : (format) == INT4 ? 3 : 4)
+#define WIDE(name) _mm256_##name
+#define WHOLE(name) _mm256_##name##_si256
+#define LOADED(at) _mm256_loadu_si256((const __m256i *)(at))
+#define AS_FLOATS(x) _mm256_castsi256_ps(x)
+#define HALVES(at) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at)))
+typedef __m256 floats;
+typedef __m256i words;
+#else
+#define LANES 8
 #endif
 
-#define TILE 32 /* outputs whose sums stay in registers */
-#define ROWS 12 /* rows of which they do */
+#define TILE (2 * LANES) /* outputs whose sums stay in registers */
 #define SHARED_BY 32 /* inputs that share a scale in int4 */
 
 enum { NONE, RELU, SQUARED_RELU, SILU, GELU, GELU_TANH };
@@ -76,110 +101,138 @@ typedef struct { /* where the rows of a product go, (rows, outputs): added up in
 
 int formats(void) { /* that this processor multiplies: a bit each */
     int known = 0;
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#ifdef WIDE
     known |= 1 << FP32;
-#ifdef __AVX512BF16__
+#if LANES == 8 || defined(__AVX512BF16__)
     known |= 1 << BF16;
 #endif
-#ifdef __AVX512VNNI__
+#if LANES == 8 || defined(__AVX512VNNI__)
     known |= 1 << INT8 | 1 << INT4;
 #endif
 #endif
     return known;
 }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+int lanes(void) { return LANES; }
+
+#ifdef WIDE
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE __m512 multiplied(__m512 sum, __m512i weight, __m512i x, int format) {
+INLINE floats multiplied(floats sum, words weight, words x, int format) {
 #ifdef __AVX512BF16__
     if (format == BF16) return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x);
+#elif LANES == 8
+    if (format == BF16) { /* each of a pair as the upper half of fp32 */
+        const words upper = WIDE(set1_epi32)((int)0xffff0000);
+        sum = WIDE(fmadd_ps)(AS_FLOATS(WIDE(slli_epi32)(weight, 16)), AS_FLOATS(WIDE(slli_epi32)(x, 16)), sum);
+        weight = WHOLE(and)(weight, upper), x = WHOLE(and)(x, upper);
+    }
 #endif
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(weight), _mm512_castsi512_ps(x), sum);
+    return WIDE(fmadd_ps)(AS_FLOATS(weight), AS_FLOATS(x), sum);
 }
 
-INLINE __m512i multiplied_codes(__m512i sum, __m512i weight, __m512i x) {
-#ifdef __AVX512VNNI__
+/* Products of 4 bytes each, `codes` signed and `x` not, added up. */
+INLINE words multiplied_codes(words sum, words codes, words x) {
+#if LANES == 8 /* pairs fit 16 bits where x is below 129 */
+    return WIDE(add_epi32)(sum, WIDE(madd_epi16)(WIDE(maddubs_epi16)(x, codes), WIDE(set1_epi16)(1)));
+#elif defined(__AVX512VNNI__)
     /* GCC 12 copies the sums around its own intrinsic, which took twice as long. */
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(codes));
 #endif
     return sum;
+}
+
+/* The same of a weight and inputs of int8. */
+INLINE words multiplied_int8(words sum, words weight, words x) {
+#if LANES == 8
+    return multiplied_codes(sum, WIDE(sign_epi8)(x, weight), WIDE(abs_epi8)(weight));
+#else
+    return multiplied_codes(sum, weight, x);
+#endif
 }
 
 /* Sums of one tile's outputs for `rows` rows of `steps` times 4 bytes, which lie (steps, rows). What is at
    `next`, `along` further with every step, is fetched meanwhile: the tile after this one, while its products are made. */
 INLINE void tile(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
                  const char *next, long along, float out[ROWS][TILE]) {
-    __m512 sums[ROWS][2];
-    __m512i whole[ROWS][2]; /* sums of int8 */
+    floats sums[ROWS][2];
+    words whole[ROWS][2]; /* sums of int8 */
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
-            if (format == INT8) whole[r][half] = _mm512_loadu_si512(first + 16 * half);
-            else sums[r][half] = _mm512_setzero_ps();
+            if (format == INT8) whole[r][half] = LANES == 8 ? WIDE(set1_epi32)(0) : LOADED(first + LANES * half);
+            else sums[r][half] = WIDE(setzero_ps)();
     for (long k = 0; k < steps; k++, weight += 4 * TILE, next += along, x += rows) {
-        __m512i parts[2] = {_mm512_loadu_si512(weight), _mm512_loadu_si512(weight + 64)};
+        words parts[2] = {LOADED(weight), LOADED(weight + 4 * LANES)};
         _mm_prefetch(next, _MM_HINT_T1);
-        _mm_prefetch(next + 64, _MM_HINT_T1);
+        _mm_prefetch(next + 4 * LANES, _MM_HINT_T1);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            __m512i here = _mm512_set1_epi32(x[r]);
+            words here = WIDE(set1_epi32)(x[r]);
             for (int half = 0; half < 2; half++)
-                if (format == INT8) whole[r][half] = multiplied_codes(whole[r][half], parts[half], here);
+                if (format == INT8) whole[r][half] = multiplied_int8(whole[r][half], parts[half], here);
                 else sums[r][half] = multiplied(sums[r][half], parts[half], here, format);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
-            _mm512_storeu_ps(out[r] + 16 * half, format == INT8 ? _mm512_cvtepi32_ps(whole[r][half]) : sums[r][half]);
+            WIDE(storeu_ps)(out[r] + LANES * half, format == INT8 ? WIDE(cvtepi32_ps)(whole[r][half]) : sums[r][half]);
 }
 
 /* The same of int4, with all scales: `x` signed codes, `first` the starts of each row's groups, `scale` of each row. */
 INLINE void tile4(const char *weight, const uint16_t *groups, const int32_t *x, const int32_t *first,
                   const float *scale, long count, int rows, float out[ROWS][TILE]) {
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512 sums[ROWS][2];
+    const words low = WIDE(set1_epi8)(15);
+    floats sums[ROWS][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = WIDE(setzero_ps)();
     for (long g = 0; g < count; g++, groups += TILE) {
-        __m512i whole[ROWS][2];
+        words whole[ROWS][2];
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) whole[r][0] = whole[r][1] = _mm512_set1_epi32(first[r * count + g]);
+        for (int r = 0; r < rows; r++) whole[r][0] = whole[r][1] = WIDE(set1_epi32)(first[r * count + g]);
 #pragma GCC unroll 8
         for (int k = 0; k < SHARED_BY / 4; k++, weight += 2 * TILE) {
-            __m512i both = _mm512_loadu_si512(weight);
-            __m512i parts[2] = {_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16(both, 4), low)};
+            words both = LOADED(weight);
+            words parts[2] = {WHOLE(and)(both, low), WHOLE(and)(WIDE(srli_epi16)(both, 4), low)};
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                __m512i here = _mm512_set1_epi32(x[(r * count + g) * (SHARED_BY / 4) + k]);
+                words here = WIDE(set1_epi32)(x[(r * count + g) * (SHARED_BY / 4) + k]);
                 for (int half = 0; half < 2; half++) whole[r][half] = multiplied_codes(whole[r][half], here, parts[half]);
             }
         }
         for (int half = 0; half < 2; half++) {
-            __m512 factor = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(groups + 16 * half)));
+            floats factor = HALVES(groups + LANES * half);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++)
-                sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][half]), factor, sums[r][half]);
+                sums[r][half] = WIDE(fmadd_ps)(WIDE(cvtepi32_ps)(whole[r][half]), factor, sums[r][half]);
         }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
-            _mm512_storeu_ps(out[r] + 16 * half, _mm512_mul_ps(sums[r][half], _mm512_set1_ps(scale[r])));
+            WIDE(storeu_ps)(out[r] + LANES * half, WIDE(mul_ps)(sums[r][half], WIDE(set1_ps)(scale[r])));
 }
 
 #define CASE4(n) case n: tile4(weight, groups, x, first, scale, count, n, out); break;
 static void tiles4(const char *weight, const uint16_t *groups, const int32_t *x, const int32_t *first,
                    const float *scale, long count, int rows, float out[ROWS][TILE]) {
-    switch (rows) { CASE4(1) CASE4(2) CASE4(3) CASE4(4) CASE4(5) CASE4(6) }
+    switch (rows) {
+        CASE4(1) CASE4(2) CASE4(3)
+#if LANES == 16
+        CASE4(4) CASE4(5) CASE4(6)
+#endif
+    }
 }
 
 #define CASE(n) case n: tile(weight, x, first, steps, n, format, next, along, out); break;
 INLINE void tiles(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
                   const char *next, long along, float out[ROWS][TILE]) {
     switch (rows) { /* constants: all sums stay in registers */
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if LANES == 16
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
     }
 }
 
@@ -225,7 +278,7 @@ static const int32_t *interleaved(const int32_t *x, long rows, long steps, long 
 /* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. 0, or 1 where there was no memory. */
 int product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
     if (rows < 1) return 0;
-    int most = l->format == INT4 ? ROWS / 2 : ROWS; /* of int4 a group's sums stay in registers beside the others */
+    int most = MOST(l->format);
     long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + most - 1) / most;
     long each = (rows + parts - 1) / parts, count4 = l->inputs / SHARED_BY;
     const int32_t *starts = (const int32_t *)x + rows * steps; /* of int4 */
@@ -270,6 +323,7 @@ void quantize(const float *x, uint8_t *codes, float *scales, long rows, long inp
         else
             memset(codes, 128, inputs);
         scales[r] = most / 127 + zero;
+        for (long k = 0; format == INT8 && LANES == 8 && k < inputs; k++) codes[k] ^= 128;
         for (long k = 0; format == INT4 && k < inputs; k += SHARED_BY) {
             int32_t sum = 0;
             for (long i = k; i < k + SHARED_BY; i++) sum += (int8_t)(codes[i] ^= 128);

@@ -1,4 +1,4 @@
-"""Weights in the layout of `product.c` and their products with rows: fp32, bf16, int8, int4 on processors with AVX-512.
+"""Weights in the layout of `product.c` and their products with rows: fp32, bf16, int8, int4 with AVX-512 or AVX2.
 
 On one thread of an AMD EPYC (Zen 5), K x N of 256 x 1536 to 2048 x 768: products of 1 row took 0.5 to 0.85 of oneDNN's
 time in fp32 and bf16 and 0.4 to 0.7 of fbgemm's in int8; of 16 rows 0.7 to 0.95; of 512 rows the same time.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ironlaw.kernels.library import FLOAT, FORMATS, INT, INT4, LONG, POINTER, address, function, library
 
-_TILE, GROUP = 32, 32  # as in `product.c`
+GROUP = 32  # inputs that share a scale in int4, as in `product.c`
 NO_MEMORY = "product: no memory for a copy of the rows"
 ACTIVATIONS = {name: number for number, name in enumerate(("none", "relu", "relu2", "silu", "gelu", "gelu_tanh"))}
 
@@ -41,8 +41,8 @@ class Products:
     """The compiled library."""
 
     def __init__(self, compiled: Any) -> None:
-        compiled.formats.restype = INT
-        known = compiled.formats()
+        compiled.formats.restype = compiled.lanes.restype = INT
+        known, self.tile = compiled.formats(), 2 * compiled.lanes()
         self.formats = {dtype for dtype, number in FORMATS.items() if known >> number & 1}
         if self.formats:
             arguments = (POINTER, POINTER, POINTER, POINTER, LONG, INT)
@@ -73,15 +73,15 @@ class Weight:
         wanted = None if scales is None else scales.detach().float()
         in_groups = wanted is not None and wanted.dim() == 2
         self.library, self.dtype = found, INT4 if in_groups else weight.dtype
-        (outputs, inputs), together = weight.shape, 4 // weight.itemsize
-        missing = (0, 0, 0, -outputs % _TILE)
+        (outputs, inputs), together, tile = weight.shape, 4 // weight.itemsize, found.tile
+        missing = (0, 0, 0, -outputs % tile)
         whole = F.pad(weight.detach(), missing)
-        self.packed = whole.view(-1, _TILE, inputs // together, together).transpose(1, 2).contiguous()
+        self.packed = whole.view(-1, tile, inputs // together, together).transpose(1, 2).contiguous()
         sums = groups = None
         if wanted is not None and in_groups:
             low, high = (self.packed + 8).view(torch.uint8).chunk(2, dim=2)
             self.packed = low | high << 4
-            groups = F.pad(wanted.half(), missing).unflatten(0, (-1, _TILE)).transpose(1, 2).contiguous()
+            groups = F.pad(wanted.half(), missing).unflatten(0, (-1, tile)).transpose(1, 2).contiguous()
         elif wanted is not None:
             sums = whole.sum(1, dtype=torch.int32).mul_(-128)
         if (wanted is not None) != (weight.dtype is torch.int8) or (in_groups and inputs % GROUP):
@@ -92,7 +92,7 @@ class Weight:
         at = [address(each, torch.float32, outputs) for each in (bias, scales)]
         at += (
             address(sums, torch.int32, len(whole)),
-            address(groups, torch.half, len(whole) // _TILE, inputs // GROUP, _TILE),
+            address(groups, torch.half, len(whole) // tile, inputs // GROUP, tile),
         )
         self.struct = CLinear(self.packed.data_ptr(), *at, inputs, outputs, FORMATS[self.dtype])
         self._at = ctypes.byref(self.struct)

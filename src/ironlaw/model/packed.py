@@ -134,7 +134,7 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
     """
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     on_cpu = next(model.parameters()).device.type == "cpu"
-    packs = on_cpu and torch.backends.mkldnn.is_available() and (weights == "fp32" or multiplies_bf16())
+    packs = on_cpu and multiplies_all(model, dtype, compiled)
     for parent in list(model.modules()):
         if packs and _fuses(parent):
             continue  # replaced as a whole
@@ -164,9 +164,17 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
     return own + sum(map(_bytes, others))
 
 
-def multiplies_bf16() -> bool:
-    """Whether oneDNN multiplies bf16 on this processor; PyTorch's own products, many times slower, always do."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def multiplies_all(model: nn.Module, dtype: torch.dtype, compiled: bool) -> bool:
+    """Whether our products or oneDNN's multiply all linear layers in `dtype` on this processor.
+
+    PyTorch's own products multiply bf16 on every processor, many times slower than fp32 where these do not.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return True
+    layers = (module for module in model.modules() if isinstance(module, Linear))
+    return compiled and all(multiplies(dtype, layer.in_features) for layer in layers)
 
 
 def _fuses(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
 from ironlaw.files import at_home
 from ironlaw.machine import host
-from ironlaw.model.packed import multiplies_bf16, pack
+from ironlaw.model.packed import multiplies_all, pack
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.numerics.quantized_linear import quantize_layers
@@ -107,7 +107,7 @@ def prepare(
     wide = config.weights if config.weights in ("fp32", "bf16") else wide
     weights = "+".join(formats) if kernels else wide
     note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
-    if device.type == "cpu" and wide == "bf16" and not multiplies_bf16():
+    if device.type == "cpu" and wide == "bf16" and not multiplies_all(model, torch.bfloat16, config.compiled):
         note = "this processor has no products in bf16: serve.weights = fp32 is faster"
     before = model.__dict__.setdefault("served_in", weights)
     if before != weights:
