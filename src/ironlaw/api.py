@@ -238,9 +238,8 @@ def plan(
     such as `"8xh100-sxm-80gb"`, by default this machine. The other arguments are the options of `ironlaw plan`; None
     leaves one out. PyTorch is not imported.
     """
-    from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.request_types import Options, Prices
 
     is_file = isinstance(what, str | Path)
     subject = str(what) if is_file else _config(what, settings)

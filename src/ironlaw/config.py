@@ -18,7 +18,6 @@ from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import at_home, read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
-from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.refusals import refusals
 from ironlaw.schema import Section, refuse, section
 from ironlaw.workload.finetune import FinetuneConfig
@@ -279,6 +278,8 @@ def model_in(folder: Path, called: str) -> ModelConfig:
     """Read the model config of a run or Hugging Face directory; `called` names the folder in the error."""
     if (folder / "config.toml").is_file():
         return load_config(folder).model
+    from ironlaw.model.huggingface.configs import is_config_file, read_config  # thirty families: for those who ask
+
     if is_config_file(folder):
         return read_config(folder)
     raise UserError(f"{called} is neither a Hugging Face directory nor a run")

@@ -66,9 +66,8 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.request_types import Options, Prices
 
     runnable = None
     if ranks and serve is None:  # what the trainer would refuse is not planned

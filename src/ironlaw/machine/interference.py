@@ -14,8 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-import numpy as np
+from statistics import fmean, median
 
 from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.machine.profile import Profile
@@ -77,13 +76,7 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
                 seen.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
         except (KeyError, TypeError, ValueError):  # cut off, or from an earlier version
             continue
-    return {kind: _median([s[kind] for s in seen]) if seen else 1.0 for kind in KINDS}
-
-
-def _median(values: list[float]) -> float:
-    """`np.median` without importing `numpy.ma`, which takes a twentieth of the time of a plan."""
-    values = sorted(values)
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+    return {kind: median(s[kind] for s in seen) if seen else 1.0 for kind in KINDS}
 
 
 def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -99,16 +92,16 @@ def middle(looks: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
         return None
     result = {}
     for kind in KINDS:
-        values = np.sort([look[kind] for look in known])
+        values = sorted(look[kind] for look in known)
         cut = len(values) // 10
-        result[kind] = float(values[cut : len(values) - cut].mean())
+        result[kind] = fmean(values[cut : len(values) - cut])
     return result
 
 
 def others(looks: Iterable[Mapping[str, float]]) -> float | None:
     """Return the mean share of the cores used by other programs; None if the system does not report it."""
     known = [look[OTHERS] for look in looks if look.get(OTHERS) is not None]
-    return float(np.mean(known)) if known else None
+    return fmean(known) if known else None
 
 
 def anchors(profile: Profile) -> dict[str, float]:

@@ -3,19 +3,22 @@
 Best times are reproducible: other programs and neighbours on a shared host only ever add to them. The typical
 slowdown is stored separately, as interference (`machine/interference.py`). A later measurement of the same machine
 keeps the better of both times.
+
+Reading needs no numpy: its import takes longer than a plan.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from operator import mul
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from ironlaw.errors import UserError
@@ -46,8 +49,17 @@ class Curve:
             return self.seconds[0]
         if elements >= self.elements[-1]:
             return self.seconds[-1] * elements / self.elements[-1]
-        logs = np.interp(math.log(elements), np.log(self.elements), np.log(self.seconds))
-        return math.exp(float(logs))
+        points = zip(map(math.log, self.elements), map(math.log, self.seconds), strict=True)
+        return math.exp(_between(list(points), math.log(elements)))
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """On straight lines through rising points; as the first or the last beyond them."""
+    after = bisect_right(points, x, key=lambda point: point[0])
+    if after in (0, len(points)):
+        return points[min(after, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[after - 1 : after + 1]
+    return (y1 - y0) / (x1 - x0) * (x - x0) + y0
 
 
 @dataclass(frozen=True)
@@ -79,15 +91,16 @@ class MatmulFit:
 
     def _correction(self, m: int, n: int, k: int, leave_out: int | None = None) -> float:
         """Return Shepard's inverse-distance weighting in log dimensions; it fades to 0 far from every shape."""
-        weights = 1 / (((np.log2((m, n, k)) - self._logs) ** 2).sum(axis=1) + 0.01)
+        x, y, z = math.log2(m), math.log2(n), math.log2(k)
+        weights = [1 / ((x - a) ** 2 + (y - b) ** 2 + (z - c) ** 2 + 0.01) for a, b, c in self._logs]
         if leave_out is not None:
             weights[leave_out] = 0.0
         # The law itself has the weight of a shape at distance 4.
-        return float(weights @ np.array(self.corrections)) / (1 / 16.0 + float(weights.sum()))
+        return sum(map(mul, weights, self.corrections)) / (1 / 16.0 + sum(weights))
 
     @cached_property
-    def _logs(self) -> np.ndarray:
-        return np.log2(np.array(self.shapes, dtype=float)).reshape(-1, 3)
+    def _logs(self) -> list[tuple[float, float, float]]:
+        return [(math.log2(m), math.log2(n), math.log2(k)) for m, n, k in self.shapes]
 
     @cached_property
     def peak_flops_per_second(self) -> float:
@@ -97,6 +110,8 @@ class MatmulFit:
     @staticmethod
     def fit(shapes: Sequence[tuple[int, int, int]], seconds: Sequence[float]) -> MatmulFit:
         """Fit by least squares on the relative error, dropping negative coefficients."""
+        import numpy as np
+
         sizes = np.array(shapes, dtype=float)
         times = np.array(seconds)
         flops = 2 * sizes.prod(axis=1)
@@ -193,9 +208,8 @@ class Profile:
             points,
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),
         )
-        lengths = sorted((tokens, seconds) for tokens, size, seconds in points if size == nearest[1])
-        seconds = float(np.interp(math.log(sequence), [math.log(t) for t, _ in lengths], [s for _, s in lengths]))
-        return seconds * head_size / nearest[1]
+        lengths = sorted((math.log(tokens), seconds) for tokens, size, seconds in points if size == nearest[1])
+        return _between(lengths, math.log(sequence)) * head_size / nearest[1]
 
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION} | asdict(self)

@@ -20,6 +20,7 @@ from ironlaw.catalog.money import Quote, grid, price, pue
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
+from ironlaw.plan.request_types import Prices
 
 JOULES_PER_KWH = 3.6e6
 
@@ -52,15 +53,6 @@ def energy_joules(
 ) -> float:
     """Joules from the grid: accelerators and hosts, times the data centre's overhead."""
     return seconds * (accelerators * accelerator_watts + hosts * host_watts) * pue
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What the user says of money and power; None: the catalogue's."""
-
-    usd_per_hour: float | None = None
-    grid: str | None = None
-    pue: str | None = None  # a number, or a kind of data centre
 
 
 @dataclass(frozen=True)

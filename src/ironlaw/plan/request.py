@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.catalog.models import is_model, model_names, released_names
-from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config, load_config
 from ironlaw.errors import InvalidConfig, UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
 from ironlaw.plan.request_types import CLUSTER, DECODER, RANKS, TRACED, Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.work import Assumption, assume_unsaid, settle
@@ -44,6 +42,8 @@ def plan_request(
     try:
         requested = resolve(what, overrides)
     except UserError as refusal:
+        from ironlaw.model.huggingface.configs import is_config_file
+
         if overrides or isinstance(refusal, InvalidConfig) or not is_config_file(Path(what)):
             raise
         return _by_tracing(Path(what), refusal, on, options)
@@ -65,6 +65,7 @@ TRACED_SEQUENCE = 2048
 
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
+    from ironlaw.catalog.nodes import parse_cluster
     from ironlaw.plan.module import plan_module
     from ironlaw.workload.module_source import Input, causal_decoder
 
@@ -102,6 +103,8 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
     if path.suffix == ".toml" or holds_run:
         config = load_config(path, overrides)
         return RequestedModel(config.model, config, has_file=True)
+    from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
+
     if is_config_file(path):
         return replace(_overridden(read_config(path), overrides), left_out=left_out(path))
     if is_model(what):

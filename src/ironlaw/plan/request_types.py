@@ -10,7 +10,6 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import refuse_options
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.budget import Prices
 from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, WorkOptions
 from ironlaw.workload.layout import Layout
@@ -26,6 +25,15 @@ SUBJECTS = {
     "kv": (SERVED,),
 }  # fmt: skip
 """Of an option, what is planned with it."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the user says of money and power; None: the catalogue's."""
+
+    usd_per_hour: float | None = None
+    grid: str | None = None
+    pue: str | None = None  # a number, or a kind of data centre
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from ironlaw.machine import interference
 from ironlaw.machine.links import RankFabric
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import MeasuredMachine, is_emulated, measured_precision
-from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
@@ -194,6 +193,8 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
         return recipe
     if config.model.moe is not None:
         raise UserError("adapters of experts are not planned: give a dense model")
+    from ironlaw.model.huggingface.configs import names_of
+
     names = names_of(Path(config.train.start_from or ""), config.model)
     return replace(recipe, adapters=adapters_of(config.model, names, config.finetune))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
-
-import numpy as np
 
 from ironlaw import units
 from ironlaw.catalog.accelerators import cpu_power
@@ -51,9 +50,9 @@ def time_interval(profile: Profile) -> tuple[float, float, str]:
     """Factors on a planned time that held 80% of past runs, and in one phrase where they come from."""
     ratios = past_ratios()
     if len(ratios) >= ENOUGH_RUNS:
-        # As `np.percentile`, which imports `numpy.ma`: a twentieth of the time of a plan.
-        low, high = np.interp((10, 90), np.linspace(0, 100, len(ratios)), sorted(ratios)).tolist()
-        low, high, basis = min(low, 1.0), max(high, 1.0), f"interval from {len(ratios)} past runs on this machine"
+        tenths = quantiles(ratios, n=10, method="inclusive")
+        low, high = min(tenths[0], 1.0), max(tenths[-1], 1.0)
+        basis = f"interval from {len(ratios)} past runs on this machine"
     else:
         low, high = DEFAULT_LOW, DEFAULT_HIGH
         basis = "interval from the planner's record, no runs of this machine yet"

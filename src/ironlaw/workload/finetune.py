@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.frozen import NF4_BITS, NF4_BLOCK, SCALES_BLOCK
-from ironlaw.model.huggingface.spec import Names
-from ironlaw.model.huggingface.tensors import Entry, entries
 from ironlaw.model.parameters import COLUMNS, ROWS, Parameter, model_parameters
 from ironlaw.schema import Section
 from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import local_shape_of
+
+if TYPE_CHECKING:
+    from ironlaw.model.huggingface.spec import Names
+    from ironlaw.model.huggingface.tensors import Entry
 
 ALL = "all-linear"  # PEFT's name
 BOTH = "embeddings"
@@ -178,6 +180,8 @@ class Adapters:
 
 def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
     """Return every matrix of the blocks, experts excluded, that can have an adapter."""
+    from ironlaw.model.huggingface.tensors import entries
+
     shapes = {parameter.name: parameter.shape for parameter in model_parameters(model)}
     found = []
     for entry in entries(model, names):
@@ -214,6 +218,8 @@ def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list
 
 def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Adapters:
     """Return adapters and other trained tensors; UserError for an unknown name in `targets` or `modules_to_save`."""
+    from ironlaw.model.huggingface.tensors import entries
+
     modules = {"embedding": names.embedding, "head": names.head}
     chosen: set[str] = set()
     for wanted in config.modules_to_save:

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.sizes import Size, divided, larger
@@ -70,6 +68,8 @@ def places_of_a_token(moe: MoEConfig, places: Size) -> Size:
 
     If a token chooses from a few groups of experts only, just the places within these groups count.
     """
+    import numpy as np
+
     experts, chosen, groups = (
         np.broadcast_to(n, places.shape) for n in (moe.experts, moe.experts_per_token, moe.groups)
     )
@@ -83,6 +83,8 @@ def places_of_a_token(moe: MoEConfig, places: Size) -> Size:
 
 def _missed(pool: Size, part: Size, draws: Size) -> Size:
     """Return the probability that `draws` draws without replacement from `pool` all miss a given `part` of it."""
+    import numpy as np
+
     chance = np.ones(len(pool))
     for drawn in range(int(draws.max(initial=0))):
         left = np.maximum(pool - part - drawn, 0.0) / np.maximum(pool - drawn, 1.0)

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ironlaw.ledger import Phase
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product
@@ -50,7 +48,7 @@ def rows(shape: Shape) -> int:
         return shape.tokens * shape.rows_per_token
     if is_array(shape.tokens) and moe.capacity_factor is not None:  # `MoEConfig.capacity` of many layouts
         mean = shape.tokens * moe.experts_per_token / moe.experts
-        return moe.experts * smaller(shape.tokens, larger(1, np.ceil(mean * moe.capacity_factor)))
+        return moe.experts * smaller(shape.tokens, larger(1, -(-mean * moe.capacity_factor // 1)))
     capacity = moe.capacity(shape.tokens)
     return shape.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
 
@@ -69,6 +67,8 @@ def row_factor(moe: MoEConfig, ep: Size, imbalance: Size = 0.0) -> Size:
     """
     if moe.capacity_factor is not None:
         return moe.capacity_factor
+    import numpy as np
+
     return np.where(np.asarray(ep) > 1, np.where(np.asarray(imbalance) > 0, imbalance, IMBALANCE), 1.0)
 
 

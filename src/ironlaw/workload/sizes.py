@@ -1,25 +1,24 @@
 """Sizes: an `int` for one exact plan, or an array with one entry per layout for thousands of plans at once.
 
 Every function of this package that describes operations accepts both; whole numbers stay exact Python integers.
+numpy is imported only where there are arrays: its import takes longer than a plan of one run on this machine.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 Size = Any
 """`int`, `float`, or a numpy array of either."""
 
 
 def is_array(*sizes: Size) -> bool:
-    return np.ndarray in map(type, sizes)
+    return any(type(size).__name__ == "ndarray" for size in sizes)
 
 
 def any_of(size: Size) -> bool:
     """Whether the size is nonzero for any layout."""
-    return bool(np.any(size))
+    return bool(size.any() if is_array(size) else size)
 
 
 def several(size: Size) -> bool:
@@ -45,11 +44,19 @@ def whole(size: Size) -> Size:
 
 
 def larger(a: Size, b: Size) -> Size:
-    return np.maximum(a, b) if is_array(a, b) else max(a, b)
+    if not is_array(a, b):
+        return max(a, b)
+    import numpy as np
+
+    return np.maximum(a, b)
 
 
 def smaller(a: Size, b: Size) -> Size:
-    return np.minimum(a, b) if is_array(a, b) else min(a, b)
+    if not is_array(a, b):
+        return min(a, b)
+    import numpy as np
+
+    return np.minimum(a, b)
 
 
 def divisors(number: int) -> list[int]:

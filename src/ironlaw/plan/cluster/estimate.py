@@ -24,7 +24,6 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.budget import Prices
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
 from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
@@ -47,6 +46,7 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import first_within, not_trained_here, recipe_of_layout, within_budget
+from ironlaw.plan.request_types import Prices
 from ironlaw.plan.work import Assumption
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.layout import Layout
