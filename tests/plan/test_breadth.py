@@ -11,8 +11,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
-from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
+from ironlaw.plan.cluster.system import ADAMW, system_of, update_cost
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.workload.layout import parse_layout

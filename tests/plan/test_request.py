@@ -18,10 +18,14 @@ from ironlaw.plan.cluster.layout_space import CAPABILITIES, lacking
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import plan_request, resolve
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.layout import parse_layout
 
-BIG_BATCH = WorkOptions("1T", 8192, 1024)
+
+def work(tokens, sequence, global_batch, steps=None):
+    return {"tokens": tokens, "sequence": sequence, "global_batch": global_batch, "steps": steps}
+
+
+BIG_BATCH = work("1T", 8192, 1024)
 
 
 def plan(what="llama3-8b", on="8xh100-sxm-80gb", layout=None, **options):
@@ -30,7 +34,7 @@ def plan(what="llama3-8b", on="8xh100-sxm-80gb", layout=None, **options):
 
 @pytest.fixture(scope="module")
 def searched():
-    return plan(**vars(WorkOptions("1T", 8192, 512)))
+    return plan(**work("1T", 8192, 512))
 
 
 def test_the_document_has_the_promised_keys(searched):
@@ -75,34 +79,32 @@ def test_conventions_of_mfu_differ_by_what_they_count(searched):
 
 
 def test_a_given_layout_is_planned_as_given():
-    answer = plan(
-        "llama3-1b", "h100-sxm-80gb", "dp=1 micro_batch=1 recompute=selective", **vars(WorkOptions("1B", 2048, 8))
-    )
+    answer = plan("llama3-1b", "h100-sxm-80gb", "dp=1 micro_batch=1 recompute=selective", **work("1B", 2048, 8))
     assert answer.fits and answer.more["layout"]["recompute"] == "selective"
     assert answer.more["layout"]["accumulation"] == 8 and answer.more["candidates"] == []
 
 
 def test_a_layout_that_does_not_fit_says_by_how_much_and_what_would():
-    answer = plan(layout="dp=8 zero=0", **vars(WorkOptions("1B", 8192, 64)))
+    answer = plan(layout="dp=8 zero=0", **work("1B", 8192, 64))
     assert not answer.fits
     missing = answer.ledger.totals["peak_bytes"].value - answer.more["margin"]["limit_bytes"]
     assert answer.more["margin"]["missing_bytes"] == pytest.approx(missing) and missing > 1e9
     proposed = answer.more["would_fit"][0].removeprefix('--layout "').removesuffix('"')
-    assert plan(layout=proposed, **vars(WorkOptions("1B", 8192, 64))).fits
+    assert plan(layout=proposed, **work("1B", 8192, 64)).fits
 
 
 def test_when_nothing_fits_the_proposed_hardware_does():
-    answer = plan("llama3-405b", **vars(WorkOptions("1B", 8192, 64)))
+    answer = plan("llama3-405b", **work("1B", 8192, 64))
     assert not answer.fits and answer.more["would_fit"]
     for words in answer.more["would_fit"]:
-        assert plan("llama3-70b", words.removeprefix("--on "), **vars(WorkOptions("1B", 8192, 64))).fits, words
+        assert plan("llama3-70b", words.removeprefix("--on "), **work("1B", 8192, 64)).fits, words
 
 
 @pytest.mark.parametrize("name", accelerator_names())
 def test_every_catalogued_accelerator_is_planned_or_refused_in_one_line(name):
     for count in (1, 8):
         try:
-            answer = plan("gpt2", f"{count}x{name}", layout=f"dp={count}", **vars(WorkOptions(None, 1024, 64, 10)))
+            answer = plan("gpt2", f"{count}x{name}", layout=f"dp={count}", **work(None, 1024, 64, 10))
         except UserError as error:
             assert "is known" in str(error) and "\n" not in str(error)
         else:
@@ -110,30 +112,30 @@ def test_every_catalogued_accelerator_is_planned_or_refused_in_one_line(name):
 
 
 def test_a_budget_of_recomputation_is_settled_in_the_answer():
-    answer = plan(layout="dp=8 zero=3 micro_batch=4 recompute=budget:60GiB", **vars(BIG_BATCH))
+    answer = plan(layout="dp=8 zero=3 micro_batch=4 recompute=budget:60GiB", **BIG_BATCH)
     assert "budget" not in answer.more["layout"]["text"]
     assert answer.more["layout"]["recompute"] in answer.ledger.facts["layout"]
     assert answer.ledger.totals["peak_bytes"].value <= 60 * 2**30
 
 
 def test_offloading_is_announced_where_nothing_fits_without():
-    answer = plan("llama3-70b", **vars(WorkOptions("1B", 4096, 64)))
+    answer = plan("llama3-70b", **work("1B", 4096, 64))
     assert answer.fits and answer.more["layout"]["offload"] != "none"
     assert "no measured run backs" in answer.more["margin"]["choice"]
     assert answer.ledger.facts["host_bytes"] <= answer.ledger.facts["host_limit_bytes"]
 
 
 def test_layout_and_cluster_fill_in_each_other():
-    counted = plan(on="h100-sxm-80gb", layout="dp=4 zero=3 tp=2", **vars(BIG_BATCH))
+    counted = plan(on="h100-sxm-80gb", layout="dp=4 zero=3 tp=2", **BIG_BATCH)
     assert counted.more["cluster"]["accelerators"] == 8
     assert "accelerators" in [a["name"] for a in counted.more["assumed"]]
-    filled = plan(on="16xh100-sxm-80gb", layout="tp=4 zero=1", **vars(BIG_BATCH))
+    filled = plan(on="16xh100-sxm-80gb", layout="tp=4 zero=1", **BIG_BATCH)
     assert filled.more["layout"]["dp"] == 4
 
 
 def test_a_layout_that_cannot_be_is_wrong_input():
     with pytest.raises(UserError, match="the cluster has 8"):
-        plan(layout="dp=3", **vars(BIG_BATCH))
+        plan(layout="dp=3", **BIG_BATCH)
 
 
 def test_assumptions_are_listed(searched):
@@ -145,9 +147,9 @@ def test_assumptions_are_listed(searched):
 
 
 def test_an_engine_that_nobody_checked_there_is_said():
-    assert plan(**vars(BIG_BATCH)).more["engine"]["checked_runs"] > 0
-    assert plan(on="8xa100-sxm-80gb", **vars(BIG_BATCH)).more["engine"]["checked_runs"] > 0
-    engine = plan(on="8xa100-sxm-80gb", engine="nemo", **vars(BIG_BATCH)).more["engine"]
+    assert plan(**BIG_BATCH).more["engine"]["checked_runs"] > 0
+    assert plan(on="8xa100-sxm-80gb", **BIG_BATCH).more["engine"]["checked_runs"] > 0
+    engine = plan(on="8xa100-sxm-80gb", engine="nemo", **BIG_BATCH).more["engine"]
     assert engine["checked_runs"] == 0 and "composer-fsdp" in engine["checked_there"]
 
 
@@ -184,7 +186,7 @@ def test_a_config_file_on_a_catalogued_accelerator(tmp_path):
 
 
 def test_scaling_stops_where_doubling_no_longer_pays():
-    rows = plan("gpt2", "8xh100-sxm-80gb", **vars(WorkOptions("1B", 1024, 64))).more["scaling"]
+    rows = plan("gpt2", "8xh100-sxm-80gb", **work("1B", 1024, 64)).more["scaling"]
     assert rows["rows"][0]["accelerators"] == 4
     gains = [row["gain"] for row in rows["rows"] if row["gain"] is not None]
     assert (rows["pays_up_to"] is not None and gains[-1] < 0.5) or "divides" in rows["reason"]
@@ -192,7 +194,7 @@ def test_scaling_stops_where_doubling_no_longer_pays():
 
 
 def test_tensor_parallelism_stays_inside_the_island():
-    answer = plan("llama3-8b", "32xh100-sxm-80gb", **vars(BIG_BATCH))
+    answer = plan("llama3-8b", "32xh100-sxm-80gb", **BIG_BATCH)
     assert answer.more["ruled_out"]["tensor parallelism across the network"]["count"] > 0
     assert all(c["layout"]["tp"] <= 8 for c in answer.more["candidates"])
 
@@ -224,7 +226,7 @@ def test_what_cannot_be_resolved(what, message):
 )
 def test_wrong_options_are_one_line(options, message):
     with pytest.raises(UserError, match=message) as caught:
-        plan(**vars(BIG_BATCH), **options)
+        plan(**BIG_BATCH, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -329,7 +331,7 @@ def test_the_software_assumed_can_run_the_layout():
 
 
 def test_a_given_layout_decides_on_the_software_and_given_software_on_the_layouts():
-    words = {"what": "llama3-8b", "on": "16xa100-sxm-80gb", **vars(BIG_BATCH)}
+    words = {"what": "llama3-8b", "on": "16xa100-sxm-80gb", **BIG_BATCH}
     assert plan(**words, layout="dp=16 zero=3").more["engine"]["name"] == "composer-fsdp"
     assert plan(**words, layout="dp=2 tp=4 pp=2 zero=1").more["engine"]["name"] == "nemo"
     assert plan(**words, layout="dp=2 tp=4 pp=2 schedule=zb").more["engine"]["name"] == "generic"
@@ -384,7 +386,7 @@ def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
     assert halves["weights"] == pytest.approx((held["weights"] + tables) / 2, rel=1e-3)
     assert not shared.fits and "left for activations" in shared.ledger.facts["finetune"]
     assert f"trains {trained:,} parameters" in shared.ledger.facts["finetune"]  # of the job, not of a card
-    options = Options(**vars(WorkOptions(sequence=512)))  # with a quarter of the words
+    options = Options(sequence=512)  # with a quarter of the words
     earlier = plan_request("llama-2-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"], options=options)
     assert earlier.fits
     assert "dp 2, ZeRO 3" in str(shared.more["assumed"])

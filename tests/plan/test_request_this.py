@@ -9,7 +9,6 @@ from ironlaw.errors import UserError
 from ironlaw.plan import request
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.work import WorkOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "explain"))
 from synthetic import make_profile
@@ -33,7 +32,7 @@ def test_a_catalogued_model_needs_no_config():
 
 
 def test_what_is_said_is_not_assumed():
-    answer = plan(**vars(WorkOptions(tokens="1M", sequence=256, global_batch=4)), precision="fp32")
+    answer = plan(tokens="1M", sequence=256, global_batch=4, precision="fp32")
     assert answer.more["assumed"] == []
     facts = answer.ledger.facts
     assert (facts["sequence"], facts["global_batch"], facts["precision"]) == (256, 4, "fp32")
@@ -45,7 +44,7 @@ def test_a_config_file_is_planned_as_before_and_options_replace_its_keys(tmp_pat
     model = '[model]\nname = "tiny"\nlayers = 4\nhidden = 256\nheads = 8\nvocab = 4096\ncontext = 256\n'
     file.write_text(model + "[train]\nsteps = 20\nglobal_batch = 8\n")
     assert plan(str(file)).ledger.facts["steps"] == 20 and plan(str(file)).more["assumed"] == []
-    assert plan(str(file), **vars(WorkOptions(steps=5, global_batch=2))).ledger.facts["global_batch"] == 2
+    assert plan(str(file), steps=5, global_batch=2).ledger.facts["global_batch"] == 2
 
 
 @pytest.mark.parametrize("option", [{"layout": "dp=2"}, {"engine": "nemo"}, {"emit": "megatron"}, {"precision": "fp8"}])
@@ -58,4 +57,4 @@ def test_options_that_contradict_the_config_are_one_line(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[model]\nname = "gpt2"\n[train]\nmicro_batch = 4\nglobal_batch = 8\n')
     with pytest.raises(UserError, match=r"larger than train\.global_batch"):
-        plan(str(file), **vars(WorkOptions(global_batch=2)))
+        plan(str(file), global_batch=2)

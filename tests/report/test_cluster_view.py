@@ -7,7 +7,6 @@ from rich.console import Console
 
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.work import WorkOptions
 from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view
 from ironlaw.report.terminal import show
 
@@ -22,12 +21,12 @@ def shown(answer, width, why=False):
 
 @pytest.fixture(scope="module")
 def answer():
-    return plan_request("llama3-70b", on="64xh100-sxm-80gb", options=Options(**vars(WorkOptions("1T", 8192, 1024))))
+    return plan_request("llama3-70b", on="64xh100-sxm-80gb", options=Options("1T", 8192, 1024))
 
 
 @pytest.fixture(scope="module")
 def too_big():
-    return plan_request("llama3-405b", on="8xh100-sxm-80gb", options=Options(**vars(WorkOptions("1T", 8192, 1024))))
+    return plan_request("llama3-405b", on="8xh100-sxm-80gb", options=Options("1T", 8192, 1024))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

@@ -60,9 +60,10 @@ PANELS = {
 }
 VERBS = {verb: about for panel in PANELS.values() for verb, about in panel.items()}
 # Verbs that are not in a module of their own name.
-ELSEWHERE = {"distil": "train", "calibrate": "validate", "generate": "serve", "explain": "tune"} | dict.fromkeys(
-    ("catalog", "formats", "runs", "doctor", "measure"), "listings"
-)
+ELSEWHERE = {
+    "distil": "train", "launch": "train", "calibrate": "validate", "generate": "serve", "bench": "serve",
+    "explain": "tune", "rehearse": "plan", "export": "compress",
+} | dict.fromkeys(("catalog", "formats", "runs", "doctor", "measure"), "listings")  # fmt: skip
 
 
 def module_of(verb: str) -> ModuleType:

@@ -1,15 +1,19 @@
-"""`ironlaw serve` and `ironlaw generate`"""
+"""`ironlaw serve`, `ironlaw generate` and `ironlaw bench`"""
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ironlaw.errors import UserError, printable
-from ironlaw.report.console import messages, print_json
+from ironlaw.report.console import answer, messages, print_json, progress
+
+if TYPE_CHECKING:
+    from ironlaw.serve.load import Report
 
 
 def serve(
@@ -94,3 +98,71 @@ def generate(
     sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
     which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000")],
+    rate: Annotated[float | None, typer.Option(help="Requests a second, at the times of a Poisson process.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Instead: so many at once.", min=1)] = None,
+    trace: Annotated[Path | None, typer.Option(help="Instead: a recorded trace, JSON lines or CSV.")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="Instead of --requests, with --rate: how long.")] = None,
+    input: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens of an answer.", min=1)] = 64,
+    prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.", min=0)] = 0,
+    ttft: Annotated[float | None, typer.Option(help="Limit for goodput: seconds to the first token.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Limit for goodput: seconds per token after it.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds, of one request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of the arrival times.")] = 0,
+    model: Annotated[str | None, typer.Option(help="The server's first unless given.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    allow_end: Annotated[bool, typer.Option(help="Answers may end early; servers without ignore_eos need it.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    import asyncio
+
+    from ironlaw.report.serving_view import load_view
+    from ironlaw.serve import load
+
+    if sum(choice is not None for choice in (rate, concurrency, trace)) != 1:
+        raise UserError("say how requests come: one of --rate 4, --concurrency 16 and --trace FILE")
+    if rate is not None and rate <= 0:
+        raise UserError(f"--rate {rate:g} is not positive: write for example --rate 4")
+    if seconds is not None and (rate is None or requests is not None):
+        raise UserError("--seconds goes with --rate, instead of --requests")
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists: give another --out")
+    if trace is not None:
+        plans = load.read_trace(trace)[:requests]
+    else:
+        count = requests or (math.ceil(seconds * rate) if seconds and rate else 100)
+        plans = load.poisson(rate or math.inf, count, input, output_tokens, seed)
+    client = load.Client(url, model, api_key, timeout)
+    with progress("Requests") as update:
+        going = load.run(
+            client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+            profile=out is not None, progress=update,
+        )  # fmt: skip
+        report = asyncio.run(going)
+    found = load.summary(report, ttft, tpot)
+    asked = {"url": url, "rate": rate, "concurrency": concurrency, "trace": None if trace is None else str(trace),
+             "input": input, "output": output_tokens, "prefix": prefix}  # fmt: skip
+    if out is not None:
+        _keep(out, report, asked, found)
+    answer(json, {"load": asked} | found, load_view)
+    if out is not None:
+        messages().print(f"ironlaw explain {out} says where the time went")
+    if found["errors"] or not found["completed"]:
+        raise typer.Exit(1)
+
+
+def _keep(out: Path, report: Report, asked: dict[str, Any], found: dict[str, Any]) -> None:
+    """A run directory for `ironlaw explain`."""
+    from ironlaw.ledger import line_of
+    from ironlaw.serve.measured import serving_ledger, write_run
+
+    server: dict[str, Any] = report.server or {"steps": [], "facts": {}}
+    lines = map(line_of, server.get("lines", ()))
+    ledger = serving_ledger(server["steps"], server["facts"] | {"load": asked}, found, lines)
+    write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])

@@ -12,7 +12,7 @@ The functions at the top are that arithmetic alone; `budget` puts a plan and the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.catalog.figures import Figure, source
@@ -55,34 +55,27 @@ def energy_joules(
     return seconds * (accelerators * accelerator_watts + hosts * host_watts) * pue
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Estimates by name, and the figures behind them."""
-
-    estimates: dict[str, Estimate]
-    facts: dict[str, Any]
+Costs = tuple[dict[str, Estimate], dict[str, Any]]
+"""Estimates by name, and the figures behind them."""
 
 
-def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Budget:
+def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
     """Money, energy and carbon of a run of `total` seconds whose step is `ledger`."""
     count = cluster.count
-    hours = replace(
-        total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600"), origin=Origin.CALCULATED
-    )
-    estimates: dict[str, Estimate] = {"accelerator_hours": hours}
-    facts: dict[str, Any] = {}
-    _money(estimates, facts, cluster, hours, prices)
-    _power(estimates, facts, ledger, cluster, total, prices)
-    return Budget(estimates, facts)
+    hours = total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600")
+    hours = replace(hours, origin=Origin.CALCULATED)
+    money, paid = _money(cluster, hours, prices)
+    power, drawn = _power(ledger, cluster, total, prices)
+    return {"accelerator_hours": hours} | money | power, paid | drawn
 
 
-def _money(
-    estimates: dict[str, Estimate], facts: dict[str, Any], cluster: Cluster, hours: Estimate, prices: Prices
-) -> None:
+def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
     known = price(cluster.accelerator)
     quotes = list(known.rent) if known else []
-    facts["purchase"] = None
-    facts["rent_quotes"] = [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes]
+    facts: dict[str, Any] = {
+        "purchase": None, "rent": None,
+        "rent_quotes": [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes],
+    }  # fmt: skip
     if prices.usd_per_hour is not None:
         rate, told = prices.usd_per_hour, "--price-per-hour"
         facts["rent"] = {"usd_per_hour": rate, "provider": "given", "date": "", "source": told}
@@ -93,28 +86,28 @@ def _money(
         rate, told = chosen.usd.value, f"{chosen.provider}, {chosen.date}"
         facts["rent"] = _quote(chosen)
     else:
-        facts["rent"] = None
-        return
-    basis = f"accelerator-hours x ${rate:,.2f} ({told})"
-    estimates["rent_usd"] = replace(hours.scaled(rate, basis), origin=Origin.CITED)
+        return {}, facts
+    rent = replace(hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({told})"), origin=Origin.CITED)
     if known is None or known.purchase is None:
-        return
+        return {"rent_usd": rent}, facts
     each, bought = known.purchase.usd.value, known.purchase
     facts["purchase"] = {"usd": each} | {key: value for key, value in _quote(bought).items() if key != "usd_per_hour"}
-    estimates["purchase_usd"] = Estimate(
-        each * cluster.count, Origin.CITED,
-        f"{cluster.count:,} x ${each:,.0f} ({bought.provider}, {bought.date}); no hosts, network or building",
-    )  # fmt: skip
-    estimates["break_even_hours"] = Estimate(
-        break_even_hours(each, rate), Origin.CALCULATED,
-        f"${each:,.0f} / ${rate:,.2f} per hour of use; power, hosts and people would add to buying",
-    )  # fmt: skip
-    runs = estimates["purchase_usd"].value / estimates["rent_usd"].value
-    low, high = (estimates["rent_usd"].high, estimates["rent_usd"].low)
-    bounds = [estimates["purchase_usd"].value / bound if bound else None for bound in (low, high)]
-    estimates["break_even_runs"] = Estimate(
-        runs, Origin.CALCULATED, "purchase / rent of this run", bounds[0], bounds[1]
-    )
+    paid = each * cluster.count
+    return {
+        "rent_usd": rent,
+        "purchase_usd": Estimate(
+            paid, Origin.CITED,
+            f"{cluster.count:,} x ${each:,.0f} ({bought.provider}, {bought.date}); no hosts, network or building",
+        ),
+        "break_even_hours": Estimate(
+            break_even_hours(each, rate), Origin.CALCULATED,
+            f"${each:,.0f} / ${rate:,.2f} per hour of use; power, hosts and people would add to buying",
+        ),
+        "break_even_runs": Estimate(
+            paid / rent.value, Origin.CALCULATED, "purchase / rent of this run",
+            *(paid / bound if bound else None for bound in (rent.high, rent.low)),
+        ),
+    }, facts  # fmt: skip
 
 
 def _quote(quote: Quote) -> dict[str, Any]:
@@ -129,46 +122,42 @@ def _quote(quote: Quote) -> dict[str, Any]:
     }
 
 
-def _power(
-    estimates: dict[str, Estimate], facts: dict[str, Any], ledger: Ledger, cluster: Cluster, total: Estimate,
-    prices: Prices,
-) -> None:  # fmt: skip
+def _power(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
     overhead, overhead_words = _overhead(prices.pue)
-    chosen = grid(prices.grid or "world")
-    facts["grid"] = {
-        "name": chosen.name, "title": chosen.title, "kg_co2_per_kwh": chosen.kg_co2_per_kwh.value,
-        "year": chosen.year, "source": source(chosen.kg_co2_per_kwh.source).title,
+    chosen, tdp = grid(prices.grid or "world"), cluster.accelerator.tdp_watts
+    facts: dict[str, Any] = {
+        "grid": {
+            "name": chosen.name, "title": chosen.title, "kg_co2_per_kwh": chosen.kg_co2_per_kwh.value,
+            "year": chosen.year, "source": source(chosen.kg_co2_per_kwh.source).title,
+        },
+        "pue": {"value": overhead, "basis": overhead_words}, "power": None,
     }  # fmt: skip
-    facts["pue"] = {"value": overhead, "basis": overhead_words}
-    tdp = cluster.accelerator.tdp_watts
     if tdp is None:
-        facts["power"] = None
-        return
+        return {}, facts
     waiting = sum(line.seconds or 0.0 for line in ledger.lines if line.phase in WAITING or line.kind is Kind.HOST)
     computing = 1 - min(1.0, waiting / ledger.totals["step_seconds"].value)
     host, host_words = _host_watts(cluster)
-
-    def joules(index: int, seconds: float) -> float:
-        each = drawn_watts(tdp.value, computing, COMPUTING_SHARE[index], WAITING_SHARE[index])
-        return energy_joules(seconds, cluster.count, each, cluster.nodes, host * HOST_SHARE[index], overhead)
-
-    each = drawn_watts(tdp.value, computing, COMPUTING_SHARE[0], WAITING_SHARE[0])
+    each = [drawn_watts(tdp.value, computing, *shares) for shares in zip(COMPUTING_SHARE, WAITING_SHARE, strict=True)]
+    hosts = [host * share for share in HOST_SHARE]
     facts["power"] = {
-        "tdp_watts": tdp.value, "computing": computing, "accelerator_watts": each,
-        "hosts": cluster.nodes, "host_watts": host * HOST_SHARE[0], "host_basis": host_words,
+        "tdp_watts": tdp.value, "computing": computing, "accelerator_watts": each[0],
+        "hosts": cluster.nodes, "host_watts": hosts[0], "host_basis": host_words,
     }  # fmt: skip
     assert total.low is not None and total.high is not None
-    basis = (
-        f"(accelerators {cluster.count:,} x {each:,.0f} W + hosts {cluster.nodes:,} x {host * HOST_SHARE[0]:,.0f} W) x "
-        "total time x "
-        f"PUE {overhead:g}; an accelerator computes {100 * computing:.0f}% of the time at {COMPUTING_SHARE[0]:.0%} of "
-        f"{tdp.value:.0f} W and waits at {WAITING_SHARE[0]:.0%}; {host_words}; {overhead_words}"
+    value, low, high = (
+        energy_joules(seconds, cluster.count, watts, cluster.nodes, of_host, overhead)
+        for seconds, watts, of_host in zip((total.value, total.low, total.high), each, hosts, strict=True)
     )
-    energy = Estimate(joules(0, total.value), Origin.CALCULATED, basis, joules(1, total.low), joules(2, total.high))
-    estimates["energy_joules"] = energy
-    per_joule = chosen.kg_co2_per_kwh.value / JOULES_PER_KWH
+    basis = (
+        f"(accelerators {cluster.count:,} x {each[0]:,.0f} W + hosts {cluster.nodes:,} x {hosts[0]:,.0f} W) x total "
+        f"time x PUE {overhead:g}; an accelerator computes {100 * computing:.0f}% of the time at "
+        f"{COMPUTING_SHARE[0]:.0%} of {tdp.value:.0f} W and waits at {WAITING_SHARE[0]:.0%}; {host_words}; "
+        f"{overhead_words}"
+    )
+    energy = Estimate(value, Origin.CALCULATED, basis, low, high)
     words = f"energy x {chosen.kg_co2_per_kwh.value:g} kg CO2 per kWh, grid {chosen.title} {chosen.year}"
-    estimates["carbon_kg"] = replace(energy.scaled(per_joule, words), origin=Origin.CITED)
+    carbon = replace(energy.scaled(chosen.kg_co2_per_kwh.value / JOULES_PER_KWH, words), origin=Origin.CITED)
+    return {"energy_joules": energy, "carbon_kg": carbon}, facts
 
 
 def _host_watts(cluster: Cluster) -> tuple[float, str]:

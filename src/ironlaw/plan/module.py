@@ -33,11 +33,10 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
-from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel
 from ironlaw.plan.stage_costs import collective_costs, fold
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
-from ironlaw.plan.work import Assumption
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.module_source import read_inputs, resolve_module
 from ironlaw.workload.operations import Operation

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ironlaw.catalog.accelerators import catalogued
-from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.profile import Profile
@@ -42,6 +41,7 @@ class Offload:
 
 def host_of_machine(profile: Profile) -> Host:
     """The link and the memory of the host, by the catalogue. UserError where it does not know them."""
+    from ironlaw.catalog.nodes import parse_cluster
     from ironlaw.plan.cluster.system import host_of  # the cluster planner: a plan without offloading has no need of it
 
     try:

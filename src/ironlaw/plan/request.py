@@ -17,9 +17,19 @@ from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config,
 from ironlaw.errors import InvalidConfig, UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.request_types import CLUSTER, DECODER, RANKS, TRACED, Options, PlanOutcome, RequestedModel
+from ironlaw.plan.request_types import (
+    CLUSTER,
+    DECODER,
+    RANKS,
+    TRACED,
+    Assumption,
+    Options,
+    PlanOutcome,
+    RequestedModel,
+    assume_unsaid,
+    settle,
+)
 from ironlaw.plan.step import plan_run
-from ironlaw.plan.work import Assumption, assume_unsaid, settle
 
 
 def plan_request(

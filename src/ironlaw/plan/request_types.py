@@ -1,17 +1,25 @@
-"""What `ironlaw plan` is asked and what it gives back. A plan of this machine needs nothing of the cluster planner."""
+"""What `ironlaw plan` is asked, the work that follows, and what it gives back. Nothing of the cluster planner is here.
+
+    work = settle(model, Options(tokens="1T"), accelerators=64)
+    work.sequence, work.global_batch, work.steps
+    work.assumed[0].name, work.assumed[0].how_to_set
+
+Nothing is assumed silently: every default carries its reason and the option that replaces it.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ironlaw.config import RunConfig
-from ironlaw.errors import refuse_options
+from ironlaw.errors import UserError, refuse_options
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.totals import fits
-from ironlaw.plan.work import Assumption, WorkOptions
 from ironlaw.workload.layout import Layout
 
 DECODER, CLUSTER = "training a decoder", "clusters, --on 8xh100-sxm-80gb"
@@ -28,6 +36,24 @@ SUBJECTS = {
 
 
 @dataclass(frozen=True)
+class Assumption:
+    """Something the plan needed and nobody gave."""
+
+    name: str
+    value: str
+    reason: str
+    how_to_set: str
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def assume_unsaid(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:
+    """Of (name, what was said, value, option that sets it) those that nobody said."""
+    return [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
+
+
+@dataclass(frozen=True)
 class Prices:
     """What the user says of money and power; None: the catalogue's."""
 
@@ -37,9 +63,13 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Options(WorkOptions):
+class Options:
     """What can be said beside WHAT and WHERE; None: not said."""
 
+    tokens: str | None = None  # in all: "1T", "500B", "2e12"
+    sequence: int | None = None  # tokens
+    global_batch: int | None = None  # sequences per step
+    steps: int | None = None
     precision: str | None = None
     optimizer: str | None = None
     engine: str | None = None
@@ -88,3 +118,91 @@ class RequestedModel:
     config: RunConfig | None = None
     left_out: tuple[str, ...] = ()  # of what was asked about, what the model here has not
     has_file: bool = False  # whether the config is one that somebody wrote
+
+
+# -- the work ----------------------------------------------------------------------------------------------------------
+
+
+TOKENS_PER_PARAMETER = 20
+"""Compute-optimal training tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556, tables 2 and 3)."""
+
+USUAL_SEQUENCE = 8192
+"""Longest sequence of ordinary pretraining (Llama 3, arXiv 2407.21783, section 3.4.1); long contexts come last."""
+
+BATCH_TOKENS = ((1e9, 0.5e6), (5e9, 1e6), (10e9, 2e6), (math.inf, 4e6))
+"""Parameters below, tokens per step: after table 2.1 of GPT-3 (arXiv 2005.14165: 0.5M below 1B, 1M, 2M, then 2 to 3.2M)
+and the 4M of Llama 2 and Llama 3."""
+
+_QUANTITY = re.compile(r"^(\d[\d,_]*\.?\d*(?:e[+-]?\d+)?)\s*([kmbt]?)$", re.IGNORECASE)
+_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass
+class Work:
+    """One training run: `steps` optimizer steps of `global_batch` sequences of `sequence` tokens."""
+
+    sequence: int
+    global_batch: int
+    steps: int
+    assumed: list[Assumption] = field(default_factory=list)
+
+
+def tokens_of(text: str) -> float:
+    """`1T`, `500B`, `2e12`, `1,000,000` as a number of tokens."""
+    match = _QUANTITY.match(text.strip())
+    if match is None:
+        raise UserError(f"--tokens '{text}' is not a number of tokens: write for example 1T, 500B or 2e12")
+    number = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()]
+    if not 1 <= number < 1e18:
+        raise UserError(f"--tokens {text} is not a possible number of tokens: write for example 1T, 500B or 2e12")
+    return number
+
+
+def settle(model: ModelConfig, options: Options, accelerators: int, config: RunConfig | None = None) -> Work:
+    """The work that is planned: what was said, then what a config file says, then stated assumptions."""
+    if options.tokens is not None and options.steps is not None:
+        raise UserError("--tokens and --steps say the same thing twice: give one of them")
+    assumed: list[Assumption] = []
+    sequence = options.sequence or (config.sequence if config else None) or _usual_sequence(model, assumed)
+    if sequence > model.context:
+        raise UserError(
+            f"--seq {sequence} is longer than the context of {model.name}, {model.context} tokens: "
+            f"use --seq {model.context} or less"
+        )
+    batch = options.global_batch or (config.train.global_batch if config else None)
+    batch = batch or _usual_batch(model, sequence, accelerators, assumed)
+    if options.steps is not None:
+        return Work(sequence, batch, options.steps, assumed)
+    if options.tokens is None and config is not None:
+        return Work(sequence, batch, config.train.steps, assumed)
+    tokens = tokens_of(options.tokens) if options.tokens is not None else _usual_tokens(model, assumed)
+    return Work(sequence, batch, max(1, math.ceil(tokens / (sequence * batch))), assumed)
+
+
+def _usual_sequence(model: ModelConfig, assumed: list[Assumption]) -> int:
+    sequence = min(model.context, USUAL_SEQUENCE)
+    reason = "the model's context"
+    if sequence < model.context:
+        reason = f"usual for pretraining; the model's context is {model.context:,} (arXiv 2407.21783, 3.4.1)"
+    assumed.append(Assumption("sequence", f"{sequence:,} tokens", reason, "--seq"))
+    return sequence
+
+
+def _usual_batch(model: ModelConfig, sequence: int, accelerators: int, assumed: list[Assumption]) -> int:
+    """The power of two nearest to the usual tokens per step, times the odd part of the number of accelerators."""
+    target = next(tokens for below, tokens in BATCH_TOKENS if model.parameters < below) / sequence
+    odd = accelerators
+    while odd % 2 == 0:
+        odd //= 2
+    batch = odd * 2 ** max(0, round(math.log2(target / odd)) if target > odd else 0)
+    reason = f"{batch * sequence / 1e6:.2f}M tokens per step, usual for this size (arXiv 2005.14165, table 2.1)"
+    assumed.append(Assumption("global batch", f"{batch:,} sequences", reason, "--global-batch"))
+    return batch
+
+
+def _usual_tokens(model: ModelConfig, assumed: list[Assumption]) -> float:
+    tokens = float(TOKENS_PER_PARAMETER * model.parameters)
+    reason = f"{TOKENS_PER_PARAMETER} per parameter, compute-optimal (Chinchilla, arXiv 2203.15556)"
+    shown = f"{tokens / 1e12:.3g}T" if tokens >= 1e12 else f"{tokens / 1e9:.3g}B"
+    assumed.append(Assumption("tokens", shown, reason, "--tokens or --steps"))
+    return tokens

@@ -39,15 +39,13 @@ from ironlaw.plan.cluster.step_costs import (
     seconds_by_part,
     step_costs,
 )
-from ironlaw.plan.cluster.system import ClusterSystem, system_of, under_pressure, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, system_of, under_pressure, update_cost, usable_bytes
 from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
-from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import first_within, not_trained_here, recipe_of_layout, within_budget
-from ironlaw.plan.request_types import Prices
-from ironlaw.plan.work import Assumption
+from ironlaw.plan.request_types import Assumption, Prices
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation

@@ -20,7 +20,7 @@ import tomli_w
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
-from ironlaw.plan.cluster.update_cost import NAMES
+from ironlaw.plan.cluster.system import NAMES
 from ironlaw.plan.emit.accelerate import accelerate_cannot, accelerate_config, deepspeed_cannot, deepspeed_config
 from ironlaw.plan.emit.megatron import OPTIMIZER_FLAGS, PRECISION_FLAGS, megatron_cannot, megatron_config
 from ironlaw.plan.emit.torchtitan import torchtitan_cannot, torchtitan_config

@@ -21,16 +21,14 @@ from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, ClusterPlan, ClusterRe
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.cluster.layout_space import counted_in, engines_for, lacking
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
-from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
-from ironlaw.plan.cluster.update_cost import update_cost
+from ironlaw.plan.cluster.system import ClusterSystem, update_cost, usable_bytes
 from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.module import plan_adapters
-from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
-from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.moe import IMBALANCE
 
@@ -324,9 +322,8 @@ def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: 
 def _when_it_fits(
     request: ClusterRequest, layout: Layout, ledger: Ledger, found: SearchResult | None, limit: float
 ) -> dict[str, Any]:
-    costs = budget(ledger, request.cluster, ledger.totals["total_seconds"], request.prices)
-    ledger.totals |= costs.estimates
-    estimates = {name: estimate.to_json() for name, estimate in costs.estimates.items()}
+    costs, facts = budget(ledger, request.cluster, ledger.totals["total_seconds"], request.prices)
+    ledger.totals |= costs
     upper = ledger.totals["peak_bytes"].high
     tight = upper is not None and upper > limit
     safest = found.safest if found else None
@@ -334,7 +331,7 @@ def _when_it_fits(
     if found and found.best[0].layout != layout:
         slower = ledger.totals["step_seconds"].value / found.best[0].step_seconds - 1
     return {
-        "budget": estimates | costs.facts,
+        "budget": {name: estimate.to_json() for name, estimate in costs.items()} | facts,
         "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(request, safest) if tight and safest else None,
         "first_change": first_change(request, layout, ledger),

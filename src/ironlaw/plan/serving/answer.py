@@ -19,14 +19,13 @@ from ironlaw.catalog.money import price
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import COMPUTING_SHARE
-from ironlaw.plan.request_types import SERVED, Options, PlanOutcome
+from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
 from ironlaw.plan.serving.request import ServeRequest, parse_request
 from ironlaw.plan.serving.systems import CACHE_BYTES, Formats, ServingLayout
 from ironlaw.plan.serving.timing import at_concurrency
-from ironlaw.plan.work import Assumption
 
 DEVICES_OF_A_COPY = (1, 2, 4, 8)
 BUSY = 0.85
