@@ -85,6 +85,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     return UserError(f"unknown {kind} '{name}': {did_you_mean(typed, choices)}")
 
 
+def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """The entry of that name; the error of `unknown` where there is none."""
+    if name not in table:
+        raise unknown(kind, name, table)
+    return table[name]
+
+
 @cache
 def sources() -> dict[str, Source]:
     """All of `sources.toml`."""
@@ -93,7 +100,4 @@ def sources() -> dict[str, Source]:
 
 def source(key: str) -> Source:
     """Title and address behind a figure's `source` key."""
-    try:
-        return sources()[key]
-    except KeyError:
-        raise unknown("source", key, sources()) from None
+    return lookup("source", key, sources())

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
-from ironlaw.catalog.figures import read_toml, source, unknown
+from ironlaw.catalog.figures import lookup, read_toml, source
 from ironlaw.errors import UserError, did_you_mean, shortened
 
 
@@ -163,10 +163,7 @@ def number_formats() -> dict[str, NumberFormat]:
 
 def number_format(name: str) -> NumberFormat:
     """The format of this name; UserError with the nearest names where there is none."""
-    try:
-        return number_formats()[name]
-    except KeyError:
-        raise unknown("number format", name, number_formats()) from None
+    return lookup("number format", name, number_formats())
 
 
 @cache
@@ -230,9 +227,7 @@ def stored_formats() -> tuple[str, ...]:
 def stored_format(name: str) -> StoredFormat:
     """The format of that name, whatever its case; UserError with the nearest for others."""
     table, typed = _table(), name.strip().lower()
-    if typed not in table["formats"]:
-        raise unknown("weight format", name, table["formats"])
-    line = table["formats"][typed]
+    line = lookup("weight format", typed, table["formats"])
     return StoredFormat(name=typed, **line | {"source": table["sources"][line["source"]]})
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, resolve
-from ironlaw.catalog.figures import Figure, figure, read_toml, unknown
+from ironlaw.catalog.figures import Figure, figure, lookup, read_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,7 @@ def grid(name: str) -> Grid:
     """The grid of that name or ISO code (`france`, `fr`, `world`)."""
     typed = name.strip().lower().replace("_", "-").replace(" ", "-")
     typed = next((of for of, entry in _energy()["grid"].items() if typed in entry.get("codes", ())), typed)
-    if typed not in _grids():
-        raise unknown("power grid", name, _grids())
-    return _grids()[typed]
+    return lookup("power grid", typed, _grids())
 
 
 def price(accelerator: Accelerator | str) -> Price | None:
@@ -77,9 +75,7 @@ def price(accelerator: Accelerator | str) -> Price | None:
 
 def pue(name: str = "average") -> Figure:
     """Power usage effectiveness: watts drawn from the grid per watt of computing equipment."""
-    if name not in pues():
-        raise unknown("PUE", name, pues())
-    return pues()[name]
+    return lookup("PUE", name, pues())
 
 
 @cache

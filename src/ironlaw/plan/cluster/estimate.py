@@ -305,11 +305,9 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
         "host_bytes": float(outcome.host_bytes[0]) or None,
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
-        "engine_source": where.engine.source,
         "low_precision": where.engine.storage.description or None,
         "context_parallel": DESCRIPTIONS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
-        "memory_limit_bytes": outcome.limit_bytes,
         "peak_stage": int(outcome.peak.stage[0]),
         "assumptions": list(where.hardware.efficiency.assumptions()),
     }

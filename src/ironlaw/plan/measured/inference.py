@@ -33,7 +33,7 @@ from ironlaw.plan.cluster.candidates import plain_model
 from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.measured.validate import errors
 from ironlaw.plan.serving.demand import Demand, demand_of
-from ironlaw.plan.serving.rates import LATEST, Rates, ServingEngine, interval_of, rates_of, serving_engine
+from ironlaw.plan.serving.rates import LATEST, ServingEngine, interval_of, rates_of, serving_engine
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
     System,
@@ -101,7 +101,7 @@ def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str,
     return runs, rejected
 
 
-def predict(run: ServingRun, rates: Rates | None = None) -> dict[str, float | None]:
+def predict(run: ServingRun) -> dict[str, float | None]:
     """Seconds and rates of a row: `ttft_seconds`, `tpot_seconds`, `prefill_tokens_per_second`,
     `output_tokens_per_second`, `requests_per_second`, `kv_tokens`; None where the row asks for none."""
     s = run.system

@@ -53,9 +53,7 @@ class Candidate:
     @property
     def usd_per_million(self) -> float | None:
         """Output tokens, all copies as busy as planned."""
-        if self.usd_per_hour is None:
-            return None
-        return self.usd_per_hour / 3600 / (self.tokens_per_second * self.served.layout.replicas) * 1e6
+        return usd_per_million(self.usd_per_hour, self.tokens_per_second * self.served.layout.replicas)
 
     def to_json(self) -> dict[str, Any]:
         return self.served.to_json() | {
@@ -72,6 +70,11 @@ def usd_per_hour(device: Accelerator, given: float | None = None) -> float | Non
     known = price(device)
     asked = known.rent_range if known else None
     return asked[0] if asked else None
+
+
+def usd_per_million(usd_per_hour: float | None, tokens_per_second: float) -> float | None:
+    """Output tokens; None without a price, or where nothing is served."""
+    return usd_per_hour / 3600 / tokens_per_second * 1e6 if usd_per_hour and tokens_per_second else None
 
 
 def joules_per_million(served: Served, tokens_per_second: float) -> float | None:
@@ -319,7 +322,7 @@ def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict
     dollars = None if each is None else each * served.devices
     return {
         "usd_per_hour": dollars,
-        "usd_per_million_tokens": dollars / 3600 / tokens_per_second * 1e6 if dollars and tokens_per_second else None,
+        "usd_per_million_tokens": usd_per_million(dollars, tokens_per_second),
         "joules_per_million_tokens": joules_per_million(served, tokens_per_second),
         "source": "--price-per-hour" if price else "lowest catalogued rent",
     }

@@ -93,7 +93,7 @@ class Served:
         }  # fmt: skip
 
 
-def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger:
+def plan_serving(served: Served, request: ServeRequest) -> Ledger:
     """Totals per copy unless their name says otherwise; `facts["fits"]` is False where nothing can be served."""
     ledger = Ledger("plan", facts=_facts(served, request))
     ledger.memory = _memory(served, request)
@@ -108,10 +108,10 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
         concurrency=math.ceil(request.concurrency / lanes) if request.concurrency else None,
     )
     if layout.prefill:
-        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=served.budget, seed=seed)
+        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=served.budget)
     else:
         pp = lanes // layout.replicas
-        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=served.budget, seed=seed)
+        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=served.budget)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
@@ -222,12 +222,10 @@ def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
         "parameters": Estimate(float(system.demand.parameters), calculated, "sum over the model's tensors"),
         "weight_bytes": Estimate(float(system.weight_bytes), calculated, _stored(served.formats)),
         "kv_tokens": Estimate(tokens, calculated, of, tokens * max(0.0, 1 - off), tokens * (1 + off)),
-        "kv_blocks": Estimate(tokens // BLOCK_TOKENS, calculated, f"pages of {BLOCK_TOKENS} tokens"),
         "most_requests": Estimate(
             float(max(served.most_requests(request), 0)) if served.fits else 0.0, calculated,
             f"at once, {request.length:,} tokens each",
         ),
-        "longest_tokens": Estimate(min(tokens, float(served.model.context)), calculated, "one request alone"),
     }  # fmt: skip
 
 

@@ -82,17 +82,10 @@ class Played:
 
 
 def play(
-    system: System,
-    request: ServeRequest,
-    kv_tokens: float,
-    most_requests: int,
-    *,
-    budget: int = BUDGET_TOKENS,
-    requests: int = REQUESTS,
-    seed: int = 0,
+    system: System, request: ServeRequest, kv_tokens: float, most_requests: int, *, budget: int = BUDGET_TOKENS
 ) -> Played:
-    """`requests` arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
-    requests, draw = _enough(requests, system, request), Random(seed)
+    """Arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
+    requests, draw = _enough(system, request), Random(0)
     arrivals, coming = _arrivals(request.rate, requests, draw), []
     for at in arrivals:
         length = max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
@@ -272,13 +265,13 @@ def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
     return found
 
 
-def _enough(requests: int, system: System, request: ServeRequest) -> int:
+def _enough(system: System, request: ServeRequest) -> int:
     """As many that the middle of them sees the load of a long run: some times what is in flight at once."""
     alone = float(
         prompt_seconds(system, 1.0, request.input) + request.output * decode_seconds(system, 8.0, request.length)
     )
     at_once = request.concurrency or (request.rate or 1.0) * alone
-    return int(min(max(requests, 4 * at_once), MOST_REQUESTS))
+    return int(min(max(REQUESTS, 4 * at_once), MOST_REQUESTS))
 
 
 def transfer_seconds(system: System, tokens: int) -> float:
@@ -288,13 +281,13 @@ def transfer_seconds(system: System, tokens: int) -> float:
 
 
 def play_apart(
-    system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int, *, budget: int, seed: int
+    system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int, *, budget: int
 ) -> Played:
     """As `play`, per decoding copy. UserError without a rate."""
     if request.rate is None:
         raise UserError("--layout prefill= is planned for requests that arrive at a rate: write rate=10/s in --serve")
     asked = replace(request, output=1, rate=request.rate / layout.prefill)
-    prompts = play(system, asked, kv_tokens, most, budget=budget, seed=seed)
+    prompts = play(system, asked, kv_tokens, most, budget=budget)
     rate, batch = request.rate / layout.replicas, 1.0
     for _ in range(100):
         batch = min(float(most), rate * request.output * float(decode_seconds(system, max(batch, 1.0), request.length)))
