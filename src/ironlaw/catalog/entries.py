@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from ironlaw.catalog.devices import device_names
-from ironlaw.catalog.figures import Figure, source
+from ironlaw.catalog.figures import Figure, figures, source
 from ironlaw.catalog.models import model_entry, model_names, released_names
 from ironlaw.catalog.money import grid, grid_names, price
 from ironlaw.catalog.nodes import Node, node, node_names
@@ -34,8 +35,7 @@ def entry(name: str) -> dict[str, Any]:
         return _model(name)
     if name in names["grids"]:
         found = grid(name)
-        figures = {"kg_co2_per_kwh": _figure(found.kg_co2_per_kwh)}
-        return {"kind": "grid", "name": name, "title": name, "facts": {"year": str(found.year)}, "figures": figures}
+        return _entry("grid", name, name, {"year": str(found.year)}, figures(found))
     try:
         return _accelerator(accelerator(name))
     except UserError:
@@ -48,17 +48,15 @@ def entry(name: str) -> dict[str, Any]:
 
 
 def _accelerator(found: Accelerator) -> dict[str, Any]:
-    figures = {key: _figure(figure) for key, figure in found.figures().items()}
-    quoted = price(found.name)
+    known, quoted = found.figures(), price(found.name)
     if quoted is not None:
-        for quote in quoted.rent:
-            figures[f"rent_usd_per_hour ({quote.provider}, {quote.date})"] = _figure(quote.usd)
-        if quoted.purchase is not None:
-            figures[f"purchase_usd ({quoted.purchase.provider}, {quoted.purchase.date})"] = _figure(quoted.purchase.usd)
+        known |= {f"rent_usd_per_hour ({q.provider}, {q.date})": q.usd for q in quoted.rent}
+        if (bought := quoted.purchase) is not None:
+            known[f"purchase_usd ({bought.provider}, {bought.date})"] = bought.usd
     facts = {"vendor": found.vendor, "generation": found.generation, "default node": found.default_node}
     if found.note:
         facts["note"] = found.note
-    return {"kind": "accelerator", "name": found.name, "title": found.product, "facts": facts, "figures": figures}
+    return _entry("accelerator", found.name, found.product, facts, known)
 
 
 def _node(name: str, found: Node) -> dict[str, Any]:
@@ -68,21 +66,22 @@ def _node(name: str, found: Node) -> dict[str, Any]:
         "fabric": found.fabric,
         "source": source(found.source).title,
     }
-    figures = {
-        key: _figure(figure)
-        for key in ("nics", "nic_bytes_per_second", "host_watts", "system_watts")
-        if (figure := getattr(found, key)) is not None
-    }
-    return {"kind": "node", "name": name, "title": found.product, "facts": facts, "figures": figures}
+    return _entry("node", name, found.product, facts, figures(found))
 
 
 def _model(name: str) -> dict[str, Any]:
     found = model_entry(name)
     facts = {key: str(value) for key, value in found["model"].items()}
-    figures = {"parameters": {"value": found["parameters"], "source": found["source"], "url": "", "note": ""}}
-    return {"kind": "model", "name": name, "title": name, "facts": facts, "figures": figures}
+    cited = {"value": found["parameters"], "source": found["source"], "url": "", "note": ""}
+    return _entry("model", name, name, facts, {}) | {"figures": {"parameters": cited}}
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
-    cited = source(figure.source)
-    return {"value": figure.value, "source": cited.title, "url": cited.url, "note": figure.note}
+def _entry(kind: str, name: str, title: str, facts: dict[str, str], known: Mapping[str, Figure]) -> dict[str, Any]:
+    cited = {key: (figure, source(figure.source)) for key, figure in known.items()}
+    return {
+        "kind": kind, "name": name, "title": title, "facts": facts,
+        "figures": {
+            key: {"value": figure.value, "source": of.title, "url": of.url, "note": figure.note}
+            for key, (figure, of) in cited.items()
+        },
+    }  # fmt: skip
