@@ -84,7 +84,7 @@ def test_what_is_not_known_is_absent():
     found, facts = budget(ledger(), cluster, TOTAL, Prices())
     assert "purchase_usd" not in found
     assert "hosts are not counted" in facts["power"]["host_basis"]
-    assert "usd_per_hour" not in (found.facts.get("purchase") or {})
+    assert "usd_per_hour" not in (facts.get("purchase") or {})
 
 
 def test_impossible_overhead_is_refused():
