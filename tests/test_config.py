@@ -68,6 +68,10 @@ def test_examples_load(path: Path) -> None:
         ({"model": MODEL | {"positions": "rope", "head_size": 5}}, "even head size"),
         ({"model": MODEL, "train": {"global_batch": 8, "micro_batch": 9}}, "use train.micro_batch = 8"),
         ({"model": MODEL | {"logit_cap": 30.0}, "train": {"loss": "chunked"}}, 'these have a cap: use "full"'),
+        (
+            {"model": MODEL, "optimizer": {"name": "galore"}},
+            "longer than optimizer.rank = 128, and this",
+        ),
         ({"model": MODEL, "train": {"sequence": 17}}, "use train.sequence = 16 or a larger model.context"),
     ],
 )

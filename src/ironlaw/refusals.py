@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.catalog.formats import precision_recipe
+from ironlaw.model.parameters import model_parameters
 from ironlaw.schema import Refusals
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, of_matrices
 
 Run = Any
 """A `RunConfig`, untyped because its module imports this one."""
@@ -39,6 +40,9 @@ def _of_steps(run: Run) -> Refusals:
         (train.loss == "chunked" and not model.logits_are_a_product,
          'train.loss = "chunked" takes logits that are a product, and these have '
          f'{"a bias" if model.head_bias else "a cap"}: use "full"'),
+        (run.optimizer.name == "galore" and not any(of_matrices(model_parameters(model), run.optimizer)),
+         f"galore projects matrices with both sides longer than optimizer.rank = {run.optimizer.rank}, and this model "
+         'has none: lower it, or use optimizer.name = "adamw"'),
         (run.schedule.kind == "exponential" and not run.schedule.min_lr_fraction,
          'schedule.kind = "exponential" never reaches 0: use schedule.min_lr_fraction = 0.01'),
         (layout and layout.virtual_stages > 1 and layout.pp == 1,
@@ -55,12 +59,19 @@ def _of_steps(run: Run) -> Refusals:
          "communication.sites average their weights: say how often with communication.local_steps"),
         (communication.local_steps and communication.gradients == "powersgd",
          'communication.gradients = "powersgd" does not go with communication.local_steps: use "fp32" or "bf16"'),
+        (communication.local_steps and train.average_decay is not None,
+         "train.average_decay has no one model to follow with communication.local_steps: leave one out"),
+        (train.noise_scale_every and (communication.local_steps or communication.gradients == "powersgd"),
+         "train.noise_scale_every needs the gradients that all ranks share: leave out communication.local_steps and "
+         '"powersgd"'),
+        (train.compile == "graphs" and _ranks(run) > 1,
+         'train.compile = "graphs" is not supported with several ranks yet: use train.compile = "on"'),
     )  # fmt: skip
 
 
 def _of_adapters(run: Run, asked: str) -> Refusals:
     communication, saved, optimizer = run.communication, run.finetune.modules_to_save, run.optimizer.name
-    tp, pp, ranks = (run.layout.tp, run.layout.pp, run.layout.ranks) if run.layout is not None else (1, 1, 1)
+    tp, pp = (run.layout.tp, run.layout.pp) if run.layout is not None else (1, 1)
     yield from (
         (run.model.moe, f"{asked} does not reach the experts' matrices, which are one stack: use a dense model"),
         (tp > 1 and run.model.latent, f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]"),
@@ -70,8 +81,8 @@ def _of_adapters(run: Run, asked: str) -> Refusals:
          "finetune.modules_to_save trains whole tables on each rank: use dp, cp or zero of [layout]"),
         (saved and run.objective.kind == "dpo",
          'the reference of objective.kind = "dpo" is the base: leave finetune.modules_to_save out'),
-        (ranks > 1 and run.finetune.dropout,
-         f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]"),
+        (_ranks(run) > 1 and run.finetune.dropout,
+         f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 on several"),
         (_rounds(run), f'{asked} multiplies in 16 bits or more: use train.precision = "bf16"'),
         (optimizer in MATRIX_OPTIMIZERS,
          f'{asked} trains narrow matrices, for which {optimizer} is not meant: use optimizer.name = "adamw"'),
@@ -84,7 +95,7 @@ def _of_adapters(run: Run, asked: str) -> Refusals:
 def _of_rounded_weights(run: Run, asked: str) -> Refusals:
     optimizer = run.optimizer.name
     yield from (
-        (run.layout is not None, f"{asked} trains in one process: leave out [layout]"),
+        (_ranks(run) > 1, f"{asked} trains in one process: start it without torchrun, and leave out [layout]"),
         (run.finetune.adapts, f'{asked} trains the matrices that adapters leave alone: use finetune.method = "none"'),
         (run.model.moe, f"{asked} does not reach experts: use a dense model"),
         (_rounds(run), f'{asked} rounds weights itself: use train.precision = "bf16"'),
@@ -101,8 +112,8 @@ def _of_objective(run: Run, asked: str) -> Refusals:
         (run.data.pairs != (kind == "dpo"), 'objective.kind = "dpo" and data.format = "pairs" go together: give both'),
         (kind == "dpo" and run.train.start_from is None,
          f"{asked} improves a model that is there: say which with model.from"),
-        (whole and run.layout is not None and run.layout.ranks > 1,
-         f"{asked} is computed by one process: leave out [layout]"),
+        (whole and _ranks(run) > 1,
+         f"{asked} is computed by one process: start it without torchrun, and leave out [layout]"),
         (whole and run.model.moe, f"{asked} balances no experts: use a dense model"),
         (whole and run.train.loss == "chunked", f'{asked} compares whole logits: use train.loss = "full"'),
     )  # fmt: skip
@@ -118,6 +129,11 @@ def _of_lengths(run: Run) -> Refusals:
          f"schedule.warmup_steps = {run.warmup_steps} is longer than the run, train.steps = {steps}: the learning rate "
          f"would never reach optimizer.lr; use schedule.warmup_steps = {steps // 10}"),
     )  # fmt: skip
+
+
+def _ranks(run: Run) -> int:
+    """As far as the config says."""
+    return run.layout.ranks if run.layout is not None else 1
 
 
 def _rounds(run: Run) -> bool:

@@ -113,6 +113,8 @@ def test_the_plan_says_what_it_holds():
         parse_layout("dp=8 zero=1"),
     ).ledger
     assert "2 B beside their 16-bit ones" in ledger.facts["low_precision"]
+    assert ledger.facts["low_precision_products"].startswith("all blocks, its default")
+    assert "timed as fp8/trtllm" in ledger.facts["low_precision_products"]
     weights = next(line for line in ledger.memory if line.component == "weights")
     assert weights.note == ledger.facts["low_precision"]
     assert sum(line.bytes for line in ledger.memory) == pytest.approx(ledger.totals["peak_bytes"].value)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
 from ironlaw.train.restore import load_for_inference
-from ironlaw.train.run_directory import beside
+from ironlaw.train.run_directory import beside, complete_or_nothing
 from ironlaw.train.sweep import candidates
 
 from ..conftest import TINY_GPT, TINY_LLAMA
@@ -255,6 +257,16 @@ def test_what_is_made_of_a_run_goes_beside_it() -> None:
     assert beside(Path("."), "hf") == Path.cwd().with_name(f"{Path.cwd().name}-hf")
 
 
+def test_what_is_told_to_stop_leaves_nothing_half_written_and_what_was_killed_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".made.0.partial").mkdir()  # no process has this number
+    (tmp_path / ".others.0.partial").mkdir()
+    with pytest.raises(KeyboardInterrupt, match="15"), complete_or_nothing(tmp_path / "made") as partial:
+        assert partial.is_dir()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [path.name for path in tmp_path.iterdir()] == [".others.0.partial"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
     run: Path, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
@@ -349,7 +361,7 @@ REFUSED = [
 
 
 QAT_REFUSED = [
-    ({"train": {"qat": "int5"}}, r"train\.qat = 'int5' is no format"), ({"layout": {"dp": 1}}, "layout"),
+    ({"train": {"qat": "int5"}}, r"train\.qat = 'int5' is no format"), ({"layout": {"dp": 2}}, "layout"),
     ({"finetune": {"method": "lora"}}, "adapters"), ({"train": {"precision": "mxfp4"}}, "bf16"),
     ({"optimizer": {"name": "muon"}}, "adamw"),
 ]  # fmt: skip

@@ -151,6 +151,8 @@ def test_plan_and_run_name_the_same_work(finetuning: Config, train: Train, tmp_p
         for name in ("plan.json", "ledger.json")
     )
     assert plan == run and ("forward", "matmul", "qkv_adapter") in run
+    (weights,) = (line for line in Ledger.load(tmp_path / "run" / "plan.json").memory if line.component == "weights")
+    assert weights.note == ("nf4 blocks, fp32 ends, fp32 adapters" if method == "qlora" else "fp32 parameters")
 
 
 @pytest.mark.parametrize(("method", "recompute"), [("lora", "none"), ("qlora", "full"), ("dora", "full")])

@@ -179,11 +179,6 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(where: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_rank_that_leaves_no_matrix_is_refused() -> None:
-    with pytest.raises(UserError, match=r"lower optimizer\.rank"):
-        build_optimizer(Transformer(GPT), OptimizerConfig(name="galore", rank=32))
-
-
 def test_moved_keys_say_where_they_are() -> None:
     with pytest.raises(UserError, match=r"train\.lr has moved: write optimizer\.lr"):
         build_config({"model": {"name": "gpt2"}, "train": {"lr": 1e-3}})

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ironlaw.catalog.formats import NumberFormat
 from ironlaw.errors import UserError
-from ironlaw.numerics.packing import pack
 from ironlaw.numerics.quantized import Quantized, block_scales, resolved_block, scaled_up
-from ironlaw.numerics.rounding import encode, round_to
+from ironlaw.numerics.rounding import round_to
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: the paper's
 COLUMNS = 128  # whose errors are put right at once in the columns beyond them: the same result, fewer products
@@ -62,8 +61,7 @@ def gptq(weight: Tensor, second_moment: Tensor, format: NumberFormat, kept: Tens
             padded[:, column:last] -= error[:, None] * factor[column, column:last]
             errors[:, column - first] = error
         padded[:, last:columns] -= errors @ factor[first:last, last:]
-    packed = pack(encode(values, format.element), format.element.bits)
-    return Quantized(format, weight.shape, packed, torch.cat(codes, 1), tensor_scale, block)
+    return Quantized.of(format, weight.shape, values, torch.cat(codes, 1), tensor_scale, block)
 
 
 def _inverse_factor(second_moment: Tensor, matrix: Tensor) -> Tensor:

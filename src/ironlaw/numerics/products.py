@@ -73,8 +73,7 @@ class LowPrecisionProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, recipe, flat = layer, layer.recipe, x.flatten(0, -2).float()
         rows = rounded(flat, recipe.input, largest=layer.largest("x", flat))
-        matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block, largest=layer.largest("w", weight))
-        return (rows @ matrix.t()).to(x.dtype).unflatten(0, x.shape[:-1])
+        return (rows @ layer.narrow(weight).t()).to(x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -86,13 +85,9 @@ class LowPrecisionProduct(torch.autograd.Function):
         generator = layer.moment.generator(layer.number) if recipe.stochastic else None
         of_gradient = layer.largest("g", g)
         if ctx.needs_input_grad[0]:
-            narrow = _gradient(g, recipe, generator, of_gradient)
-            scale = layer.largest("w", weight)
-            if recipe.square_weights:
-                matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block, largest=scale)
-            else:
-                matrix = rounded(weight.float().t(), recipe.weight, block=recipe.weight_block, largest=scale).t()
-            of_x = (narrow @ matrix).to(x.dtype).unflatten(0, x.shape[:-1])
+            matrix = layer.narrow(weight, of_outputs=not recipe.square_weights)
+            of_x = _gradient(g, recipe, generator, of_gradient) @ matrix
+            of_x = of_x.to(x.dtype).unflatten(0, x.shape[:-1])
         if ctx.needs_input_grad[1]:
             across = _along_tokens(g, recipe), _along_tokens(x.flatten(0, -2).float(), recipe)
             left = _gradient(across[0], recipe, generator, of_gradient)
@@ -122,6 +117,13 @@ class LowPrecisionLinear(RoundedLinear):
     recipe: PrecisionRecipe
     moment: Moment
     number = 0  # of this layer within the model
+
+    def narrow(self, weight: Tensor, of_outputs: bool = False) -> Tensor:
+        """The weight (N, K), rounded in blocks along the inputs, or along the outputs."""
+        matrix = weight.float().t() if of_outputs else weight.float()
+        recipe, largest = self.recipe, self.largest("w", weight)
+        matrix = rounded(matrix, recipe.weight, block=recipe.weight_block, largest=largest)
+        return matrix.t() if of_outputs else matrix
 
     def largest(self, operand: str, matrix: Tensor) -> Tensor | None:
         """What the operand's scale is made of, where that is not its own numbers."""

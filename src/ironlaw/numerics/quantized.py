@@ -38,6 +38,15 @@ class Quantized:
     block: tuple[int, int] | None = None  # rows and columns, resolved to this shape
     bitmap: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls, format: NumberFormat, shape: torch.Size, values: Tensor, scales: Tensor | None = None,
+        tensor_scale: Tensor | None = None, block: tuple[int, int] | None = None,
+    ) -> Quantized:  # fmt: skip
+        """From numbers (rows, codes of a row) that are rounded to the element format."""
+        codes = pack(encode(values, format.element), format.element.bits)
+        return cls(format, shape, codes, scales, tensor_scale, block)
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By name, as they lie in a file."""
@@ -132,13 +141,11 @@ def quantize(
         raise UserError(f"a tensor of {what} cannot be quantised: give floating-point numbers")
     generator = generator_of(seed, tensor.device) if rounding == "stochastic" else None
     matrix = tensor.detach().float().reshape(_matrix_shape(tensor.shape))
-    element, size = format.element, resolved_block(format, matrix, block)
+    size = resolved_block(format, matrix, block)
     if size is None:
-        codes = encode(round_to(matrix, element, generator), element)
-        return Quantized(format, tensor.shape, pack(codes, element.bits))
+        return Quantized.of(format, tensor.shape, round_to(matrix, format.element, generator))
     values, _, scales, tensor_scale = _round_blocks(matrix, format, size, generator)
-    codes = encode(_joined(values), element)
-    return Quantized(format, tensor.shape, pack(codes, element.bits), scales, tensor_scale, size)
+    return Quantized.of(format, tensor.shape, _joined(values), scales, tensor_scale, size)
 
 
 def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantized:
@@ -147,8 +154,7 @@ def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantize
     block = resolved_block(format, matrix, format.weight_block)
     assert block is not None
     values = round_to(_joined(in_blocks(matrix, block) / scale[:, None, :, None]), format.element)
-    codes = pack(encode(values, format.element), format.element.bits)
-    return Quantized(format, weight.shape, codes, encode(scale, kept), None, block)
+    return Quantized.of(format, weight.shape, values, encode(scale, kept), None, block)
 
 
 def rounded(

@@ -85,7 +85,7 @@ def _refuse_nan(x: Tensor, format: NumberFormat) -> None:
 
 
 def _to_values(x: Tensor, format: NumberFormat, generator: torch.Generator | None) -> Tensor:
-    table = torch.tensor(format.values, device=x.device)
+    table = code_values(format, x.device)
     _refuse_nan(x, format)
     above = torch.searchsorted(table, x.contiguous()).clamp(1, len(table) - 1)
     low, high = table[above - 1], table[above]

@@ -302,6 +302,7 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
     made.text(more["engine"]["source"], indent=2)
     if facts["low_precision"]:
         made.text(f"memory in {facts['precision']}: {facts['low_precision']}", indent=2)
+        made.text(f"products in {facts['precision']}: {facts['low_precision_products']}", indent=2)
     if facts["context_parallel"]:
         made.text(f"context parallel attention: {facts['context_parallel']}", indent=2)
     if facts["assumptions"]:

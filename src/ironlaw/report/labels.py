@@ -66,7 +66,7 @@ MEANINGS = {
     "collective": "communication",
     "other": "not matched to a planned operation",
     "unattributed": "in the step, in none of the phases",
-    "weights": "fp32 parameters",
+    "weights": "parameters",
     "gradients": "alive at the peak",
     "optimizer state": "two moments per parameter",
     "activations": "kept for the backward pass",

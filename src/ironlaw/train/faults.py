@@ -19,6 +19,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.train.checkpoint import Checkpoint
+from ironlaw.train.run_directory import ENDING_SIGNALS
 
 # PyTorch's allocator on the CPU raises plain RuntimeErrors.
 _WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
@@ -65,9 +66,6 @@ def _smaller(config: RunConfig, plan: Ledger, profile: Profile) -> Iterator[tupl
             yield size, saved
 
 
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-
-
 class Interruption:
     """Ends the run after the current step, with a checkpoint, on the first signal, and at once on the second.
 
@@ -79,7 +77,8 @@ class Interruption:
         self._say = say
 
     def __enter__(self) -> Interruption:
-        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        # nohup ignores SIGHUP
+        heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 

@@ -46,10 +46,6 @@ def build_optimizer(
         return HostOptimizer(of(False), lambda some: _build(config.name, some, config), stream)
     if config.name not in MATRIX_OPTIMIZERS:
         return _build(config.name, of(False), config)
-    if not of(True):
-        raise UserError(
-            f"optimizer.name = {config.name!r} finds no matrix to work on: lower optimizer.rank or use adamw"
-        )
     return Combined([_build(config.name, of(True), config), _build("adamw", of(False), config)])
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import glob
 import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -24,6 +28,7 @@ from ironlaw.files import as_name, lock_file, write_text
 from ironlaw.train.jsonl import read_lines
 
 LOCK = ".lock"
+ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _held: set[Path] = set()  # locked by this process: file locks do not exclude other threads of the process
 
 
@@ -146,9 +151,9 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
-def remove_torn(folder: Path) -> None:
+def remove_torn(folder: Path, of: str = "*") -> None:
     """Delete partial files of terminated processes, which would otherwise fill the disk after many kills."""
-    for path in folder.glob(".*.partial"):
+    for path in folder.glob(f".{of}.partial"):
         process = path.name.split(".")[-2]
         if _is_torn(path) and not (process.isdecimal() and psutil.pid_exists(int(process))):
             if path.is_dir():
@@ -159,18 +164,41 @@ def remove_torn(folder: Path) -> None:
 
 @contextlib.contextmanager
 def complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `folder` that is renamed to `folder` if the block succeeds."""
+    """Yield a temporary directory beside `folder` that is renamed to `folder` if the block succeeds.
+
+    Otherwise it is removed, also on SIGTERM. What a killed process left is removed by the next one that writes there.
+    """
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
+    remove_torn(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(folder)  # also replaces an empty directory
+        with _signals_raise():
+            partial.mkdir(parents=True)
+            yield partial
+            partial.rename(folder)  # also replaces an empty directory
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror or error}; give a directory you can write to"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """What would end the process without a word raises KeyboardInterrupt, as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    heard = heard if threading.current_thread() is threading.main_thread() else []
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _is_torn(path: Path) -> bool:

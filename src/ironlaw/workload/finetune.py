@@ -166,6 +166,13 @@ class Adapters:
                 yield replace(parameter, name=f"{name}codes", shape=(rows, codes), trained=False, width=1)
                 yield replace(parameter, name=f"{name}scale_codes", shape=(rows, blocks), trained=False, width=1)
 
+    def held_as(self, precision: str) -> str:
+        """The formats of matrices in blocks and at the ends, and of what is trained."""
+        wide = "fp32" if self.config.method == "dora" else precision
+        narrow = "nf4" if self.config.method == "qlora" else wide
+        ends = "fp32" if self.saved else wide
+        return "fp32 parameters" if narrow == ends == "fp32" else f"{narrow} blocks, {ends} ends, fp32 adapters"
+
     def scale_bytes(self, parameters: Iterable[Parameter], layout: Layout) -> int:
         """Return the bytes of the scales of scales and, if ranks divide the rows, of row indices; on every rank."""
         if self.config.method != "qlora":

@@ -11,6 +11,7 @@ import pytest
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.train.noise_scale import first_part
+from ironlaw.train.parallel.job import _chosen
 from ironlaw.train.parallel.ranks import check
 
 
@@ -140,6 +141,34 @@ def test_a_step_of_too_few_micro_batches_says_nothing_of_the_noise(layout: Any, 
     )  # fmt: skip
     with pytest.raises(UserError, match=words):
         first_part(config, check(config, 2))
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"train": {"qat": "int4"}}, "trains in one process: start it without torchrun"),
+        ({"train": {"start_from": "there"}, "objective": {"kind": "dpo"}, "data": {"format": "pairs"}}, "one process"),
+        ({"train": {"start_from": "there"}, "finetune": {"method": "lora", "dropout": 0.1}}, "finetune.dropout = 0"),
+    ],
+)
+@pytest.mark.parametrize("layout", [None, {"zero": 1}])
+def test_replicas_that_only_torchrun_tells_of_are_ranks_too(tables: Any, words: str, layout: Any) -> None:
+    model = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
+    config = build_config({"model": model} | ({"layout": layout} if layout else {}) | tables)
+    with pytest.raises(UserError, match=words):
+        check(config, 2)
+
+
+def test_where_no_layout_runs_the_reason_that_is_none_of_a_layout_comes_first() -> None:
+    model = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
+
+    def choose(config: Any, ranks: int) -> Any:
+        raise UserError("no layout divides this")
+
+    for train, words in (({"precision": "mxfp4"}, "one device only"), ({}, "no layout divides this")):
+        config = build_config({"model": model, "train": train})
+        with pytest.raises(UserError, match=words):
+            _chosen(choose, config, config, 2)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

@@ -128,13 +128,18 @@ class Efficiency:
         Energy is proportional to the operands' bytes: Transformer Engine's products on a B300 draw 1, 0.52 and 0.29
         times as much in bf16, fp8 and nvfp4 (docs/notes/operations.md).
         """
+        key = self.kernels(dtype, library)
+        found, name = self.matmul[key], key.partition("/")[0]
+        share = number_format(dtype).bytes_per_element() / number_format(name).bytes_per_element()
+        return found if share >= 1 else replace(found, joules_per_flop=share * found.joules_per_flop)
+
+    def kernels(self, dtype: str, library: str | None = None) -> str:
+        """Whose products stand for those of one format: FORMAT/LIBRARY, or FORMAT where there is one for all."""
         name = self._measured(dtype)
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
-                found = self.matmul[key]
-                share = number_format(dtype).bytes_per_element() / number_format(name).bytes_per_element()
-                return found if share >= 1 else replace(found, joules_per_flop=share * found.joules_per_flop)
+                return key
         raise UserError(f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}")
 
     def _measured(self, dtype: str) -> str:

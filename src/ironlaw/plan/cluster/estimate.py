@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw import units
+from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
@@ -306,11 +307,22 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "low_precision": where.engine.storage.description or None,
+        "low_precision_products": _few_bits(asked, where) if number_format(where.precision).narrow else None,
         "context_parallel": DESCRIPTIONS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "peak_stage": int(outcome.peak.stage[0]),
         "assumptions": list(where.hardware.efficiency.assumptions()),
     }
+
+
+def _few_bits(asked: ClusterStep, where: ClusterSystem) -> str:
+    """Which blocks multiply in few bits, and whose kernels they are timed as."""
+    recipe, layers = where.engine.recipe(where.precision), asked.model.layers
+    blocks = where.engine.narrow_blocks or "all blocks, as is assumed"
+    if recipe is not None:
+        blocks = f"the first {recipe.blocks(layers)} of {layers} blocks"
+    kernels = where.hardware.efficiency.kernels(where.precision)
+    return f"{blocks}; timed as {kernels}, measured in inference, in place of this software's own kernels"
 
 
 def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, Any]]:

@@ -105,6 +105,7 @@ class TrainingEngine(Conventions):
     default_etp: int = constant(0, "", "ranks that split an expert, where a run does not say; 0: tp")
     default_imbalance: float = constant(0.0, "1", "load of the busiest ep rank over the mean; 0: as in training")
     low_precision: str = constant("", "", "library of 8- and 4-bit linear layers; none: they keep what bf16 does")
+    narrow_blocks: str = constant("", "", "blocks that compute in 8 and 4 bits, by its recipes; none: all, assumed")
     narrow_parameters: bool = constant(False, "", "weights of blocks stored so (fp8-param-gather)")
 
     element_bytes: float = 2.0  # of activations and of gathered weights

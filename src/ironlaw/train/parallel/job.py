@@ -154,6 +154,18 @@ class RankJob:
         return run_training(self.config, out, profile, strategy, **named)
 
 
+Choose = Callable[[RunConfig, int], RunConfig]  # the layout of so many ranks
+
+
+def _chosen(choose: Choose, written: RunConfig, plain: RunConfig, size: int) -> RunConfig:
+    """Where no layout runs or fits, what stands against the `plain` one comes first: it may be no matter of layouts."""
+    try:
+        return choose(written, size)
+    except UserError:
+        check(plain, size)
+        raise
+
+
 STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
 
 
@@ -167,7 +179,7 @@ def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutC
 @contextlib.contextmanager
 def job(
     config: RunConfig, memory_bytes: float, resume: bool = False,
-    choose: Callable[[RunConfig, int], RunConfig] | None = None,
+    choose: Choose | None = None,
 ) -> Iterator[RankJob]:  # fmt: skip
     """Join the process group. If the config has no layout, rank 0 calls `choose(config, ranks)`; without `choose`, the
     `memory_bytes` of this machine decide.
@@ -186,7 +198,7 @@ def job(
     fewer = elastic and (resume or rendezvous.restarted)
     used = _quietly(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank < used and planned and choose is not None:
-        config = agreed(rendezvous.store, rendezvous.rank, lambda: choose(written, used))
+        config = agreed(rendezvous.store, rendezvous.rank, lambda: _chosen(choose, written, config, used))
     _quietly(lambda: check(config, used))
     if rendezvous.rank >= used:
         stand_by(rendezvous)

@@ -19,6 +19,8 @@ from ironlaw.cores import torchrun_says, usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
+from ironlaw.refusals import refusals
+from ironlaw.schema import refuse
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import flight_recorder
@@ -169,20 +171,24 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     """Return the settled layout of a run on `size` ranks. Raises UserError, with a correction, if it cannot run."""
     layout = settled(config.layout or LayoutConfig(), size)
     assert layout.dp is not None
+    try:
+        refuse(refusals(config.model_copy(update={"layout": layout})))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     model, share = config.model, config.train.global_batch // layout.dp
     if config.train.global_batch % layout.dp:
         raise UserError(
             f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
             f"use a multiple of {layout.dp}"
         )
-    if size > 1:
-        _check_supported(config, layout)
+    if config.train.noise_scale_every and size > 1:
+        first_part(config, layout)
     _check_communication(config, layout)
     micro_batch = micro_batch_of(config, share)
     plan = layout_of(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
-    recomputed = replace(plan, recompute=config.recompute)
-    if reason := not_trained_here(recomputed, model, config.train.precision, config.optimizer.name):
+    whole = replace(plan, recompute=config.recompute, offload=config.train.offload)
+    if reason := not_trained_here(whole, model, config.train.precision, config.optimizer.name):
         raise UserError(reason)
     if config.finetune.method == "qlora" and layout.zero == 3 and torch.__version__ < "2.12":
         raise UserError(
@@ -209,29 +215,6 @@ def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
     """Return how many replicas share a micro-batch of the config: more than one if each has fewer sequences."""
     return max(1, config.micro_batch // (config.train.global_batch // dp))
-
-
-def _check_supported(config: RunConfig, layout: LayoutConfig) -> None:
-    """Raise UserError for what only a single process supports."""
-    train = config.train
-    unsupported = {
-        f'objective.kind = "{config.objective.kind}"': config.objective.needs_logits,
-        'train.compile = "graphs"': train.compile == "graphs",
-        f'train.offload = "{train.offload}"': train.offload != "none",
-    }
-    for setting, wanted in unsupported.items():
-        if wanted:
-            raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
-    communication = config.communication
-    if train.average_decay is not None and communication.local_steps:
-        raise UserError("train.average_decay has no one model to follow with communication.local_steps: leave one out")
-    if train.noise_scale_every and (communication.local_steps or communication.gradients == "powersgd"):
-        raise UserError(
-            "train.noise_scale_every needs the gradients that all ranks share: leave out communication.local_steps and "
-            '"powersgd"'
-        )
-    if train.noise_scale_every:
-        first_part(config, layout)
 
 
 def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
