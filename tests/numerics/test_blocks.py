@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,19 @@ from ironlaw.numerics import quantize
 from ironlaw.numerics.hadamard import rotate, rotation
 
 BLOCKS = [name for name, known in number_formats().items() if known.block]
+
+
+def test_errors_of_gaussian_numbers_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
+    line = page.partition("Relative error of Gaussian numbers")[2].partition("\n\n")[0]
+    numbers = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    said = re.findall(r"(\w+) (\.\d+) / (\.\d+)", line)
+    assert len(said) == 8
+    for name, *errors in said:
+        for rounding, error in zip(("nearest", "stochastic"), errors, strict=True):
+            off = quantize(numbers, name, rounding=rounding).dequantize() - numbers  # type: ignore[arg-type]
+            found = float(off.square().mean().sqrt() / numbers.square().mean().sqrt())
+            assert found == pytest.approx(float(error), abs=7e-4), (name, rounding)
 
 
 @pytest.fixture(scope="module")
