@@ -31,6 +31,7 @@ def test_products_on_codes_are_those_on_the_dequantised_matrix(
     kernel = kernel_of(held, CPU)
     assert kernel is not None
     layer = kernel.layer(held, torch.ones(outputs))
+    error *= 2 if getattr(layer, "halved", False) else 1  # inputs in 7 bits
     assert layer.bytes <= 1.2 * held.bytes + 16 * (inputs + outputs)  # of whole tiles
     x = torch.randn(2, ROWS_WIDENED, inputs) * torch.logspace(-3, 3, ROWS_WIDENED)[:, None]  # tokens of every size
     wanted = x @ held.dequantize().t()

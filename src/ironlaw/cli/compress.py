@@ -11,6 +11,7 @@ from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, output, print_json
 from ironlaw.train.run_directory import beside
+from ironlaw.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,20 +48,20 @@ def compress(
     if to is None:
         raise UserError("give --to FORMAT, such as int4, or --sweep")
 
-    from dataclasses import asdict
-
-    from ironlaw.report.catalog_view import compression_view
-    from ironlaw.train.compression import compress_run
-    from ironlaw.units import parse_bytes
-
     target = read_target(to)
-    out = out or beside(source, to)
     try:
         room = None if within is None else parse_bytes(within)
     except ValueError as error:
         raise UserError(f"--within {error}") from None
     if prune_by == "wanda" and target.pruning is None:
         raise UserError("--prune-by wanda prunes nothing: add 2:4 or pruned=50% to --to")
+
+    from dataclasses import asdict
+
+    from ironlaw.report.catalog_view import compression_view
+    from ironlaw.train.compression import compress_run
+
+    out = out or beside(source, to)
     result = compress_run(
         source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers,
         within=room, data=data, say=messages().print,
