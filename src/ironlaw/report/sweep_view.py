@@ -98,7 +98,9 @@ def _place(value: float, values: Sequence[float]) -> float:
 
 
 def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
-    scale, unit = (1e-6, "MB") if axis == "bytes" else (1.0, AXES[axis])
+    scale, unit = 1.0, AXES[axis]
+    if axis == "bytes":
+        scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
     best = _frontier(points, axis)
     series = [
         Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
