@@ -55,7 +55,7 @@ def run(recipe: str, seed: int) -> dict[str, Any]:
             step.update(step.forward_backward(batches.batch(number).map(torch.from_numpy), number), number)
             seconds.append(time.perf_counter() - began)
         with torch.no_grad(), step.evaluating():
-            parts = [step.evaluate(b.map(torch.from_numpy)) for b in loader.validation(sequences, 24)]
+            parts = [step.evaluate(b.map(torch.from_numpy)) for b in loader.validation(sequences, 24 * sequences)]
         loss = sum(part for part, _ in parts) / sum(count for _, count in parts)
     except (UserError, RuntimeError) as error:
         loss, told = math.nan, str(error)

@@ -132,7 +132,7 @@ def test_evaluation_sees_each_window_once_and_spreads_a_limit() -> None:
     inputs = np.concatenate([block.inputs for block in blocks])
     assert inputs[:, 0].tolist() == list(range(0, 1000, 10)) and blocks[-1].inputs.shape == (4, 10)
     assert all((block.targets == block.inputs + 1).all() for block in blocks)
-    limited = np.concatenate([block.inputs for block in held_out(TOKENS, 10, 5, limit=2)])
+    limited = np.concatenate([block.inputs for block in held_out(TOKENS, 10, 3, limit=10)])
     assert limited[:, 0].tolist() == list(range(0, 1000, 100))
 
 

@@ -175,10 +175,10 @@ def test_stages_are_timed(kind: str, places_on_disk: dict[str, Path]) -> None:
 def test_validation_says_documents_as_training_does(kind: str, places_on_disk: dict[str, Path]) -> None:
     config = config_of(kind, places_on_disk)
     loader = Loader(prepare(config, VOCAB), config, SEQUENCE)
-    batches = list(loader.validation(4, 3))
+    batches = list(loader.validation(4, 12))
     assert batches and len(batches) <= 3
     assert all((batch.documents is not None) == config.masks_documents for batch in batches)
-    for one, other in zip(batches, loader.validation(4, 3), strict=True):
+    for one, other in zip(batches, loader.validation(4, 12), strict=True):
         same(one, other)
 
 

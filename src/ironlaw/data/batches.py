@@ -218,12 +218,12 @@ def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) ->
 def evaluation_batches(
     samples: TokenWindows | PackedRows, sequences_per_batch: int, limit: int | None, documents: bool
 ) -> Iterator[Batch[np.ndarray]]:
-    """Held-out text in order, each sample once, the last batch perhaps smaller; at most `limit` batches.
+    """Held-out text in order, each sample once, the last batch perhaps smaller; at most `limit` sequences.
 
     Spread over the whole split when limited, so that a few batches do not stand for its first documents only.
     """
     keys = samples.in_order()
-    wanted = len(keys) if limit is None else min(len(keys), limit * sequences_per_batch)
+    wanted = len(keys) if limit is None else min(len(keys), limit)
     chosen = keys[np.arange(wanted) * len(keys) // wanted]
     for first in range(0, wanted, sequences_per_batch):
         some = chosen[first : first + sequences_per_batch]

@@ -225,7 +225,7 @@ def _config(source: Path, data: str | None) -> RunConfig:
 def _held_out(config: RunConfig, dataset: Dataset) -> Iterator[Any]:
     """Return the batches that the run's own validation reads."""
     loader = Loader(dataset, config.data, config.sequence)
-    batches = loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
+    batches = loader.validation(config.micro_batch, config.evaluation.batches * config.train.global_batch)
     return (batch.map(torch.from_numpy) for batch in batches)
 
 

@@ -58,8 +58,8 @@ def validate(
     Evaluation uses collectives on every rank: a rank without a batch of its own evaluates another's and ignores it.
     """
     pipelined = step.schedule is not None  # a pipeline evaluates only batches of the training step's size
-    rows, count = (step.share, 1) if pipelined else (step.micro_batch, step.micro_batches)
-    batches = list(loader.validation(rows, most * count * mesh.dp))
+    rows = step.share if pipelined else step.micro_batch
+    batches = list(loader.validation(rows, most * step.config.train.global_batch))
     if pipelined:  # drop an incomplete batch, even if it is the only one
         batches = [batch for batch in batches if len(batch.inputs) == rows]
     total, tokens = 0.0, 0.0
