@@ -24,16 +24,18 @@ from ironlaw.train.host_optimizer import Combined
 from ironlaw.train.optimizer import BITSANDBYTES, build_optimizer, check_library, described, set_learning_rate
 from ironlaw.train.parallel.pipeline import cut
 from ironlaw.train.parallel.tensor import split_projections
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.optimizers import (
     PAGED,
     OptimizerConfig,
     OptimizerName,
-    assign,
     state_bytes,
     update_operations,
     update_temporary_bytes,
 )
+from ironlaw.workload.program import step
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 NAMES = get_args(OptimizerName)
 GPT = ModelConfig(layers=2, hidden=32, heads=2, vocab=150, context=16)
@@ -175,8 +177,18 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(where: str) -> None:
     with pytest.raises(
         UserError, match=r"matches no parameter: names are like blocks\.\d\.attention\.qkv\.weight"
     ) as error:
-        assign(model_parameters(GPT), settings("adamw", **{where: patterns}))
+        build_optimizer(Transformer(GPT), settings("adamw", **{where: patterns}))
     assert "\n" not in str(error.value)
+
+
+def test_a_pattern_may_match_in_one_stage_of_a_pipeline_only() -> None:
+    def planned(pattern: str) -> int:
+        recipe = Recipe(optimizer=settings("adamw", groups=[{"pattern": pattern}]))
+        return len(step(LLAMA, StepBatch(8, 16), Layout(pp=2, micro_batch=2), recipe).stages)
+
+    assert planned("embedding.*") == planned("head.*") == 2
+    with pytest.raises(UserError, match="matches no parameter"):
+        planned("blocks.7.*")
 
 
 def test_moved_keys_say_where_they_are() -> None:

@@ -15,7 +15,7 @@ from ironlaw.model.parameters import Parameter
 from ironlaw.train.galore import GaLore
 from ironlaw.train.host_optimizer import Combined, HostOptimizer
 from ironlaw.train.transfer import TransferStream
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign, check_patterns
 
 
 def build_optimizer(
@@ -28,6 +28,7 @@ def build_optimizer(
     parameters before they were sharded. Fused updates need tensors of one device mesh, so each mesh has its own groups.
     """
     whole = described(model) if whole is None else whole
+    check_patterns([parameter.name for parameter in whole], config)
     assigned = {parameter.name: to for parameter, to in zip(whole, assign(whole, config), strict=True)}
     groups: dict[tuple[Assignment, Any], list[nn.Parameter]] = {}
     for name, tensor in trained_parameters(model):

@@ -69,6 +69,11 @@ class OptimizerConfig(Section):
     projection_steps: int = Field(200, gt=0)  # galore: steps until the projection is renewed
     projection_scale: float = Field(0.25, gt=0)  # galore: factor on the projected update (arXiv 2403.03507, alpha)
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns of names."""
+        return (*(self.no_decay or ()), *(group.pattern for group in self.groups))
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -80,15 +85,13 @@ class Assignment:
 
 
 def assign(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[Assignment]:
-    """Return one assignment per tensor. UserError for a pattern that matches no tensor."""
+    """Return one assignment per tensor."""
     matrices = of_matrices(parameters, config)
     return [_assignment(parameter, config, matrix) for parameter, matrix in zip(parameters, matrices, strict=True)]
 
 
 def of_matrices(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[bool]:
-    """Return for each tensor whether the matrix optimizer updates it. UserError for a pattern that matches none."""
-    for pattern in (*(config.no_decay or ()), *(group.pattern for group in config.groups)):
-        _check_pattern(pattern, parameters)
+    """Return for each tensor whether the matrix optimizer updates it."""
     if config.name not in MATRIX_OPTIMIZERS:
         return [False] * len(parameters)
     least = config.rank if config.name == "galore" else 0  # smaller matrices gain nothing from projection
@@ -108,14 +111,15 @@ def _assignment(parameter: Parameter, config: OptimizerConfig, matrix: bool) -> 
     return Assignment(group.lr_scale if group else scale, 0.0 if kept else config.weight_decay, matrix)
 
 
-def _check_pattern(pattern: str, parameters: Sequence[Parameter]) -> None:
-    names = [parameter.name for parameter in parameters]
-    if not any(fnmatchcase(name, pattern) for name in names):
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
-        raise UserError(
-            f"the pattern {pattern!r} in [optimizer] matches no parameter: names are like {', '.join(near)}; "
-            "* stands for anything"
-        )
+def check_patterns(names: Sequence[str], config: OptimizerConfig) -> None:
+    """Raise UserError for a pattern that matches none of `names`: of all trained tensors, not of one stage."""
+    for pattern in config.patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise UserError(
+                f"the pattern {pattern!r} in [optimizer] matches no parameter: names are like {', '.join(near)}; "
+                "* stands for anything"
+            )
 
 
 def state_bytes(parameters: Sequence[Parameter], config: OptimizerConfig) -> int:

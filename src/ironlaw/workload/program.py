@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.parameters import Parameter, of_blocks
+from ironlaw.model.parameters import Parameter, model_parameters, of_blocks
 from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
@@ -29,7 +29,7 @@ from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, has_experts, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, changed, grown
-from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, state_bytes, update_operations
+from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, check_patterns, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
@@ -131,6 +131,9 @@ def step(
     With a pipeline `position`, tensors and updates are computed for the ranks at that position only.
     """
     layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
+    if recipe.optimizer.patterns:
+        whole = recipe.adapters.trained(model, range(model.layers)) if recipe.adapters else model_parameters(model)
+        check_patterns([parameter.name for parameter in whole], recipe.optimizer)
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
     count, per_site = layout.pp * layout.virtual_stages, of_site(layout, recipe.communication)
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), per_site)
