@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ironlaw.errors import LARGEST, LONGEST, UserError, as_given
 
-Refusals = Iterator[tuple[object, str]]
+Refusals = Iterable[tuple[object, str]]
 """Pairs of a condition that makes a config invalid, and the error message for it."""
 
 
@@ -60,10 +60,10 @@ def _as_meant(key: str, value: Any) -> Any:
 
 
 def refuse(refusals: Refusals) -> None:
-    """Raise ValueError with the message of the first condition that holds."""
+    """Raise UserError with the message of the first condition that holds."""
     for holds, message in refusals:
         if holds:
-            raise ValueError(message)
+            raise UserError(message)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:

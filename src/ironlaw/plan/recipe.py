@@ -26,6 +26,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import measured_precision
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.memory import highest_peak
+from ironlaw.schema import refuse
 from ironlaw.workload.blocks import FP32, Policy, Precision, Shape
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import forward_of, layer_groups
@@ -99,32 +100,23 @@ NOT_ON_THE_HOST = (*QUANTIZED, *PAGED, *MATRIX_OPTIMIZERS)
 
 def check_supported(config: RunConfig, device: str) -> None:
     """UserError for what needs CUDA on a device without it. What a CUDA device itself lacks is found when it trains."""
-    train = config.train
-    if train.offloads_optimizer and config.optimizer.name in NOT_ON_THE_HOST:
-        raise UserError(
-            f'train.offload = "{train.offload}" updates on the host, which {config.optimizer.name} does not: use '
-            'optimizer.name = "adamw"'
-        )
-    if train.offloads_optimizer and train.precision == "fp16":
-        raise UserError(
-            f'train.offload = "{train.offload}" updates on the host, where no loss scale is undone: use '
-            'train.precision = "bf16"'
-        )
-    if device == "cuda":
-        return
-    if train.precision == "tf32":
-        raise UserError('train.precision = "tf32" needs an NVIDIA GPU; a CPU computes fp32 in full: use "fp32"')
-    if train.compile == "graphs":
-        raise UserError('train.compile = "graphs" needs CUDA graphs, which a CPU has not: use train.compile = "on"')
-    if config.optimizer.name in PAGED:
-        raise UserError(
-            f'optimizer.name = "{config.optimizer.name}" pages its state between a GPU and the host, and there is no '
-            f'GPU: use "{"adam8bit" if config.optimizer.name in QUANTIZED else "adamw"}"'
-        )
-    if train.offload != "none":
-        raise UserError(
-            f'train.offload = "{train.offload}" moves memory from a GPU to the host, and there is no GPU: use "none"'
-        )
+    train, optimizer, cuda = config.train, config.optimizer.name, device == "cuda"
+    offload = f'train.offload = "{train.offload}"'
+    refuse((
+        (train.offloads_optimizer and optimizer in NOT_ON_THE_HOST,
+         f'{offload} updates on the host, which {optimizer} does not: use optimizer.name = "adamw"'),
+        (train.offloads_optimizer and train.precision == "fp16",
+         f'{offload} updates on the host, where no loss scale is undone: use train.precision = "bf16"'),
+        (not cuda and train.precision == "tf32",
+         'train.precision = "tf32" needs an NVIDIA GPU; a CPU computes fp32 in full: use "fp32"'),
+        (not cuda and train.compile == "graphs",
+         'train.compile = "graphs" needs CUDA graphs, which a CPU has not: use train.compile = "on"'),
+        (not cuda and optimizer in PAGED,
+         f'optimizer.name = "{optimizer}" pages its state between a GPU and the host, and there is no GPU: use '
+         f'"{"adam8bit" if optimizer in QUANTIZED else "adamw"}"'),
+        (not cuda and train.offload != "none",
+         f'{offload} moves memory from a GPU to the host, and there is no GPU: use "none"'),
+    ))  # fmt: skip
 
 
 def not_trained_here(

@@ -20,7 +20,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.refusals import refusals
-from ironlaw.schema import refuse
+from ironlaw.schema import Refusals, refuse
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import flight_recorder
@@ -147,64 +147,57 @@ def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
     return (communication.sites or layout.dp) if communication.local_steps else 1
 
 
-def _check_communication(config: RunConfig, layout: LayoutConfig) -> None:
-    communication, sites = config.communication, sites_of(config, layout)
-    assert layout.dp is not None
-    if communication.local_steps and (layout.dp % sites or sites == 1):
-        raise UserError(
-            f"communication.local_steps needs at least two sites, and dp = {layout.dp} replicas to be shared out "
-            f"equally among {sites}: change communication.sites or layout.dp"
-        )
-    if layout.zero > 0 and layout.shard and layout.dp // sites % layout.shard:
-        raise UserError(
-            f"layout.shard = {layout.shard} replicas do not lie within a site of {layout.dp // sites}: use a divisor"
-        )
-    plain = layout.zero == 0 and layout.tp * layout.pp == 1
-    if communication.gradients == "powersgd" and not plain:
-        raise UserError(
-            'communication.gradients = "powersgd" needs whole gradients on every rank: use dp alone with '
-            'layout.zero = 0, or "bf16"'
-        )
-
-
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """Return the settled layout of a run on `size` ranks. Raises UserError, with a correction, if it cannot run."""
     layout = settled(config.layout or LayoutConfig(), size)
-    assert layout.dp is not None
-    try:
-        refuse(refusals(config.model_copy(update={"layout": layout})))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    model, share = config.model, config.train.global_batch // layout.dp
-    if config.train.global_batch % layout.dp:
-        raise UserError(
-            f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
-            f"use a multiple of {layout.dp}"
-        )
+    config = config.model_copy(update={"layout": layout})
+    refuse(refusals(config))
+    refuse(_of_ranks(config, layout))
     if config.train.noise_scale_every and size > 1:
         first_part(config, layout)
-    _check_communication(config, layout)
-    micro_batch = micro_batch_of(config, share)
-    plan = layout_of(layout, micro_batch)
-    plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
-    whole = replace(plan, recompute=config.recompute, offload=config.train.offload)
-    if reason := not_trained_here(whole, model, config.train.precision, config.optimizer.name):
+    plan = replace(planned_layout(config, layout), recompute=config.recompute, offload=config.train.offload)
+    plan.check(config.model, sequence=config.sequence, global_batch=config.train.global_batch)
+    if reason := not_trained_here(plan, config.model, config.train.precision, config.optimizer.name):
         raise UserError(reason)
-    if config.finetune.method == "qlora" and layout.zero == 3 and torch.__version__ < "2.12":
-        raise UserError(
-            f"PyTorch {torch.__version__} divides no codes of 8 bits: use PyTorch 2.12, or layout.zero = 2 with "
-            'finetune.method = "qlora"'
-        )
-    if config.sequence % (2 * layout.cp) and layout.cp > 1:
-        raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")
-    if layout.pp > 1 and share // micro_batch < layout.pp:
-        raise UserError(
-            f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
-            f"that each replica has at least {layout.pp}"
-        )
-    if model.moe is not None:
-        _check_experts(config, layout)
     return layout
+
+
+def _of_ranks(config: RunConfig, layout: LayoutConfig) -> Refusals:
+    """Yield what a settled layout, of as many ranks as there are, excludes."""
+    communication, batch, dp = config.communication, config.train.global_batch, layout.dp or 1
+    sites = sites_of(config, layout)
+    yield from (
+        (batch % dp,
+         f"train.global_batch = {batch} sequences cannot be shared by dp = {dp}: use a multiple of {dp}"),
+        (communication.local_steps and (dp % sites or sites == 1),
+         f"communication.local_steps needs at least two sites, and dp = {dp} replicas to be shared out equally among "
+         f"{sites}: change communication.sites or layout.dp"),
+        (layout.zero and layout.shard and dp // sites % layout.shard,
+         f"layout.shard = {layout.shard} replicas do not lie within a site of {dp // sites}: use a divisor"),
+        (communication.gradients == "powersgd" and (layout.zero or layout.tp * layout.pp > 1),
+         'communication.gradients = "powersgd" needs whole gradients on every rank: use dp alone with layout.zero = 0, '
+         'or "bf16"'),
+        (config.finetune.method == "qlora" and layout.zero == 3 and torch.__version__ < "2.12",
+         f"PyTorch {torch.__version__} divides no codes of 8 bits: use PyTorch 2.12, or layout.zero = 2 with "
+         'finetune.method = "qlora"'),
+        (layout.cp > 1 and config.sequence % (2 * layout.cp),
+         f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank"),
+    )  # fmt: skip
+    share, moe, given = batch // dp, config.model.moe, config.micro_batch
+    micro_batches = share // micro_batch_of(config, share)
+    counted = moe and (moe.capacity_factor is not None or (moe.balance == "loss" and moe.balance_loss))
+    named = f"a micro-batch of {given} sequences, of which experts' load is counted,"
+    yield from (
+        (layout.pp > 1 and micro_batches < layout.pp,
+         f"{micro_batches} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so that each "
+         f"replica has at least {layout.pp}"),
+        (counted and given > share and (given % share or batch % given),
+         f"{named} is not a whole number of replicas of {share}: use train.micro_batch = {share}"),
+        (counted and given < share and share % given,
+         f"{named} does not divide the {share} of a replica: use train.micro_batch = {share}"),
+        (moe and communication.local_steps,
+         "communication.local_steps does not train a mixture of experts: use gradients of every step"),
+    )  # fmt: skip
 
 
 def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
@@ -215,25 +208,6 @@ def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
     """Return how many replicas share a micro-batch of the config: more than one if each has fewer sequences."""
     return max(1, config.micro_batch // (config.train.global_batch // dp))
-
-
-def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
-    moe, batch, dp = config.model.moe, config.train.global_batch, layout.dp or 1
-    assert moe is not None
-    counted = moe.capacity_factor is not None or (moe.balance == "loss" and moe.balance_loss)
-    share = batch // dp
-    if counted and config.micro_batch > share and (config.micro_batch % share or batch % config.micro_batch):
-        raise UserError(
-            f"a micro-batch of {config.micro_batch} sequences, of which experts' load is counted, is not a whole "
-            f"number of replicas of {share}: use train.micro_batch = {share}"
-        )
-    if counted and config.micro_batch < share and share % config.micro_batch:
-        raise UserError(
-            f"a micro-batch of {config.micro_batch} sequences, of which experts' load is counted, does not divide the "
-            f"{share} of a replica: use train.micro_batch = {share}"
-        )
-    if config.communication.local_steps:
-        raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
 
 
 def usable(config: RunConfig, size: int) -> int:
