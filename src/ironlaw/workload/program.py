@@ -348,7 +348,8 @@ def lasting_tensors(
     hosted, paged = recipe.offloads_optimizer, PAGED.get(recipe.optimizer.name)
     state = 0 if hosted else state_bytes(shards, recipe.optimizer)
     average = elements if recipe.average else 0
-    yield Tensor("weights", frozen + elements + buffers, recipe.held_as)
+    held = recipe.adapters.held_as(recipe.precision) if recipe.adapters else "fp32 parameters"
+    yield Tensor("weights", frozen + elements + buffers, held)
     where = ", on the host" if hosted else f", {paged}" if paged else ""
     yield Tensor("optimizer", state, f"{recipe.optimizer.name}{where}")
     yield Tensor("batch", batch_bytes(batch) // layout.dp, "tokens and targets")

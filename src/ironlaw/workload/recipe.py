@@ -48,11 +48,6 @@ class Recipe:
     native: bool = False  # Ironlaw's own CPU kernel computes causal attention instead of PyTorch's fused one
 
     @property
-    def held_as(self) -> str:
-        """The formats of weights, in words."""
-        return self.adapters.held_as(self.precision) if self.adapters else "fp32 parameters"
-
-    @property
     def offloads_activations(self) -> bool:
         return self.offload in ("activations", "both")
 
