@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.catalog.formats import precision_recipe
-from ironlaw.model.parameters import model_parameters
 from ironlaw.schema import Refusals
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, of_matrices
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, leaves_no_matrix
 
 Run = Any
 """A `RunConfig`, untyped because its module imports this one."""
@@ -40,7 +39,7 @@ def _of_steps(run: Run) -> Refusals:
         (train.loss == "chunked" and not model.logits_are_a_product,
          'train.loss = "chunked" takes logits that are a product, and these have '
          f'{"a bias" if model.head_bias else "a cap"}: use "full"'),
-        (run.optimizer.name == "galore" and not any(of_matrices(model_parameters(model), run.optimizer)),
+        (leaves_no_matrix(model, run.optimizer),
          f"galore projects matrices with both sides longer than optimizer.rank = {run.optimizer.rank}, and this model "
          'has none: lower it, or use optimizer.name = "adamw"'),
         (run.schedule.kind == "exponential" and not run.schedule.min_lr_fraction,

@@ -17,7 +17,8 @@ from pydantic import Field
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
-from ironlaw.model.parameters import Parameter
+from ironlaw.model.dimensions import Dimensions
+from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.schema import Section
 from ironlaw.workload.operations import Operation
 
@@ -96,6 +97,11 @@ def of_matrices(parameters: Sequence[Parameter], config: OptimizerConfig) -> lis
         return [False] * len(parameters)
     least = config.rank if config.name == "galore" else 0  # smaller matrices gain nothing from projection
     return [parameter.is_block_matrix and min(parameter.shape) > least for parameter in parameters]
+
+
+def leaves_no_matrix(model: Dimensions, config: OptimizerConfig) -> bool:
+    """Return whether the matrix optimizer would have nothing to update."""
+    return config.name in MATRIX_OPTIMIZERS and not any(of_matrices(model_parameters(model), config))
 
 
 def _assignment(parameter: Parameter, config: OptimizerConfig, matrix: bool) -> Assignment:
