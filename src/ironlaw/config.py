@@ -205,6 +205,12 @@ class RunConfig(Section):
         refuse(refusals(self))
         return self
 
+    def in_layout(self, layout: LayoutConfig) -> RunConfig:
+        """Return the config with another layout. Raises UserError if its settings exclude each other then."""
+        changed = self.model_copy(update={"layout": layout})
+        refuse(refusals(changed))
+        return changed
+
     @property
     def micro_batch(self) -> int:
         return self.train.micro_batch or self.train.global_batch

@@ -19,7 +19,6 @@ from ironlaw.cores import torchrun_says, usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
-from ironlaw.refusals import refusals
 from ironlaw.schema import Refusals, refuse
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
@@ -150,8 +149,7 @@ def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """Return the settled layout of a run on `size` ranks. Raises UserError, with a correction, if it cannot run."""
     layout = settled(config.layout or LayoutConfig(), size)
-    config = config.model_copy(update={"layout": layout})
-    refuse(refusals(config))
+    config = config.in_layout(layout)
     refuse(_of_ranks(config, layout))
     if config.train.noise_scale_every and size > 1:
         first_part(config, layout)
