@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,13 @@ def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path
 def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_lines(tmp_path: Path) -> None:
     model = nn.Linear(16, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    energy = torch.full((1024, 128), 1e-20)
+    energy, rows = torch.full((1024, 128), 1e-20), [0.5] * 100_000
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
             for _ in range(8):
                 out = model(torch.randn(256, 16))  # APART
                 tiny = energy * energy  # TINY
+                torch.tensor(rows)  # HELD
                 ranks = out.argsort(-1)  # SORT
                 ((out * (ranks < 9)).mean() + tiny.sum()).backward()
             optimizer.step()
@@ -128,6 +130,7 @@ def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_
     assert "# TINY" in line(facts["denormals"]["place"]) and 0 < facts["denormals"]["part"] < 1
     assert "# SORT" in line(facts["operation_slow"]["place"]) and "sort" in facts["operation_slow"]["operation"]
     assert "# APART" in line(facts["passes_apart"]["place"])
+    assert "# HELD" in line(facts["line_slow"]["place"]) and sys.gettrace() is None
     assert torch.full((1,), 1e-38).div(2).item() > 0  # what it tries is as it was
 
 

@@ -75,11 +75,13 @@ def test_waiting_for_a_thread_at_work_is_sharing_the_interpreters_lock() -> None
 
 def test_a_line_that_holds_the_interpreters_lock_has_its_time() -> None:
     rows, moments = [0.5] * 300_000, []
-    with LoopLines() as lines:
-        for _ in range(2):
-            moments.append(ClockReading(time.perf_counter(), 0.0, 0.0))
-            torch.tensor(rows)  # HERE
-            sum(range(1000))
+    lines = LoopLines()
+    lines.begin()
+    for _ in range(2):
+        moments.append(ClockReading(time.perf_counter(), 0.0, 0.0))
+        torch.tensor(rows)  # HERE
+        sum(range(1000))
+    lines.end()
     moments.append(ClockReading(time.perf_counter(), 0.0, 0.0))
     (place, _), *_ = lines.within([Interval(moments[0], moments[-1])]).most_common()
     assert "# HERE" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(place.rpartition(":")[2]) - 1]

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.gradients import graph_of
+from ironlaw.observe.loop_lines import LineTrace
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import share_saved
 from ironlaw.observe.user_code import line_of, user_frames
@@ -41,6 +42,7 @@ ZEROS, MASKED = "zeros_multiplied", "attention_masked"
 HALF = (torch.bfloat16, torch.float16)
 ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
+CALL_SECONDS = 1e-4  # of Python before an operation, under the close look, or twice what most lines take
 NOISE = 2  # standard deviations of a count
 LEAST_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
 Passes = Sequence[Sequence[Sequence[str]]]  # step, look, the user's lines: `StackSampler.passes`
@@ -87,17 +89,24 @@ class CloseLook(TorchDispatchMode):
         self._newest = torch._C._autograd._get_sequence_nr()
         self._on, self._looks = False, True
         self.autocast = False  # all of the pass: its casts are what is wanted
+        self._trace = LineTrace(self._line_begins, everywhere=True)
+        self._python: dict[str, float] = defaultdict(
+            float
+        )  # line -> seconds of forward passes and losses outside of operations
+        self._line, self._since = "?", 0.0
 
     def begin(self) -> None:
         """Looks from here to `end`, unless the loop has a mode of its own on: modes must end in turn."""
         if not _get_current_dispatch_mode_stack():
             self._on = True
+            self._trace.begin()
             self.__enter__()
 
     def end(self) -> None:
         """Under a mode that the loop has begun since it stays, and looks no more; a later call ends it."""
         self._looks = False
         self._loops.end()
+        self._trace.end()
         if self._on and _get_current_dispatch_mode_stack()[-1] is self:
             self._on = False
             self.__exit__(None, None, None)
@@ -110,6 +119,7 @@ class CloseLook(TorchDispatchMode):
             self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._line_begins(self._line)
         began = time.thread_time()  # of one step other programs would have a large part
         result = func(*args, **(kwargs or {}))
         seconds = time.thread_time() - began
@@ -127,7 +137,14 @@ class CloseLook(TorchDispatchMode):
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0
+        self._since = time.thread_time()
         return result
+
+    def _line_begins(self, line: str) -> None:
+        """Count the time since the last line or operation for the line that has been running."""
+        if self._looks and self.partition.running is not Phase.BACKWARD and self._in_passes():
+            self._python[self._line] += time.thread_time() - self._since
+        self._line, self._since = line, time.thread_time()
 
     def _in_passes(self) -> bool:
         running = self.partition.running
@@ -219,6 +236,13 @@ class CloseLook(TorchDispatchMode):
             chance = NOISE * sum(n for n, _ in counts) ** 0.5 / sum(whole for _, whole in counts)
             parts = [n / whole - chance - usual for n, whole in counts]
             found.append((parts, 0.0, [line], "Python without operations"))
+        # The interpreter's trace of one step sees what holds its lock, too.
+        whole = sum(self._python.values()) + sum(seconds.values())
+        each = [taken / operations[line] for line, taken in self._python.items() if operations[line]]
+        calling = max(CALL_SECONDS, 2 * statistics.median_low(each or [0.0]))
+        for line in self._python.keys() - calls - {"?"}:
+            own = self._python[line] - calling * (operations[line] + 1)
+            found.append(([own / whole], 0.0, [line], "Python without operations"))
         facts: list[dict[str, Any]] = [
             {FORWARD: statistics.median(parts), BACKWARD: back, "place": lines[0], "lines": [*lines[1:3], again]}
             for parts, back, lines, again in found

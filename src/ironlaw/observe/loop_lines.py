@@ -1,4 +1,4 @@
-"""The time of each line of a loop, from the interpreter's trace. A sampler cannot look while a line holds the
+"""The time of each line of the user's code, from the interpreter's trace. A sampler cannot look while a line holds the
 interpreter's lock, and then finds the next line."""
 
 from __future__ import annotations
@@ -7,43 +7,51 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
-from typing import Any, Self
+from typing import Any
 
 from ironlaw.observe.partition import Interval
-from ironlaw.observe.user_code import line_of, user_frame, user_frames
+from ironlaw.observe.user_code import is_users, line_of, user_frame, user_frames
 
 
-class LoopLines:
-    """Records when lines begin, in the user's functions that are on the stack when it is entered: the loop and its
-    callers. It records nothing if another trace function is set, as by a debugger."""
+class LineTrace:
+    """Calls `told` with each line that begins in the user's functions: in those that are on the stack when it begins,
+    and with `everywhere` in those that are called later, too. It does nothing if another trace function is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[str], None], everywhere: bool = False) -> None:
         self.functions: set[CodeType] = set()
-        self._marks: list[tuple[float, str]] = []
+        self._told, self._everywhere = told, everywhere
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
         if sys.gettrace() is None:
             for frame in user_frames():
                 self.functions.add(frame.f_code)
                 frame.f_trace = self._tells
             sys.settrace(self._called)
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> None:
         if sys.gettrace() == self._called:
             sys.settrace(None)
-        for frame in user_frames():
-            frame.f_trace = None
+            for frame in user_frames():
+                frame.f_trace = None
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._tells if frame.f_code in self.functions else None
+        wanted = frame.f_code in self.functions or (self._everywhere and is_users(frame.f_code.co_filename))
+        return self._tells(frame, event, None) if wanted else None
 
     def _tells(self, frame: FrameType, event: str, _: Any) -> Any:
         at = user_frame(frame.f_back) if event == "return" else frame
-        self._marks.append((time.perf_counter(), line_of(at) if at is not None else "?"))
+        self._told(line_of(at) if at is not None else "?")
         return self._tells
+
+
+class LoopLines(LineTrace):
+    """The lines of the loop and of its callers, with the moments when they began."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, str]] = []
+        super().__init__(lambda line: self._marks.append((time.perf_counter(), line)))
 
     def within(self, intervals: Iterable[Interval]) -> Counter[str]:
         """Return the microseconds of these intervals by line."""

@@ -48,12 +48,12 @@ class StackSampler:
         sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
         self._began = time.perf_counter(), _computed_seconds()
-        self._loop.__enter__()
+        self._loop.begin()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loop.__exit__()
+        self._loop.end()
         self._ended.set()
         self._thread.join()
         ran, before = time.perf_counter() - self._began[0], self._began[1]
