@@ -90,9 +90,7 @@ class CloseLook(TorchDispatchMode):
         self._on, self._looks = False, True
         self.autocast = False  # all of the pass: its casts are what is wanted
         self._trace = LineTrace(self._line_begins, everywhere=True)
-        self._python: dict[str, float] = defaultdict(
-            float
-        )  # line -> seconds of forward passes and losses outside of operations
+        self._python: dict[str, float] = defaultdict(float)  # line -> seconds of passes that no operation takes
         self._line, self._since = "?", 0.0
 
     def begin(self) -> None:
