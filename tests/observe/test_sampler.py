@@ -149,7 +149,7 @@ def test_stacks_of_other_threads_are_read_in_one_way() -> None:
     assert [file.name for file in files] == ["user_code.py"]
 
 
-def test_looks_at_passes_are_kept_by_step_and_all_lines_of_an_update() -> None:
+def test_looks_at_gaps_are_told_from_passes_and_all_lines_of_an_update_are_kept() -> None:
     now = ClockReading(0.0, 0.0, 0.0)
     first, second, update = (Interval(now, now, phase) for phase in (Phase.FORWARD, Phase.FORWARD, Phase.OPTIMIZER))
     sampler, call = StackSampler(Partition()), "train.py:9"
@@ -160,5 +160,4 @@ def test_looks_at_passes_are_kept_by_step_and_all_lines_of_an_update() -> None:
         *[(Interval(now, now), ["train.py:14"], "train.py:14", what) for what in ("module", "module", "logs", "")],
     ]
     assert (sampler.fraction("module"), sampler.fraction("logs")) == (0.5, 0.25)  # of gaps: passes are none
-    assert sampler.passes([[first, update], [update], [second]]) == [[["mask.py:3", call]] * 2, [["model.py:5", call]]]
     assert sum(share for _, share in sampler.lines()["optimizer"]) == pytest.approx(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -43,9 +43,7 @@ HALF = (torch.bfloat16, torch.float16)
 ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
 CALL_SECONDS = 1e-4  # of Python before an operation, under the close look, or twice what most lines take
-NOISE = 2  # standard deviations of a count
 LEAST_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
-Passes = Sequence[Sequence[Sequence[str]]]  # step, look, the user's lines: `StackSampler.passes`
 
 
 @dataclass(frozen=True)
@@ -188,8 +186,8 @@ class CloseLook(TorchDispatchMode):
             self._seconds[kind][line] += seconds
         return line
 
-    def facts(self, calls: Collection[str], passes: Passes) -> dict[str, Any]:
-        """`calls`: lines that call the model, whose passes are judged as a whole; `passes`: of recorded steps."""
+    def facts(self, calls: Collection[str]) -> dict[str, Any]:
+        """`calls`: lines that call the model, whose passes are judged as a whole."""
         marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in COUNTED}
         if (found := marked[MASKED]) is not None and self.masked is not None:
             found["part"] *= mask_saves(self.masked)
@@ -197,7 +195,7 @@ class CloseLook(TorchDispatchMode):
             "values_unread": self._part(self._seconds[FORWARD], self._learns - self._read - set(calls)),
             **{k: self._part(self._seconds[k], [at for at, s in self._seconds[k].items() if s > 0]) for k in TRIED},
             "operation_slow": self._heaviest(calls),
-            "line_slow": self._slow(set(calls), passes),
+            "line_slow": self._slow(set(calls)),
         }
 
     def _heaviest(self, calls: Collection[str]) -> dict[str, Any] | None:
@@ -216,38 +214,26 @@ class CloseLook(TorchDispatchMode):
         part = sum(taken for _, taken in found) / self._whole
         return {"part": part, "place": found[0][0], "lines": [line for line, _ in found[1:3]]}
 
-    def _slow(self, calls: set[str], passes: Passes) -> dict[str, Any] | None:
-        """The lines that take most of the passes beyond one call of each operation: by a loop, or by Python alone. Of
-        most recorded steps: other programs may hold up one of them anywhere."""
-        found: list[tuple[list[float], float, list[str], str]] = []
+    def _slow(self, calls: set[str]) -> dict[str, Any] | None:
+        """Return the lines that take most of the passes beyond one call of each operation, in a loop or in Python."""
+        operations, python = self._loops.calls, sum(self._python.values())
+        each = python / (operations.total() or 1)
+        whole = python + sum(self._seconds[FORWARD].values()) or 1.0
+        found: list[tuple[float, float, list[str], str]] = []
         for times, lines in self._loops.short(calls):
-            seen = Counter(line for looks in passes for look in looks for line in lines.intersection(look))
+            taken = {line: sum(self._loops.taken[line]) + each * len(self._loops.taken[line]) for line in lines}
             back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
-            parts = [sum(not lines.isdisjoint(look) for look in looks) / len(looks) for looks in passes]
-            order = sorted(lines, key=lambda line: -seen[line])
-            found.append((parts, back, order, f"the same operations {times} times"))
-        # Time that goes by calls and by what they compute leaves no line more than the larger of its shares of the two.
-        operations, seconds = self._loops.calls, self._seconds[FORWARD]
-        for line in {look[0] for looks in passes for look in looks} - calls - {"?"}:
-            usual = max(operations[line] / (operations.total() or 1), seconds[line] / (sum(seconds.values()) or 1.0))
-            counts = [(sum(look[0] == line for look in looks), len(looks)) for looks in passes]
-            chance = NOISE * sum(n for n, _ in counts) ** 0.5 / sum(whole for _, whole in counts)
-            parts = [n / whole - chance - usual for n, whole in counts]
-            found.append((parts, 0.0, [line], "Python without operations"))
-        # The interpreter's trace of one step sees what holds its lock, too.
-        whole = sum(self._python.values()) + sum(seconds.values())
-        each = [taken / operations[line] for line, taken in self._python.items() if operations[line]]
-        calling = max(CALL_SECONDS, 2 * statistics.median_low(each or [0.0]))
+            order = sorted(lines, key=lambda line: -taken[line])
+            found.append((min(1.0, sum(taken.values()) / whole), back, order, f"the same operations {times} times"))
+        by_line = [taken / operations[line] for line, taken in self._python.items() if operations[line]]
+        calling = max(CALL_SECONDS, 2 * statistics.median_low(by_line or [0.0]))
         for line in self._python.keys() - calls - {"?"}:
             own = self._python[line] - calling * (operations[line] + 1)
-            found.append(([own / whole], 0.0, [line], "Python without operations"))
-        facts: list[dict[str, Any]] = [
-            {FORWARD: statistics.median(parts), BACKWARD: back, "place": lines[0], "lines": [*lines[1:3], again]}
-            for parts, back, lines, again in found
-            if parts
-        ]
-        worst = max(facts, key=lambda fact: fact[FORWARD] + fact[BACKWARD], default={FORWARD: 0.0, BACKWARD: 0.0})
-        return worst if worst[FORWARD] + worst[BACKWARD] > 0 else None
+            found.append((own / whole, 0.0, [line], "Python without operations"))
+        forward, back, places, again = max(found, key=lambda one: one[0] + one[1], default=(0.0, 0.0, [], ""))
+        if forward + back <= 0:
+            return None
+        return {FORWARD: forward, BACKWARD: back, "place": places[0], "lines": [*places[1:3], again]}
 
 
 class Loops:
@@ -259,7 +245,7 @@ class Loops:
         # The outermost first: with what was called by line, and all that was.
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
-        self._taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
+        self.taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
         self.calls: Counter[str] = Counter()  # operations of the innermost lines
 
     def count(self, operation: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
@@ -277,7 +263,7 @@ class Loops:
             seen.add(called)
         self.calls[operation.line] += 1
         for line in (found := list(dict.fromkeys(lines))):
-            self._taken[line].append(seconds)
+            self.taken[line].append(seconds)
         return found
 
     def end(self, kept: int = 0) -> None:
@@ -294,7 +280,7 @@ class Loops:
         applied again and again to what it gave has nothing to put together."""
         for times in self._times.values():
             lines = {line for line, number in times.items() if number >= LEAST_TIMES and line not in calls}
-            if lines and statistics.mean(x for line in lines for x in self._taken[line]) < SHORT_SECONDS:
+            if lines and statistics.mean(x for line in lines for x in self.taken[line]) < SHORT_SECONDS:
                 yield max(times[line] for line in lines), lines
 
 

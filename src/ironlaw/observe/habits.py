@@ -230,7 +230,7 @@ class Habits:
         if self._closely is not None:
             self._closely.end()
 
-    def facts(self, precision: str | None, passes: Sequence[Sequence[Sequence[str]]]) -> dict[str, Any]:
+    def facts(self, precision: str | None) -> dict[str, Any]:
         here = self.partition is not None
         return {
             "left_on": [
@@ -246,7 +246,7 @@ class Habits:
             "graphs_again": self._again(),
             **{fact: self.most_seen(fact) for fact in ONCE_A_STEP},
             **self.gradients.facts(self._files),
-            **(self._closely.facts(self.lines["forward pass"], passes) if self._closely is not None else {}),
+            **(self._closely.facts(self.lines["forward pass"]) if self._closely is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),

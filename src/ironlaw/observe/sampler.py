@@ -106,14 +106,6 @@ class StackSampler:
             if here
         }
 
-    def passes(self, steps: Sequence[Sequence[Interval]]) -> list[list[list[str]]]:
-        """Of each step its looks at forward passes and losses: the user's lines on the stack, the innermost first."""
-        looks: dict[int, list[list[str]]] = defaultdict(list)  # by interval
-        for interval, lines, *_ in self._looks:
-            looks[id(interval)] += [lines] if interval.phase is Phase.FORWARD else []
-        found = [[look for interval in step for look in looks[id(interval)]] for step in steps]
-        return [step for step in found if step]
-
     def busy_thread(self) -> dict[str, Any] | None:
         """The line of the thread beside the loop's that computed most, and the part of a core that it had."""
         part, thread = self._busiest

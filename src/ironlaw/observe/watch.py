@@ -359,7 +359,6 @@ class Watch:
         usual = sorted(self.micro_batches)[len(self.micro_batches) // 2]
         waited = sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
         anew = self._habits.most_seen("loader begun")
-        looks = self.sampler.passes(self._recording) if self.sampler is not None else ()
         facts: dict[str, Any] = {
             "source": "observe",
             "machine": torch.cuda.get_device_name() if self.device.type == "cuda" else host.cpu_name(),
@@ -400,7 +399,7 @@ class Watch:
             "autocast": None, "precision": None,
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, "parameters": sum(p.numel() for p in self.model.parameters())},
-            **self._habits.facts(self.inputs.get("precision"), looks),
+            **self._habits.facts(self.inputs.get("precision")),
             "updates": [asdict(update) for update in updates_of(self.optimizers)],
             "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,
