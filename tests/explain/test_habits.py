@@ -61,6 +61,12 @@ EVALUATION = """model.eval()
         with torch.no_grad(): [model(tokens) for _ in range(3)]  # HERE
         model.train()"""
 REBUILT = "tokens, = next(iter(DataLoader(TensorDataset(torch.cat(batches * 900)), 16, shuffle=True)))  # HERE"
+BY_NUMPY = """class Scaled(nn.Sequential):
+    def forward(self, x):
+        for _ in range(4): scale = numpy.median(x.detach().numpy(), -1)  # HERE
+        return super().forward(x)
+import numpy
+model = nn.Sequential(model[0], Scaled(*model[1:4]), model[4])"""
 SORTED = """class Sorted(nn.Sequential):
     def forward(self, x):
         for _ in range(8): x = x.sort(-1, descending=True).values.neg()  # HERE
@@ -101,6 +107,7 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "uncleared": ("gradients_uncleared", {"clear": "pass", "backward": "loss.backward()  # HERE"}),
     "a new loader": ("input_bound", {"tokens": REBUILT}),
     "conversions": ("copies", {"before": CAST}),
+    "medians by numpy": ("line_slow", {"before": BY_NUMPY}),
     "a mask by Python": ("line_slow", {"before": MASKED}),
     "recomputation": ("recompute_needless", {"before": AGAIN}),
     "evaluation": ("evaluation_frequent", {"after": EVALUATION}),

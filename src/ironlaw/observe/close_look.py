@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -42,7 +43,7 @@ ZEROS, MASKED = "zeros_multiplied", "attention_masked"
 HALF = (torch.bfloat16, torch.float16)
 ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
-CALL_SECONDS = 1e-4  # of Python before an operation, under the close look, or twice what most lines take
+TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
 LEAST_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
 
 
@@ -85,16 +86,17 @@ class CloseLook(TorchDispatchMode):
         self.types = {p.dtype for p in self.module.parameters()}
         self._loops = Loops(self.module)
         self._newest = torch._C._autograd._get_sequence_nr()
-        self._on, self._looks = False, True
+        self._on, self._looks, self._collects = False, True, False
         self.autocast = False  # all of the pass: its casts are what is wanted
         self._trace = LineTrace(self._line_begins, everywhere=True)
-        self._python: dict[str, float] = defaultdict(float)  # line -> seconds of passes that no operation takes
+        self._gaps: list[dict[str, float]] = [defaultdict(float)]  # line -> seconds, between two operations of a pass
         self._line, self._since = "?", 0.0
 
     def begin(self) -> None:
         """Looks from here to `end`, unless the loop has a mode of its own on: modes must end in turn."""
         if not _get_current_dispatch_mode_stack():
-            self._on = True
+            self._on, self._collects = True, gc.isenabled()
+            gc.disable()  # what is collected is no doing of the line where it happens
             self._trace.begin()
             self.__enter__()
 
@@ -103,6 +105,9 @@ class CloseLook(TorchDispatchMode):
         self._looks = False
         self._loops.end()
         self._trace.end()
+        if self._collects:
+            gc.enable()
+            self._collects = False
         if self._on and _get_current_dispatch_mode_stack()[-1] is self:
             self._on = False
             self.__exit__(None, None, None)
@@ -116,6 +121,7 @@ class CloseLook(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._line_begins(self._line)
+        self._gaps.append(defaultdict(float))
         began = time.thread_time()  # of one step other programs would have a large part
         result = func(*args, **(kwargs or {}))
         seconds = time.thread_time() - began
@@ -139,7 +145,7 @@ class CloseLook(TorchDispatchMode):
     def _line_begins(self, line: str) -> None:
         """Count the time since the last line or operation for the line that has been running."""
         if self._looks and self.partition.running is not Phase.BACKWARD and self._in_passes():
-            self._python[self._line] += time.thread_time() - self._since
+            self._gaps[-1][self._line] += time.thread_time() - self._since
         self._line, self._since = line, time.thread_time()
 
     def _in_passes(self) -> bool:
@@ -216,8 +222,10 @@ class CloseLook(TorchDispatchMode):
 
     def _slow(self, calls: set[str]) -> dict[str, Any] | None:
         """Return the lines that take most of the passes beyond one call of each operation, in a loop or in Python."""
-        operations, python = self._loops.calls, sum(self._python.values())
-        each = python / (operations.total() or 1)
+        gaps = [(sum(gap.values()), gap) for gap in self._gaps if gap]
+        python = sum(total for total, _ in gaps)
+        usual = TIMES_USUAL * statistics.median(total for total, _ in gaps) if gaps else 0.0
+        each = python / max(1, self._loops.calls)
         whole = python + sum(self._seconds[FORWARD].values()) or 1.0
         found: list[tuple[float, float, list[str], str]] = []
         for times, lines in self._loops.short(calls):
@@ -225,11 +233,11 @@ class CloseLook(TorchDispatchMode):
             back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
             order = sorted(lines, key=lambda line: -taken[line])
             found.append((min(1.0, sum(taken.values()) / whole), back, order, f"the same operations {times} times"))
-        by_line = [taken / operations[line] for line, taken in self._python.items() if operations[line]]
-        calling = max(CALL_SECONDS, 2 * statistics.median_low(by_line or [0.0]))
-        for line in self._python.keys() - calls - {"?"}:
-            own = self._python[line] - calling * (operations[line] + 1)
-            found.append((own / whole, 0.0, [line], "Python without operations"))
+        own: dict[str, float] = defaultdict(float)
+        for total, gap in gaps:
+            for line in gap.keys() - calls - {"?"}:
+                own[line] += gap[line] * max(0.0, 1 - usual / (total or 1.0))
+        found += [(taken / whole, 0.0, [line], "Python without operations") for line, taken in own.items()]
         forward, back, places, again = max(found, key=lambda one: one[0] + one[1], default=(0.0, 0.0, [], ""))
         if forward + back <= 0:
             return None
@@ -246,7 +254,7 @@ class Loops:
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
         self.taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
-        self.calls: Counter[str] = Counter()  # operations of the innermost lines
+        self.calls = 0
 
     def count(self, operation: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """The lines of all functions that run. What one of them repeats, those around it called once."""
@@ -261,7 +269,7 @@ class Loops:
             if called in seen:
                 break
             seen.add(called)
-        self.calls[operation.line] += 1
+        self.calls += 1
         for line in (found := list(dict.fromkeys(lines))):
             self.taken[line].append(seconds)
         return found
