@@ -36,14 +36,14 @@ def usable_cores() -> int:
     return max(1, min([cores, *paid]))
 
 
-def torchrun_says(name: str, otherwise: int = 1) -> int:
-    """Return an integer that torchrun puts into the environment, such as RANK; `otherwise` if it is absent."""
-    said = os.environ.get(name) or str(otherwise)
-    if not said.isdecimal() or (name.endswith("SIZE") and not int(said)):
+def torchrun_integer(name: str, default: int = 1) -> int:
+    """Return an integer that torchrun puts into the environment, such as RANK; `default` if it is absent."""
+    given = os.environ.get(name) or str(default)
+    if not given.isdecimal() or (name.endswith("SIZE") and not int(given)):
         raise UserError(
-            f"{name}={as_given(said)} in the environment is no number of a job: unset it, or start with torchrun"
+            f"{name}={as_given(given)} in the environment is no number of a job: unset it, or start with torchrun"
         )
-    return int(said)
+    return int(given)
 
 
 def usable_threads() -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, with_settings
-from ironlaw.cores import torchrun_says, usable_threads
+from ironlaw.cores import torchrun_integer, usable_threads
 from ironlaw.errors import UserError, did_you_mean, printable
 from ironlaw.files import as_name
 from ironlaw.report.console import messages, output, print_json, progress
@@ -33,7 +33,7 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
     settings = load_config(config, set_ or [])
-    ranks = torchrun_says("WORLD_SIZE")
+    ranks = torchrun_integer("WORLD_SIZE")
     if layout is not None:
         settings = _in_layout(settings, layout, ranks)
     if ranks > 1:
@@ -104,14 +104,14 @@ def _leave(outcome: Outcome) -> None:
 
     torchrun would start its job again for any exit code but 0, so of ranks that it may restart only Ctrl-C has one.
     """
-    restarts = torchrun_says("TORCHELASTIC_MAX_RESTARTS", 0) > 0
+    restarts = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if outcome.interrupted and (outcome.interrupted == "SIGINT" or not restarts):
         raise typer.Exit(128 + signal.Signals[outcome.interrupted])
 
 
 def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboard: bool, json: bool) -> None:
     """One rank of a job that torchrun started. A restarted job goes on where it was."""
-    if out is None and (resume or torchrun_says("TORCHELASTIC_MAX_RESTARTS", 0) > 0):
+    if out is None and (resume or torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
     from ironlaw.machine import host

@@ -185,7 +185,7 @@ class MixtureOfExperts(nn.Module):
     """A block's mixture-of-experts network. `load` counts the choices per expert since the last update."""
 
     peers: Peers = ALONE
-    again = False  # this pass is a recomputation; the first pass counted choices and set the balancing loss
+    is_recomputation = False  # then the first pass counted choices and set the balancing loss
     load: Tensor
     dropped: Tensor
 
@@ -215,9 +215,9 @@ class MixtureOfExperts(nn.Module):
         """Choose experts, count the choices, and sort them by expert."""
         weights, chosen, counts, balance_loss = self.router(tokens, self.peers)
         capacity = self.moe.capacity(tokens.shape[0] * self.peers.ranks) if self.training else None
-        if not self.again:
+        if not self.is_recomputation:
             self.balance_loss = balance_loss
-        if self.training and not self.again:
+        if self.training and not self.is_recomputation:
             self.load += counts
         if capacity is not None and self.peers.ranks > 1:
             return self._within_shared(capacity, weights, chosen)
@@ -238,7 +238,7 @@ class MixtureOfExperts(nn.Module):
         filled = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).scatter_(0, place, kept)[:rows]
         of_choice = torch.empty_like(order).scatter_(0, order, torch.where(kept, place, 0))
         kept_choice = torch.empty_like(kept).scatter_(0, order, kept)
-        if not self.again:
+        if not self.is_recomputation:
             self.dropped += order.numel() - kept.sum()
         return Routing(
             weights, source, of_choice.view_as(chosen), counts, kept_choice.view_as(chosen), filled, capacity
@@ -252,7 +252,7 @@ class MixtureOfExperts(nn.Module):
         order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
         place = torch.empty_like(order)
         place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        if not self.again:
+        if not self.is_recomputation:
             self.dropped += kept.numel() - kept.sum()
         counts = torch.bincount(chosen[kept], minlength=experts)
         return Routing(

@@ -35,7 +35,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import ELEMENTWISE, MATRIX_OPTIMIZERS, PAGED, QUANTIZED
 from ironlaw.workload.program import micro_batch_shape
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute import again, effective, keepable, kept_bytes, policies
+from ironlaw.workload.recompute import effective, keepable, kept_bytes, policies, recomputed_operations
 from ironlaw.workload.sections import KEEPABLE
 from ironlaw.workload.sharding import expert_dp
 
@@ -235,7 +235,7 @@ def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "bl
     sets = {effective(shape, frozenset(some)) for size in range(len(names) + 1) for some in combinations(names, size)}
     found = [Choice(None, saved, 0.0)]
     for policy in sets:
-        time = sum(seconds(op) for op in again(shape, policy, kind) if op.repeat)
+        time = sum(seconds(op) for op in recomputed_operations(shape, policy, kind) if op.repeat)
         found.append(Choice(policy, result + kept_bytes(shape, policy), time))
     return _hull(found)
 

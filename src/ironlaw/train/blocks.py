@@ -61,12 +61,12 @@ def _recording(inner: Any, experts: Sequence[MixtureOfExperts]) -> Iterator[None
     """Run the recomputation in the context `inner`, labelled in the trace. Experts do not count its tokens again."""
     with record_function(RECOMPUTE_SCOPE), inner:
         for layer in experts:
-            layer.again = True
+            layer.is_recomputation = True
         try:
             yield
         finally:
             for layer in experts:
-                layer.again = False
+                layer.is_recomputation = False
 
 
 @cache

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ironlaw.ledger import Kind
 from ironlaw.model.frozen import DEQUANTISED, NF4_BLOCK
 from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
-from ironlaw.workload.operations import Operation, call, grown, product
+from ironlaw.workload.operations import Operation, call, product, with_memory
 
 DEQUANTISING_BYTES = 17  # peak per number: its unpacked code (1), the code as an index (8), its value (4), scaled (4)
 
@@ -23,7 +23,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
     """Yield the operations of a layer of a kind, with their backward passes, given its adapters (`shape.adapters`)."""
     own = shape.adapters[0]
     last: tuple[Operation, ...] = ()
-    unasked = own.first and bool(own.rows) and kind != "head"  # nothing before the first adapter needs a gradient
+    needs_gradient = not (own.first and own.rows) or kind == "head"  # the input: not before the first adapter
     for op in operations:
         if kind in own.ends and (op.matmul is not None or op.kernel == "cast" or op.name == "embedding"):
             yield op  # trained in full
@@ -41,29 +41,29 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             continue
         rows = own.rows_of(op.name) if op.matmul is not None else ()
         rows = rows if op.summed else tuple(count // shape.division.tp for count in rows)
-        gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, not unasked)]
+        gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, needs_gradient)]
         last = ()
         if kind == "embedding" and kind not in own.ends:
             op, gradient = replace(op, saved_bytes=0 if own.starts_plain else op.saved_bytes), []
         if own.first and own.starts_plain and op.name == "attention_norm" and op.kind is Kind.NORM:
             statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
-            op = grown(op, saved=-statistics)
+            op = with_memory(op, saved=-statistics)
             gradient = [replace(g, frees_saved_bytes=0) for g in gradient]
-        if unasked and not rows:
+        if not (needs_gradient or rows):
             gradient = [replace(g, repeat=0, flops=None) for g in gradient]
         if op.matmul is not None and kind != "head" and own.method == "qlora":
             yield _dequantise(shape, op, columns=op.matmul[2])
         if not rows:
             yield replace(op, gradient=tuple(gradient))
             continue
-        dying, unasked = op.frees_temporary_bytes, False  # these bytes are freed when the module returns
+        freed, needs_gradient = op.frees_temporary_bytes, True  # these bytes are freed when the module returns
         yield replace(op, gradient=tuple(gradient), frees_temporary_bytes=0)
         *added, summed = _adapters(shape, op, rows)
-        yield from (*added, grown(summed, frees_temporary=dying))
+        yield from (*added, with_memory(summed, frees_temporary=freed))
 
 
-def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked: bool) -> Iterator[Operation]:
-    """Yield what replaces one operation of a backward pass. `asked`: whether the layer's input needs a gradient."""
+def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], needs_gradient: bool) -> Iterator[Operation]:
+    """Yield what replaces one operation of a backward pass. `needs_gradient`: whether the layer's input does."""
     own, op = shape.adapters[0], replace(op, gradient_bytes=0)
     if op.kernel == "matmul_weight_gradient":  # only its memory remains, without gradient and absent weight copy
         absent = 0 if not shape.casts or own.casts_weights else op.temporary_bytes
@@ -76,11 +76,11 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], asked
     else:
         if kind != "head" and own.method == "qlora":
             yield _dequantise(shape, op, columns=op.matmul[1])
-        yield from _adapters_backward(shape, op, rows, asked)
-        if rows and not asked:
+        yield from _adapters_backward(shape, op, rows, needs_gradient)
+        if rows and not needs_gradient:
             op = replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0)
         elif rows:  # the two gradients of one input are added
-            op = grown(op, frees_temporary=op.temporary_bytes)
+            op = with_memory(op, frees_temporary=op.temporary_bytes)
         yield op
 
 
@@ -112,7 +112,9 @@ def _adapters(shape: Shape, op: Operation, adapters: Sequence[int]) -> Iterator[
     yield call(name, "add", tokens * outputs, 3 * size, temporary=2 * size, frees_temporary=2 * size)
 
 
-def _adapters_backward(shape: Shape, op: Operation, adapters: Sequence[int], asked: bool) -> Iterator[Operation]:
+def _adapters_backward(
+    shape: Shape, op: Operation, adapters: Sequence[int], needs_gradient: bool
+) -> Iterator[Operation]:
     assert op.matmul is not None
     (tokens, inputs, _), w, own = op.matmul, shape.matmul_bytes, shape.adapters[0]
     name, rank, dora, weight = f"{op.name}_adapter", own.rank, own.method == "dora", "matmul_weight_gradient"
@@ -123,7 +125,7 @@ def _adapters_backward(shape: Shape, op: Operation, adapters: Sequence[int], ask
         yield product(name, (rows, rank, tokens), w, kernel=weight, parameters=up, frees_saved=freed)
         yield product(name, (tokens, rank, rows), w)
         yield product(name, (rank, inputs, tokens), w, kernel=weight, parameters=rank * inputs * FP32)
-        if asked:
+        if needs_gradient:
             size = tokens * inputs * w
             again = size if number else 0  # later input gradients are added in place to the first
             yield product(name, (tokens, inputs, rank), w, temporary=size, frees_temporary=again)

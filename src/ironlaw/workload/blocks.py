@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.conventions import OURS, Conventions
-from ironlaw.workload.operations import Operation, call, changed
+from ironlaw.workload.operations import Operation, call, fast_replace
 from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -304,12 +304,12 @@ def activation(shape: Shape, elements: Size, *, made: Size | None = None, frees:
                        gradient=[back])  # fmt: skip
 
 
-def gate_product(shape: Shape, elements: Size, *, kept: int = 2, passing: Size = 0) -> Operation:
+def gate_product(shape: Shape, elements: Size, *, kept: int = 2, scratch: Size = 0) -> Operation:
     """The product of the activation's result and the other half of a gated network. Its backward pass frees `kept` of
-    the two factors and needs `passing` bytes for a while; the next product saves its result."""
+    the two factors and needs `scratch` bytes for a while; the next product saves its result."""
     size = elements * shape.matmul_bytes
-    back = elementwise(shape, "gate_product", "multiply_backward", elements, 6, temporary=2 * size + passing,
-                       frees_saved=kept * size, frees_temporary=size + passing)  # fmt: skip
+    back = elementwise(shape, "gate_product", "multiply_backward", elements, 6, temporary=2 * size + scratch,
+                       frees_saved=kept * size, frees_temporary=size + scratch)  # fmt: skip
     return elementwise(shape, "gate_product", "multiply", elements, 3, saved=size, gradient=[back])
 
 
@@ -330,7 +330,7 @@ def attention(shape: Shape) -> Operation:
         flops = times * shape.micro_batch * (model.query_size + model.mixed_size) * pairs
         kernel = f"{'native' if shape.native else 'attention'}_{phase}"
         elements = shape.micro_batch * model.heads * pairs // 2
-        return changed(
+        return fast_replace(
             call("attention", kernel, elements, times * (inputs + outputs), kind=Kind.ATTENTION, **memory), flops=flops,
             attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
         )  # fmt: skip

@@ -203,7 +203,9 @@ class _Stage:
         self.ranks, self.copies = replicas_of(layout)
         self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
         self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
-        self.again = [layer for layer in self.layers if recipe.recompute and recipe.recompute[layer] is not None]
+        self.recomputed_layers = [
+            layer for layer in self.layers if recipe.recompute and recipe.recompute[layer] is not None
+        ]
 
     def lines(self) -> Iterable[Line]:
         layout = self.layout
@@ -301,18 +303,18 @@ class _Stage:
         """
         stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.product_bytes))
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
-        summed_again = len(self.again) * (2 if self.model.dropout else 1)
+        summed_again = len(self.recomputed_layers) * (2 if self.model.dropout else 1)
         # Ends: the embedding forward, the output layer backward.
         # The input of the first adapted block needs no gradient.
         summed = 2 * blocks + ends - int(self.first and self.freezes_embedding)
         if self.layout.sp:
             # Forward: gathered before a branch and scattered after it; backward the reverse. The same for the ends.
-            widened = summed + 2 * len(self.again)
+            widened = summed + 2 * len(self.recomputed_layers)
             yield "tp", "all_gather", (2 * blocks + widened) * m, (widened * stream + 2 * blocks * products) * m
         kind, reduced = "reduce_scatter" if self.layout.sp else "all_reduce", 2 * blocks + summed_again
         yield "tp", kind, (reduced + summed) * m, (summed * stream + reduced * products) * m
         if self.adapters is not None:
-            lengths = self.adapters.messages_of_lengths([*self.layers, *self.again])
+            lengths = self.adapters.messages_of_lengths([*self.layers, *self.recomputed_layers])
             yield "tp", "all_reduce", len(lengths) * m, sum(lengths) * FP32 * m
         if self.last:  # divided logits: maximum, sum of exponentials, target's logit; chunks send the last two as one
             chunk = self.recipe.loss_chunk
@@ -335,7 +337,7 @@ class _Stage:
         m, layout = self.micro_batches, self.layout
         ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.product_bytes, padded=True)
         both = ways["all_gather"][0].bytes
-        gathers, reductions = (len(self.layers) + len(self.again)) * m, len(self.layers) * m
+        gathers, reductions = (len(self.layers) + len(self.recomputed_layers)) * m, len(self.layers) * m
         yield "cp", "all_gather", gathers, gathers * both
         yield "cp", "reduce_scatter", reductions, reductions * both
 
@@ -344,7 +346,7 @@ class _Stage:
         model, moe, shared = self.model, self.model.moe, self.together > 1
         assert moe is not None
         passes = sum(moe.in_layer(layer) for layer in self.layers) * self.micro_batches
-        forward = passes + sum(moe.in_layer(layer) for layer in self.again) * self.micro_batches
+        forward = passes + sum(moe.in_layer(layer) for layer in self.recomputed_layers) * self.micro_batches
         if not passes:
             return
         if self.layout.ep > 1:

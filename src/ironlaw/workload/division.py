@@ -18,7 +18,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation, changed, grown
+from ironlaw.workload.operations import Operation, fast_replace, with_memory
 from ironlaw.workload.sizes import Size, any_of, larger, several, whole
 
 
@@ -86,7 +86,7 @@ class _Rank:
         self.divides_sequence, self.sp = several(division.cp), self.tp and division.sp
         self.parts = division.tp if self.sp else 1  # of the residual stream
         self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
-        self.gone = self.full - self.full // self.parts  # bytes of the stream that other ranks hold
+        self.remote_bytes = self.full - self.full // self.parts  # bytes of the stream that other ranks hold
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w
         self.key_value = 2 * shape.tokens * model.key_value_size * w
@@ -104,7 +104,7 @@ class _Rank:
             return self.read_by_layers(op, forward)
         if op.on_stream:
             made = self.stream(op)  # except that a cast gradient is gathered, in reduced precision
-            return made if forward or op.kernel != "cast" else changed(made, temporary_bytes=op.temporary_bytes)
+            return made if forward or op.kernel != "cast" else fast_replace(made, temporary_bytes=op.temporary_bytes)
         if op.kind is Kind.LOSS and self.tp and not self.shape.loss_chunk:
             return self.loss(op)
         if op.summed:
@@ -117,16 +117,16 @@ class _Rank:
 
     def work(self, op: Operation) -> Operation:
         if self.sp and op.on_stream:
-            return changed(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
+            return fast_replace(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
         if self.divides_sequence and op.attention is not None:
             # All ranks have equally many unmasked pairs, of their queries and the keys of the whole sequence.
             batch, here, heads, groups, size = op.attention
             window = self.shape.model.sliding_window
             pairs = attention_score_pairs(here * self.cp, window) // self.cp
-            grown = pairs / attention_score_pairs(here, window)
-            return changed(
+            ratio = pairs / attention_score_pairs(here, window)
+            return fast_replace(
                 op, attention=(batch, here * self.cp, heads, groups, size), elements=batch * heads * pairs // 2,
-                flops=None if op.flops is None else whole(op.flops * grown),
+                flops=None if op.flops is None else whole(op.flops * ratio),
             )  # fmt: skip
         return op
 
@@ -135,7 +135,7 @@ class _Rank:
     def stream(self, op: Operation) -> Operation:
         if not self.sp:
             return op
-        return changed(
+        return fast_replace(
             op, saved_bytes=op.saved_bytes // self.parts, temporary_bytes=op.temporary_bytes // self.parts,
             frees_saved_bytes=op.frees_saved_bytes // self.parts,
             frees_temporary_bytes=op.frees_temporary_bytes // self.parts,
@@ -146,35 +146,36 @@ class _Rank:
         if not self.tp:
             return op
         if op.phase is Phase.FORWARD:
-            kept = {"saved" if any_of(op.saved_bytes) else "temporary": -self.gone}
-            return grown(op, passing=2 * self.full, **kept)
+            kept = {"saved" if any_of(op.saved_bytes) else "temporary": -self.remote_bytes}
+            return with_memory(op, scratch=2 * self.full, **kept)
         model = self.shape.model
         others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
         if model.tied:  # added to the output layer's gradient and freed
-            return grown(op, frees_temporary=-self.gone, passing=others)
-        return changed(grown(op, frees_temporary=-self.gone), gradient_bytes=op.gradient_bytes + others)
+            return with_memory(op, frees_temporary=-self.remote_bytes, scratch=others)
+        op = fast_replace(op, gradient_bytes=op.gradient_bytes + others)
+        return with_memory(op, frees_temporary=-self.remote_bytes)
 
     def read_by_layers(self, op: Operation, forward: bool) -> Operation:
         """An output that sequence parallel ranks gather: a copy by gloo, and one in token order. In the backward pass
         its gradient is summed over the ranks."""
         if not self.sp:
-            return op if forward or not self.tp else grown(op, passing=self.full)
+            return op if forward or not self.tp else with_memory(op, scratch=self.full)
         if not forward:
             left = {name: getattr(op, name) // self.parts for name in ("temporary_bytes", "frees_saved_bytes")}
-            return grown(changed(op, **left), passing=2 * self.full)
+            return with_memory(fast_replace(op, **left), scratch=2 * self.full)
         of_norm = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden) * (op.kind is Kind.NORM)
-        return grown(op, saved=of_norm // self.parts - of_norm, passing=self.full + self.full // self.parts)
+        return with_memory(op, saved=of_norm // self.parts - of_norm, scratch=self.full + self.full // self.parts)
 
     def summed(self, op: Operation) -> Operation:
         """A partial result, summed over the ranks in a copy."""
         if not self.tp:
             return op
         if not self.sp:
-            return grown(op, passing=self.cast)
+            return with_memory(op, scratch=self.cast)
         others = self.cast - self.cast // self.parts
         if any_of(op.saved_bytes):  # saved by the norm after it
-            return grown(op, saved=-others, passing=2 * self.cast)
-        return grown(op, frees_temporary=others, passing=2 * self.cast)
+            return with_memory(op, saved=-others, scratch=2 * self.cast)
+        return with_memory(op, frees_temporary=others, scratch=2 * self.cast)
 
     def gathered_gradient(self, op: Operation) -> Operation:
         """The gradient of a scattered result, gathered for the layer's two products and freed after the second."""
@@ -182,16 +183,16 @@ class _Rank:
             return op
         if op.kernel == "matmul":
             # A cast has already allocated the copy.
-            return grown(op, temporary=0 if self.shape.casts else self.full, passing=self.cast)
+            return with_memory(op, temporary=0 if self.shape.casts else self.full, scratch=self.cast)
         if op.kernel == "matmul_weight_gradient" and not self.shape.casts:
             model = self.shape.model
             own = model.dropout or model.norm_place != "pre"  # the branch has its own gradient, besides the stream's
-            return grown(op, frees_temporary=self.full // self.parts if own else self.full)
+            return with_memory(op, frees_temporary=self.full // self.parts if own else self.full)
         return op
 
     def loss(self, op: Operation) -> Operation:
         """The loss of divided logits: PyTorch's `loss_parallel` copies the shifted logits and has one more gradient."""
-        return grown(op, passing=self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
+        return with_memory(op, scratch=self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
 
     # -- query, key and value --------------------------------------------------------------------------------------
 
@@ -226,43 +227,44 @@ class _Rank:
 
     def attention(self, op: Operation, forward: bool) -> Operation:
         shape, whole = self.shape, self.query + self.key_value
-        dying = (whole if shape.keeps_qkv else 0) - self.projected
+        freed_bytes = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
-            return grown(op, saved=-dying, temporary=dying)
+            return with_memory(op, saved=-freed_bytes, temporary=freed_bytes)
         if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next `qkv_cast` casts the weights
             self.met_input_cast = True
             casts = 3 if self.split else 1  # each layer makes its own cast of the input
-            return changed(op, saved_bytes=casts * op.saved_bytes)
+            return fast_replace(op, saved_bytes=casts * op.saved_bytes)
         if op.name == "qkv" and op.kernel == "concatenate":
             held = self.projected if shape.keeps_qkv else 0
             made = 0 if self.split else op.temporary_bytes
             freed = op.frees_temporary_bytes - op.temporary_bytes + made
-            return changed(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
+            return fast_replace(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
         if op.name == "qkv" and op.kernel == "matmul" and not forward and self.split:
-            return grown(op, passing=self.cast)  # three layers compute gradients of the same input
+            return with_memory(op, scratch=self.cast)  # three layers compute gradients of the same input
         if op.name == "qkv" and op.kernel == "matmul_weight_gradient" and self.split and shape.casts:
-            return grown(op, frees_saved=2 * self.cast)
+            return with_memory(op, frees_saved=2 * self.cast)
         last = "rotary" if shape.model.positions == "rope" else "qk_norm"
         if op.name == last and forward and not self.divides_sequence:
-            return grown(op, frees_temporary=dying)
-        lost = shape.rotated_bytes - self.rotated if self.divides_sequence and not shape.composes_attention else 0
+            return with_memory(op, frees_temporary=freed_bytes)
+        gathers_rotated = self.divides_sequence and not shape.composes_attention
+        unsaved_bytes = shape.rotated_bytes - self.rotated if gathers_rotated else 0
         if op.name == "rotary" and forward:
-            return grown(op, saved=-lost, temporary=lost)
+            return with_memory(op, saved=-unsaved_bytes, temporary=unsaved_bytes)
         if op.kind is Kind.ATTENTION and op.name == "attention" and self.divides_sequence:
-            return self.gathering(op, forward, dying + lost, lost)
+            return self.gathering(op, forward, freed_bytes + unsaved_bytes, unsaved_bytes)
         return op
 
     def latent_attention(self, op: Operation, forward: bool) -> Operation:
         """A rank's keys and values are gathered, then freed; those of the whole sequence are saved instead."""
         half = self.key_value // 2  # keys; values are padded to their width
         if op.kernel in ("rotary", "pad") and forward:
-            return grown(op, saved=-half, temporary=half)
+            return with_memory(op, saved=-half, temporary=half)
         return self.gathering(op, forward, self.key_value, self.key_value) if op.kind is Kind.ATTENTION else op
 
-    def gathering(self, op: Operation, forward: bool, dying: int, lost: int) -> Operation:
-        """Attention that gathers keys and values and saves them: `dying` bytes of this rank's are freed, of which
-        `lost` are not saved for the backward pass."""
-        passing = 2 * self.cp * self.key_value
+    def gathering(self, op: Operation, forward: bool, freed_bytes: int, unsaved_bytes: int) -> Operation:
+        """Attention that gathers keys and values and saves them: `freed_bytes` of this rank's are freed, of which
+        `unsaved_bytes` are not saved for the backward pass."""
+        scratch = 2 * self.cp * self.key_value
         if forward:
-            return grown(op, saved=self.gathered, frees_temporary=dying, passing=passing)
-        return grown(op, frees_saved=self.gathered - lost, passing=passing)
+            return with_memory(op, saved=self.gathered, frees_temporary=freed_bytes, scratch=scratch)
+        return with_memory(op, frees_saved=self.gathered - unsaved_bytes, scratch=scratch)

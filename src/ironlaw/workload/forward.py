@@ -29,7 +29,15 @@ from ironlaw.workload.blocks import (
     rotary_saved_bytes,
 )
 from ironlaw.workload.layers import joining, linear, norm, residual
-from ironlaw.workload.operations import Operation, call, differentiate, gradient_first, gradient_last, grown, product
+from ironlaw.workload.operations import (
+    Operation,
+    call,
+    differentiate,
+    gradient_first,
+    gradient_last,
+    product,
+    with_memory,
+)
 from ironlaw.workload.sizes import Size
 
 
@@ -117,7 +125,8 @@ def after_norm(shape: Shape, name: str, reader: str, branch: list[Operation]) ->
     branch's module, lives until the module returns."""
     given = norm(shape, name, reader=reader)
     waits = given[-1].frees_temporary_bytes if shape.casts else 0
-    given[-1], branch[-1] = grown(given[-1], frees_temporary=-waits), grown(branch[-1], frees_temporary=waits)
+    given[-1] = with_memory(given[-1], frees_temporary=-waits)
+    branch[-1] = with_memory(branch[-1], frees_temporary=waits)
     return [*given, *branch]
 
 
@@ -263,7 +272,7 @@ def activated(shape: Shape, inner: Size) -> Operation:
 def head(shape: Shape) -> list[Operation]:
     operations = chunked_head(shape) if shape.loss_chunk else full_head(shape)
     if shape.composes_attention:  # the mask is freed at the end of the forward pass
-        operations[-1] = grown(operations[-1], frees_temporary=shape.mask_bytes)
+        operations[-1] = with_memory(operations[-1], frees_temporary=shape.mask_bytes)
     return operations
 
 
@@ -274,7 +283,7 @@ def final_norm(shape: Shape) -> list[Operation]:
         operations.insert(1, scaled(shape, "logit_scale"))
     if not shape.keeps_stream:  # no operation before this norm saves the stream
         stream = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
-        operations[0] = grown(operations[0], saved=stream, frees_temporary=stream)
+        operations[0] = with_memory(operations[0], saved=stream, frees_temporary=stream)
     return operations
 
 

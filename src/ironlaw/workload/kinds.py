@@ -27,7 +27,15 @@ from ironlaw.workload.forward import after_norm, attention_branch, block, embedd
 from ironlaw.workload.layers import input_cast, joined_gradient, joining, norm, residual
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import moe_block
-from ironlaw.workload.operations import Operation, call, changed, differentiate, gradient_first, gradient_last, grown
+from ironlaw.workload.operations import (
+    Operation,
+    call,
+    differentiate,
+    fast_replace,
+    gradient_first,
+    gradient_last,
+    with_memory,
+)
 from ironlaw.workload.sizes import several
 
 
@@ -81,7 +89,7 @@ def forward_of(shape: Shape, kind: str) -> list[Operation]:
 
 
 def _on_rank(shape: Shape, kind: str, operations: list[Operation]) -> list[Operation]:
-    return [changed(op, group=kind) for op in on_rank(shape, operations)]
+    return [fast_replace(op, group=kind) for op in on_rank(shape, operations)]
 
 
 def _listed(shape: Shape, kind: str) -> list[Operation]:
@@ -111,12 +119,12 @@ def norms_after(shape: Shape) -> list[Operation]:
     attention = attention_branch(shape, keep=kept, consumes=narrow)
     network = feed_forward(shape, model.ffn_size, "ffn", keep=kept, consumes=narrow)
     return [
-        *_read(shape, "attention_norm", "qkv", attention), *_after(shape, "attention_after"),
-        *_read(shape, "ffn_norm", network_reader(shape), network), *_after(shape, "ffn_after"),
+        *_branch_with_input(shape, "attention_norm", "qkv", attention), *_norm_after_branch(shape, "attention_after"),
+        *_branch_with_input(shape, "ffn_norm", network_reader(shape), network), *_norm_after_branch(shape, "ffn_after"),
     ]  # fmt: skip
 
 
-def _read(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
+def _branch_with_input(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
     """A branch with its input: its norm, or the stream itself, which is copied only in reduced precision."""
     if shape.model.norm_place == "sandwich":
         return after_norm(shape, name, reader, branch)
@@ -125,11 +133,11 @@ def _read(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list
         full = shape.tokens * shape.model.hidden * FP32
         dies = full * shape.casts
         gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
-        read = [changed(gathered, repeat=0), *read[:-1], grown(read[-1], frees_temporary=dies)]
-    return gradient_last(read, changed(joined_gradient(shape), gathered=True))
+        read = [fast_replace(gathered, repeat=0), *read[:-1], with_memory(read[-1], frees_temporary=dies)]
+    return gradient_last(read, fast_replace(joined_gradient(shape), gathered=True))
 
 
-def _after(shape: Shape, name: str) -> list[Operation]:
+def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
     """The norm of a branch's result, and the new stream. In fp32 the norm saves the branch's last product itself.
 
     In the backward pass the stream's gradient stays alive, and the branch's is computed from it.
@@ -138,10 +146,10 @@ def _after(shape: Shape, name: str) -> list[Operation]:
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
     # A composed RMSNorm's intermediates; in other blocks they are below the peak.
-    passing = 3 * full if shape.model.norm == "rmsnorm" and not shape.fused_rmsnorm else 0
+    scratch = 3 * full if shape.model.norm == "rmsnorm" and not shape.fused_rmsnorm else 0
     back = call(
-        name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full + passing,
-        frees_temporary=(full if joins else 0) + passing, frees_saved=full + statistics,
+        name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full + scratch,
+        frees_temporary=(full if joins else 0) + scratch, frees_saved=full + statistics,
         parameters=shape.model.norm_parameters * FP32, on_stream=True,
     )  # fmt: skip
     operations = []
@@ -155,9 +163,9 @@ def _after(shape: Shape, name: str) -> list[Operation]:
             saved=statistics + narrow * shape.conventions.fused, on_stream=True, gradient=[back],
         )
     )  # fmt: skip
-    joined = changed(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())
+    joined = fast_replace(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())
     if not shape.keeps_stream:
-        joined = changed(joined, saved_bytes=0, temporary_bytes=full, frees_temporary_bytes=2 * full)
+        joined = fast_replace(joined, saved_bytes=0, temporary_bytes=full, frees_temporary_bytes=2 * full)
     return [*operations, *joins, joined]
 
 
@@ -169,17 +177,17 @@ def side_by_side(shape: Shape) -> list[Operation]:
     operations = norm(shape, "attention_norm", reader="qkv")
     if one:
         if shape.casts:  # keep it for the feed-forward network
-            operations[-1] = changed(operations[-1], frees_temporary_bytes=0)
+            operations[-1] = fast_replace(operations[-1], frees_temporary_bytes=0)
         # The gradients of both branches are added before the norm's backward pass.
         met = elementwise(shape, "attention_norm", "add_in_place", elements, 3, frees_temporary=full)
         operations[:1] = gradient_first(operations[:1], met)
     between = residual(shape)
     operations += attention_branch(shape) + joining(shape)
-    operations.append(changed(between, saved_bytes=0, temporary_bytes=full))
+    operations.append(fast_replace(between, saved_bytes=0, temporary_bytes=full))
     # Both norms read the same stream; the attention norm's backward pass frees it.
     operations += input_cast(shape, reader, frees=full) if one else norm(
         shape, "ffn_norm", reader=reader, owns_input=False
     )  # fmt: skip
     # In fp32 both branches read the same normed tensor; attention's backward pass frees it.
     operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
-    return [*operations, *joining(shape), changed(between, frees_temporary_bytes=narrow + full)]
+    return [*operations, *joining(shape), fast_replace(between, frees_temporary_bytes=narrow + full)]

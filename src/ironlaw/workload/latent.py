@@ -12,7 +12,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
-from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, grown
+from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, with_memory
 from ironlaw.workload.sizes import Size
 
 WIDE = ("query_up", "latent_up")
@@ -64,7 +64,7 @@ def projections(shape: Shape) -> list[Operation]:
     operations += linear(shape, "latent_up", rank, width, keep=kept, bias=False, frees=tokens * rank * w)
     if fused:  # values that are not views of the result keep only their own part alive
         plain = model.heads * latent.plain_size * (1 - shape.conventions.unrotated_kept)
-        operations[-1] = grown(operations[-1], saved=-tokens * plain * w)
+        operations[-1] = with_memory(operations[-1], saved=-tokens * plain * w)
     return [*operations, *_rotated(shape, queries, keys, ups, ups if kept else 0)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import FP32, Shape, cast, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.conventions import Casts, whole_tiles
-from ironlaw.workload.operations import Operation, call, changed, product
+from ironlaw.workload.operations import Operation, call, fast_replace, product
 from ironlaw.workload.sizes import Size
 
 
@@ -25,13 +25,13 @@ def linear(
     w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     out_bytes, dy = tokens * outputs * w, tokens * outputs * w if consumes is None else consumes
     gradients = product_gradients(shape, name, (tokens, outputs, inputs), frees=frees)
-    gradients = [changed(op, summed=summed) for op in gradients]
+    gradients = [fast_replace(op, summed=summed) for op in gradients]
     if bias and not shape.conventions.fused:
         gradients.append(
             call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
         )
     else:
-        gradients[-1] = changed(gradients[-1], frees_temporary_bytes=dy)
+        gradients[-1] = fast_replace(gradients[-1], frees_temporary_bytes=dy)
     casts = quantising(shape, name, Phase.BACKWARD, tokens, inputs, outputs)
     result = product(
         name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
@@ -39,7 +39,7 @@ def linear(
     )  # fmt: skip
     return [
         *quantising(shape, name, Phase.FORWARD, tokens, inputs, outputs),
-        *weight_cast(shape, name, inputs * outputs), changed(result, summed=summed),
+        *weight_cast(shape, name, inputs * outputs), fast_replace(result, summed=summed),
     ]  # fmt: skip
 
 
@@ -163,4 +163,4 @@ def joining(shape: Shape) -> list[Operation]:
     branch = elements * (shape.matmul_bytes if pre else FP32)  # norms output fp32, and their gradient is the stream's
     freed = 0 if not dropped and not (shape.casts and pre) else branch
     back = elementwise(shape, "residual_scale", "multiply", elements, 2, temporary=branch, frees_temporary=freed)
-    return [changed(back, frees_temporary_bytes=branch, gradient=(back,)), *dropped]
+    return [fast_replace(back, frees_temporary_bytes=branch, gradient=(back,)), *dropped]

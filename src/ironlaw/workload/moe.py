@@ -145,9 +145,9 @@ def _route(shape: Shape) -> list[Operation]:
         operations.append(small("route", "add", scores, size, saved=balance))
     # Sorting, and the row of each choice: two index tables; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)
-    passing = choices * INDEX
+    scratch = choices * INDEX
     operations.append(
-        small("route", "sort", choices, 6 * passing, saved=tables, temporary=passing, frees_temporary=passing)
+        small("route", "sort", choices, 6 * scratch, saved=tables, temporary=scratch, frees_temporary=scratch)
     )
     return operations
 
@@ -205,7 +205,7 @@ def _experts(shape: Shape) -> list[Operation]:
         met = elementwise(shape, "dispatch", "add_in_place", count * model.hidden, 3, frees_temporary=wide)
         network = gradient_last(network, met)
         network += _grouped(shape, "expert_up", model.hidden, width, keep=True, frees=0, consumes=inner * w)
-        network.append(gate_product(shape, inner, passing=5 * inner * w if together else 0))  # its factors, one by one
+        network.append(gate_product(shape, inner, scratch=5 * inner * w if together else 0))  # its factors, one by one
     # `combine` saves the experts' outputs.
     network += _grouped(shape, "expert_down", width, model.hidden, keep=True, frees=inner * w, consumes=wide)
     operations += network + _combine(shape)

@@ -58,7 +58,7 @@ class Operation:
 T = TypeVar("T")
 
 
-def changed(one: T, **changes: Any) -> T:
+def fast_replace(one: T, **changes: Any) -> T:
     """`dataclasses.replace` in a quarter of its time (no constructor): a plan makes tens of thousands of calls."""
     assert changes.keys() <= one.__dict__.keys()
     made: T = object.__new__(type(one))
@@ -66,15 +66,15 @@ def changed(one: T, **changes: Any) -> T:
     return made
 
 
-def grown(
+def with_memory(
     op: Operation, *, saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
-    passing: Size = 0,
+    scratch: Size = 0,
 ) -> Operation:  # fmt: skip
-    """Return `op` with bytes added to each pool. `passing`: bytes allocated only while it runs."""
-    return changed(
-        op, saved_bytes=op.saved_bytes + saved, temporary_bytes=op.temporary_bytes + temporary + passing,
+    """Return `op` with bytes added to each pool. `scratch`: bytes allocated only while it runs."""
+    return fast_replace(
+        op, saved_bytes=op.saved_bytes + saved, temporary_bytes=op.temporary_bytes + temporary + scratch,
         frees_saved_bytes=op.frees_saved_bytes + frees_saved,
-        frees_temporary_bytes=op.frees_temporary_bytes + frees_temporary + passing,
+        frees_temporary_bytes=op.frees_temporary_bytes + frees_temporary + scratch,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def product(
 ) -> Operation:  # fmt: skip
     """C[m, n] = A[m, k] B[k, n], `batch` times: 2 m n k FLOPs each; every matrix is read or written once."""
     m, n, k = shape
-    return changed(
+    return fast_replace(
         call(name, kernel, 0, element_bytes * batch * (m * k + k * n + m * n) if moved is None else moved, **memory),
         kind=Kind.MATMUL, matmul=shape, batch=batch, flops=2 * batch * m * n * k if flops is None else flops,
     )  # fmt: skip
@@ -107,19 +107,19 @@ def product(
 
 def differentiate(operations: Sequence[Operation]) -> list[Operation]:
     """Return the backward pass: the gradients of the operations, in reverse order."""
-    return [changed(op, phase=Phase.BACKWARD) for forward in reversed(operations) for op in forward.gradient]
+    return [fast_replace(op, phase=Phase.BACKWARD) for forward in reversed(operations) for op in forward.gradient]
 
 
 def gradient_first(operations: Sequence[Operation], *more: Operation) -> list[Operation]:
     """Return the operations with `more` put first in their backward pass."""
     *others, last = operations
-    return [*others, changed(last, gradient=(*more, *last.gradient))]
+    return [*others, fast_replace(last, gradient=(*more, *last.gradient))]
 
 
 def gradient_last(operations: Sequence[Operation], *more: Operation) -> list[Operation]:
     """Return the operations with `more` put last in their backward pass, such as the sum of an input's gradients."""
     first, *others = operations
-    return [changed(first, gradient=(*first.gradient, *more)), *others]
+    return [fast_replace(first, gradient=(*first.gradient, *more)), *others]
 
 
 def total_flops(operations: Iterable[Operation]) -> int:

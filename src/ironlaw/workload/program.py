@@ -28,10 +28,10 @@ from ironlaw.workload.division import local_shape
 from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, has_experts, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation, changed, grown
+from ironlaw.workload.operations import Operation, fast_replace, with_memory
 from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, check_patterns, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
+from ironlaw.workload.recompute import dropped, freed_after_backward, recomputed_operations, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
@@ -199,7 +199,7 @@ def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None =
     Gradients have the parameters' dtype; recomputation and dtypes are those of the module. On a `cpu` the scratch
     memory of kernels is counted.
     """
-    operations = [grown(op, passing=op.cpu_scratch_bytes if cpu else 0) for op in trace.operations]
+    operations = [with_memory(op, scratch=op.cpu_scratch_bytes if cpu else 0) for op in trace.operations]
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
     forward: list[Operation] = [*operations[:turn]]
     found = loop.gradients if loop else "none"
@@ -273,14 +273,14 @@ def layers_of_shape(shape: Shape) -> tuple[Layer, ...]:
     made: dict[tuple[str, Policy, tuple[BlockAdapters, ...]], Layer] = {}
     kinds = layer_groups(shape.model)
     policies: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
-    layers = [changed(_layer(shape, "embedding"), name=EMBEDDING)]
+    layers = [fast_replace(_layer(shape, "embedding"), name=EMBEDDING)]
     for number, (kind, policy) in enumerate(zip(kinds, policies, strict=True)):
         adapters = shape.adapters[number : number + 1]
         known = made.get((kind, policy, adapters))
         if known is None:
             known = made[kind, policy, adapters] = _layer(replace(shape, adapters=adapters), kind, policy)
-        layers.append(changed(known, name=f"blocks.{number}"))
-    return (*layers, changed(_layer(shape, "head"), name=HEAD))
+        layers.append(fast_replace(known, name=f"blocks.{number}"))
+    return (*layers, fast_replace(_layer(shape, "head"), name=HEAD))
 
 
 _known_layers = lru_cache(maxsize=32)(layers_of_shape)
@@ -290,7 +290,8 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
     forward, backward = both_passes(shape, kind)
     if policy is None:
         return Layer("", kind, tuple(forward), tuple(backward))
-    drop, recomputed, copies = dropped(shape, policy, kind), again(shape, policy, kind), weight_copies(shape, kind)
+    drop, copies = dropped(shape, policy, kind), weight_copies(shape, kind)
+    recomputed = recomputed_operations(shape, policy, kind)
     freed = freed_after_backward(drop, recomputed, copies)
     # The stream's gradient is cast for the last branch before that branch is recomputed.
     before = 1 if backward[0].name == "residual_cast" else 0

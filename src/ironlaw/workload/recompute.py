@@ -15,7 +15,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
-from ironlaw.workload.operations import Operation, grown
+from ironlaw.workload.operations import Operation, with_memory
 from ironlaw.workload.sections import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
@@ -64,14 +64,14 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
     return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
 
 
-def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Operation]:
+def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Operation]:
     """Return the forward operations of one block that run a second time, in the backward phase.
 
     Operations whose result was kept do not run: they have `repeat` 0, and take memory but no time.
     """
     kept = effective(shape, policy)
     result = []
-    for op in _until_all_is_there(shape, kind):
+    for op in _operations_to_recompute(shape, kind):
         name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
         op = replace(op, name=name, phase=Phase.BACKWARD)
         result_of = op.name.removesuffix(AGAIN)
@@ -82,12 +82,12 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
                 frees_saved_bytes=0 if any_of(op.saved_bytes) else op.temporary_bytes,
             )  # fmt: skip
         result.append(op)
-    dying = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
-    result[-1] = grown(result[-1], frees_temporary=dying)
+    left = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
+    result[-1] = with_memory(result[-1], frees_temporary=left)
     return result
 
 
-def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
+def _operations_to_recompute(shape: Shape, kind: str) -> list[Operation]:
     """Return a block's forward operations up to the last one that creates or saves a tensor for the backward pass."""
     operations = forward_of(shape, kind)
     # These save tensors only after the last product has run again: a norm after it (its input), dropout (its noise),

@@ -28,7 +28,7 @@ from ironlaw.workload.forward import final_norm
 from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import Operation, grown
+from ironlaw.workload.operations import Operation, with_memory
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage, Tensor
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.sharding import stage_parameters
@@ -211,7 +211,7 @@ def _kept_none(operations: Sequence[Operation]) -> list[Operation]:
         for op in operations
     ]
     left = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)
-    result[-1] = grown(result[-1], frees_temporary=left)
+    result[-1] = with_memory(result[-1], frees_temporary=left)
     return result
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import ROWS, Parameter, of_blocks, of_embedding, of_head
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.operations import changed
+from ironlaw.workload.operations import fast_replace
 from ironlaw.workload.schedule import layers_of
 from ironlaw.workload.sections import CommunicationConfig
 
@@ -55,7 +55,7 @@ def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: in
             rest[rest.index(model.hidden)] //= ranks
     else:
         rows = -(-rows // ranks)
-    return changed(parameter, shape=(rows, *rest))
+    return fast_replace(parameter, shape=(rows, *rest))
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int, fused: bool = False) -> list[Parameter]:
@@ -82,10 +82,12 @@ def _divided(parameter: Parameter, model: ModelConfig, layout: Layout, fused: bo
     if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0) and not fused:
         sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
         parts = [
-            changed(parameter, name=parameter.name.replace("qkv.", f"qkv.{which}."), shape=(rows, *parameter.shape[1:]))
+            fast_replace(
+                parameter, name=parameter.name.replace("qkv.", f"qkv.{which}."), shape=(rows, *parameter.shape[1:])
+            )
             for which, rows in sizes.items()
         ]
-    return [changed(part, shape=local_shape_of(part, layout)) if part.divided else part for part in parts]
+    return [fast_replace(part, shape=local_shape_of(part, layout)) if part.divided else part for part in parts]
 
 
 def local_shape_of(parameter: Parameter, layout: Layout) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ from ironlaw.workload.conventions import whole_tiles
 from ironlaw.workload.kinds import IN_16_BITS, both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import AGAIN, again
+from ironlaw.workload.recompute import AGAIN, recomputed_operations
 from ironlaw.workload.sizes import Size, larger, smaller
 
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
@@ -149,7 +149,11 @@ def _ours_again(
     """The same of our trainer, which stops as soon as everything is there. `policies`: shares of the blocks."""
     whole = frozenset[str]()
     run = {
-        policy: {(op.name.removesuffix(AGAIN), op.kernel) for op in again(shape, policy, kind) if op.repeat != 0}
+        policy: {
+            (op.name.removesuffix(AGAIN), op.kernel)
+            for op in recomputed_operations(shape, policy, kind)
+            if op.repeat != 0
+        }
         for policy in {whole, *policies}
         if policy is not None
     }

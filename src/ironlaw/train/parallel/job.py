@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
-from ironlaw.cores import torchrun_says
+from ironlaw.cores import torchrun_integer
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
@@ -172,7 +172,7 @@ STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two mome
 def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
     """Return the layout if none is given: replicas, or full sharding if the state exceeds half of a rank's memory."""
     held = STATE_BYTES * config.model.parameters
-    here = memory_bytes / torchrun_says("LOCAL_WORLD_SIZE")
+    here = memory_bytes / torchrun_integer("LOCAL_WORLD_SIZE")
     return LayoutConfig(zero=0 if held < here / 2 else 3)
 
 
@@ -186,12 +186,12 @@ def job(
 
     A resumed run may use fewer ranks than torchrun has started, provided that torchrun may also restart it.
     """
-    size = torchrun_says("WORLD_SIZE")
+    size = torchrun_integer("WORLD_SIZE")
     written = config
     planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
         config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
-    elastic = torchrun_says("TORCHELASTIC_MAX_RESTARTS", 0) > 0
+    elastic = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not elastic and not planned:  # before ranks wait for each other
         _quietly(lambda: check(config, size))
     rendezvous = join()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.config import LayoutConfig, RunConfig, build_config
-from ironlaw.cores import torchrun_says
+from ironlaw.cores import torchrun_integer
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
@@ -52,7 +52,7 @@ def costs_here(profile: Profile) -> RankCosts:
 
 
 def local_ranks(size: int) -> int:
-    return min(size, torchrun_says("LOCAL_WORLD_SIZE", size))
+    return min(size, torchrun_integer("LOCAL_WORLD_SIZE", size))
 
 
 def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:

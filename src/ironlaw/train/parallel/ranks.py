@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
-from ironlaw.cores import torchrun_says, usable_threads
+from ironlaw.cores import torchrun_integer, usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
@@ -108,7 +108,7 @@ class Ranks(Mesh):
 
     def threads(self, profile: Profile) -> int:
         """Return the number of threads of a rank; ranks of one machine share its cores."""
-        here = torchrun_says("LOCAL_WORLD_SIZE")
+        here = torchrun_integer("LOCAL_WORLD_SIZE")
         return min(usable_threads(), max(1, profile.threads // here))
 
 
@@ -238,7 +238,7 @@ def start(
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(torchrun_says("LOCAL_RANK", 0))
+            torch.cuda.set_device(torchrun_integer("LOCAL_RANK", 0))
         timeout = datetime.timedelta(seconds=timeout_seconds)
         flight_recorder.switch_on()
         rendezvous = rendezvous or join(timeout_seconds)

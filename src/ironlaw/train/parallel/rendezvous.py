@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ironlaw.cores import torchrun_says
+from ironlaw.cores import torchrun_integer
 from ironlaw.errors import UserError
 
 ROUND, STARTS, FINISHED = "ironlaw/round", "ironlaw/starts", "finished"
@@ -50,7 +50,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Ren
     """
     until = time.monotonic() + timeout_seconds
     if rank == 0:
-        restarted = store.add(STARTS, 1) > 1 or torchrun_says("TORCHELASTIC_RESTART_COUNT", 0) > 0
+        restarted = store.add(STARTS, 1) > 1 or torchrun_integer("TORCHELASTIC_RESTART_COUNT", 0) > 0
         name = f"{uuid.uuid4().hex}/{size}"
         store.set(ROUND, name)
         keys = [f"{name}/{other}" for other in range(1, size)]
