@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ironlaw.kernels.library import FORMATS
 from ironlaw.kernels.native import CNorm, Shapes, compiled
-from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
+from ironlaw.model.cached import DecodeTokens, Group, LayerCache, Pages, StepTokens
 from ironlaw.model.config import ModelConfig
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -49,30 +49,30 @@ def test_attention_in_pages_is_attention_to_what_was_gathered(
     last = torch.tensor([n - 1 for n in LENGTHS])
     query = torch.randn(len(LENGTHS), 4, SIZE)
     numbers = torch.arange(len(LENGTHS), dtype=torch.int32)
-    cache.now = Now(None, Few(len(LENGTHS), table.int(), numbers, last.int()))
-    found = cache.few(query)
+    cache.step_tokens = StepTokens(None, DecodeTokens(len(LENGTHS), table.int(), numbers, last.int()))
+    found = cache.attend_decode(query)
     group = Group(slice(0, len(LENGTHS)), len(LENGTHS), 1, last[:, None], pages.blocks(table))
     wanted = cache.mix(group, query, *pages.read(group.blocks, len(LENGTHS), torch.float32), sinks)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-6)
 
 
 def test_turning_keeping_and_norms_are_pytorchs(tmp_path: Path) -> None:
-    from ironlaw.model.rotary import turn, turning
+    from ironlaw.model.rotary import fused_tables, rotate_fused
 
     native = compiled(Shapes(4, 2, SIZE, SIZE, SIZE, PAGE), torch.bfloat16, torch.float32, tmp_path)
     assert native is not None and native.keeps
     angles = torch.rand(3, 3) * math.pi
-    tables = turning(angles.cos(), angles.sin(), SIZE, torch.float32)  # six of eight elements turn
+    tables = fused_tables(angles.cos(), angles.sin(), SIZE, torch.float32)  # six of eight elements turn
     heads = torch.randn(3, 8, SIZE)
-    wanted = turn(heads[:, :6], *tables, 6)
-    native.turn(heads[:, :6], *tables, 6)
+    wanted = rotate_fused(heads[:, :6], *tables, 6)
+    native.rotate(heads[:, :6], *tables, 6)
     torch.testing.assert_close(heads[:, :6], wanted)
     pages = [Pages(5, PAGE, 2, (SIZE, SIZE), torch.bfloat16, torch.device("cpu")) for _ in range(2)]
     table, at = torch.tensor([[1, 2], [3, 4]]), torch.tensor([3, 4, 7])
     cache = LayerCache(
         ModelConfig(layers=1, hidden=32, heads=4, kv_heads=2, vocab=9, context=9), pages[0], False, native
     )
-    cache.now = Now(None, Few(3, table.int(), torch.tensor([0, 1, 1]).int(), at.int()))
+    cache.step_tokens = StepTokens(None, DecodeTokens(3, table.int(), torch.tensor([0, 1, 1]).int(), at.int()))
     cache.keep(heads[:, :2], heads[:, 6:])
     pages[1].write(pages[1].rows(torch.tensor([1, 4, 4]), at % PAGE), heads[:, :2], heads[:, 6:])
     assert all(torch.equal(a, b) for a, b in zip(pages[0].parts, pages[1].parts, strict=True))

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import engine
 
-from ironlaw.model.cached import Few, LayerCache, Pages
+from ironlaw.model.cached import DecodeTokens, LayerCache, Pages
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
@@ -74,7 +74,7 @@ def test_a_model_is_not_read_in_a_type_that_it_is_not_held_in() -> None:
         prepare(model, ServeConfig(device="cpu", weights="fp32"), "tiny")
     if runner.native is None:
         pytest.skip("there is no C compiler")
-    few = Few(1, torch.zeros(1, 1).int(), torch.zeros(1).int(), torch.zeros(1).int())
+    few = DecodeTokens(1, torch.zeros(1, 1).int(), torch.zeros(1).int(), torch.zeros(1).int())
     good, native, layer = torch.zeros(1, 4, 8).bfloat16(), runner.native, runner.caches[0].layer
     assert native.attend(layer, few.step, good).shape == (1, 4, 8)
     for bad in (good.float(), good.expand(2, 4, 8), good[:, :2], good[..., :4], good.transpose(1, 2).reshape(1, 8, 4)):

@@ -158,7 +158,7 @@ static void attend_some(const Layer *layer, const Step *step, const activation *
 }
 
 /* The first `size` elements of `heads` heads of KEY elements, first half against second half, in place; `cosines` and
-   `sines` (tokens, KEY) as `model/rotary.py` makes them for `turn`. */
+   `sines` (tokens, KEY) as `model/rotary.py` makes them for `rotate_fused`. */
 void turn(activation *x, long stride, int heads, const activation *cosines, const activation *sines, int tokens,
           int size) {
     int half = size / 2;

@@ -94,8 +94,8 @@ class Native:
         self._attend(layer, step, *rows(query, self.activation, count, shapes.heads, shapes.key), out.data_ptr())
         return out
 
-    def turn(self, x: Tensor, cosines: Tensor, sines: Tensor, size: int | None) -> None:
-        """Apply `model.rotary.turn` to x (N, heads, D) in place."""
+    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, size: int | None) -> None:
+        """Apply `model.rotary.rotate_fused` to x (N, heads, D) in place."""
         (count, heads, _), size = x.shape, min(size or self.shapes.key, self.shapes.key)
         self._turn(*rows(x, self.activation, count, heads, self.shapes.key), heads,
                    *self.tables(count, cosines, sines), count, size)  # fmt: skip

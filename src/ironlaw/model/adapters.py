@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ironlaw.model.autocast import followed
+from ironlaw.model.autocast import cast_like_autocast
 from ironlaw.model.linear import Linear, become, linear, local_part
 
 
@@ -100,7 +100,7 @@ class AdaptedLinear(Linear):
         return (linear if self.onednn else F.linear)(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = followed(x)  # cast once for all products
+        x = cast_like_autocast(x)  # cast once for all products
         if not (self.adapting and self.adapters):
             return self.product(x, self.bias)
         adapted: Tensor = self.adapters(x, self.product(x, None if self.adapters.stretches else self.bias), self)

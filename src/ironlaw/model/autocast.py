@@ -13,7 +13,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if on else None
 
 
-def followed(x: Tensor) -> Tensor:
+def cast_like_autocast(x: Tensor) -> Tensor:
     """Cast `x` to `autocast_dtype(x)`, if any."""
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)

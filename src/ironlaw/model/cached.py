@@ -19,7 +19,7 @@ from torch import Tensor
 from ironlaw.kernels.library import INT4, address
 from ironlaw.kernels.native import CLayer, CStep, Native
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.rotary import turn
+from ironlaw.model.rotary import rotate_fused
 from ironlaw.model.scores import alibi_slopes, capped
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}  # largest number of formats with scales
@@ -135,7 +135,7 @@ def _apart(pairs: Tensor) -> Tensor:
 
 
 @dataclass
-class Few:
+class DecodeTokens:
     """The step's first `count` tokens, of sequences with few new ones, which compiled code attends to in place."""
 
     count: int
@@ -151,18 +151,18 @@ class Few:
 
 
 @dataclass(frozen=True)
-class Now:
-    """One step's tokens: the first ones in `few`, if any, the others in groups."""
+class StepTokens:
+    """One step's tokens: the first ones in `decode`, if any, the others in groups."""
 
-    rows: Tensor | None  # (N x K,): rows of `Pages` for the new tokens; None: all tokens are in `few`
-    few: Few | None
+    rows: Tensor | None  # (N x K,): rows of `Pages` for the new tokens; None: all tokens are in `decode`
+    decode: DecodeTokens | None
     groups: Sequence[Group] = ()
 
 
 class LayerCache:
     """One layer's pages, passed to a block in place of training's mask."""
 
-    now: Now
+    step_tokens: StepTokens
 
     def __init__(self, config: ModelConfig, pages: Pages, windowed: bool, native: Native | None = None,
                  sinks: Tensor | None = None) -> None:  # fmt: skip
@@ -188,21 +188,22 @@ class LayerCache:
     ) -> Tensor:
         """Return (N, A, W) from new queries and keys, `heads` (N, A + K, D), and values (N, K, W), and cache both.
 
-        `rotary`: tables of `turning`, (N, 1, D) each, for queries and keys; `heads` may be overwritten.
+        `rotary`: tables of `fused_tables`, (N, 1, D) each, for queries and keys; `heads` may be overwritten.
         """
-        config, now = self.config, self.now
+        config, step = self.config, self.step_tokens
         query, key = heads.split((config.heads, config.key_value_heads), dim=1)
-        if now.rows is None:
+        if step.rows is None:
             assert self.native is not None
             if rotary is not None:
-                self.native.turn(heads, *rotary, config.size_of_rotary)
+                self.native.rotate(heads, *rotary, config.size_of_rotary)
             self.keep(key, value)
-            return self.few(query)
+            return self.attend_decode(query)
         if rotary is not None:
-            query, key = turn(heads, *rotary, config.size_of_rotary).split((config.heads, config.key_value_heads), 1)
+            heads = rotate_fused(heads, *rotary, config.size_of_rotary)
+            query, key = heads.split((config.heads, config.key_value_heads), 1)
         self.keep(key, value)
-        mixed = [self.few(query)] if now.few is not None else []
-        for group in now.groups:
+        mixed = [self.attend_decode(query)] if step.decode is not None else []
+        for group in step.groups:
             if group.blocks is None:
                 keys, values = (t[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2) for t in (key, value))
             else:
@@ -212,16 +213,16 @@ class LayerCache:
 
     def keep(self, *parts: Tensor) -> None:
         """Write the new tokens' parts, (N, K, size) each, to their pages."""
-        if self.now.rows is not None:
-            self.pages.write(self.now.rows, *parts)
+        if self.step_tokens.rows is not None:
+            self.pages.write(self.step_tokens.rows, *parts)
         else:
-            assert self.native is not None and self.now.few is not None
-            self.native.keep(self.layer, self.now.few.step, *parts)
+            assert self.native is not None and self.step_tokens.decode is not None
+            self.native.keep(self.layer, self.step_tokens.decode.step, *parts)
 
-    def few(self, query: Tensor) -> Tensor:
+    def attend_decode(self, query: Tensor) -> Tensor:
         """Return the attention output (count, A, W) of the first tokens, given all queries (N, A, D)."""
-        assert self.native is not None and self.now.few is not None
-        return self.native.attend(self.layer, self.now.few.step, query[: self.now.few.count])
+        assert self.native is not None and self.step_tokens.decode is not None
+        return self.native.attend(self.layer, self.step_tokens.decode.step, query[: self.step_tokens.decode.count])
 
     def mix(self, group: Group, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return (P x S, A, W) from a group's queries (P x S, A, D), keys (P, K, T, D) and values (P, K, T, W)."""

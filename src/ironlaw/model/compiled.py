@@ -20,7 +20,7 @@ from ironlaw.model.transformer import Attention, Transformer
 
 
 class CompiledBlock:
-    """A replacement of a block's module, for caches whose tokens are all in `few`."""
+    """A replacement of a block's module, for caches whose tokens are all in `decode`."""
 
     def __init__(self, block: Any, native: Native, cache: LayerCache) -> None:
         weights = [_weight(m) for m in (block.attention.qkv, block.attention.out, block.ffn.gate, block.ffn.up,
@@ -46,14 +46,14 @@ class CompiledBlock:
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
         """Return the block's output for x (1, N, H), which may be overwritten."""
-        few = cache.now.few
-        assert few is not None
+        decode = cache.step_tokens.decode
+        assert decode is not None
         x = x.float().contiguous()
-        at = address(x, torch.float32, 1, few.count, self.struct.hidden)
-        if few.scratch is None or len(few.scratch) < few.count * self.scratch:
-            few.scratch = torch.empty(few.count * self.scratch)
-        tables = (None, None) if rotary is None else self.native.tables(few.count, *rotary)
-        self.call(self.struct, few.step, at, *tables, self.turned, few.scratch.data_ptr())
+        at = address(x, torch.float32, 1, decode.count, self.struct.hidden)
+        if decode.scratch is None or len(decode.scratch) < decode.count * self.scratch:
+            decode.scratch = torch.empty(decode.count * self.scratch)
+        tables = (None, None) if rotary is None else self.native.tables(decode.count, *rotary)
+        self.call(self.struct, decode.step, at, *tables, self.turned, decode.scratch.data_ptr())
         return x
 
 

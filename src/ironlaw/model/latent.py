@@ -69,10 +69,10 @@ class LatentAttention(nn.Module):
         kept = torch.cat((narrow.to(turned.dtype), turned[:, :, 0]), dim=-1).transpose(0, 1)  # (N, 1, rank + R)
         cache.keep(kept)
         query, mixed = self.query(x, rotary)[0], []
-        if cache.now.few is not None:
+        if cache.step_tokens.decode is not None:
             of_key, of_value = self.absorbing(query.dtype)
-            mixed.append(torch.einsum("nar,avr->nav", cache.few(self.absorbed(query, of_key)), of_value))
-        for group in cache.now.groups:
+            mixed.append(torch.einsum("nar,avr->nav", cache.attend_decode(self.absorbed(query, of_key)), of_value))
+        for group in cache.step_tokens.groups:
             if group.blocks is None:
                 keys = kept[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2)
             else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.kernels.transpose import transposed
-from ironlaw.model.autocast import followed
+from ironlaw.model.autocast import cast_like_autocast
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -119,5 +119,5 @@ class RoundedLinear(Linear):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.product(followed(x))
+        product = self.product(cast_like_autocast(x))
         return product if self.bias is None else product + self.bias.to(product.dtype)

@@ -86,8 +86,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
 
 
-def turning(cos: Tensor, sin: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Expand tables (N, R/2) to (N, 1, D) each for `turn`: unrotated elements have cosine 1 and sine 0."""
+def fused_tables(cos: Tensor, sin: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Expand tables (N, R/2) to (N, 1, D) each for `rotate_fused`: unrotated elements have cosine 1 and sine 0."""
     rest = size - 2 * cos.shape[-1]
     cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     if rest:
@@ -95,8 +95,8 @@ def turning(cos: Tensor, sin: Tensor, size: int, dtype: torch.dtype) -> tuple[Te
     return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, size: int | None = None) -> Tensor:
-    """`rotate` for (N, heads, D) in three operations, by tables of `turning`; `size`: the rotated elements R."""
+def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, size: int | None = None) -> Tensor:
+    """`rotate` for (N, heads, D) in three operations, by tables of `fused_tables`; `size`: the rotated elements R."""
     size = size or x.shape[-1]
     if size == x.shape[-1]:
         swapped = x.roll(size // 2, -1)

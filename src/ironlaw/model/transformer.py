@@ -28,7 +28,7 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.partition import WHOLE, ComputePartition, Draw
-from ironlaw.model.rotary import rotary_tables, rotate, turning
+from ironlaw.model.rotary import fused_tables, rotary_tables, rotate
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
         """`forward` of new tokens (1, N, H) with a cache, in few operations, since their overhead dominates.
 
-        `rotary`: tables of `turning`, (N, 1, D) each.
+        `rotary`: tables of `fused_tables`, (N, 1, D) each.
         """
         config = self.config
         together = self.clipped(self.qkv(x)[0])  # (N, heads x D)
@@ -325,7 +325,7 @@ class Transformer(nn.Module):
         cos, sin = tables
         if self.config.latent is not None:
             return cos, sin
-        return turning(cos, sin, self.config.size_of_head, autocast_dtype(positions) or cos.dtype)
+        return fused_tables(cos, sin, self.config.size_of_head, autocast_dtype(positions) or cos.dtype)
 
     def attention_mask(
         self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None, windowed: bool = True

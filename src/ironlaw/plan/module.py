@@ -202,7 +202,7 @@ def _planned(
         "precision": _types(traced),
         "traced_operations": len(traced.operations),
         "assumed": [list(one) for one in traced.assumptions],
-        "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
+        "optimizers": [update.description() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
     }
     program = step_of_trace(traced, accumulation, loop, cpu=target.facts["device"] == "cpu")
     replicas = target.replicas

@@ -15,7 +15,7 @@ from torch import Tensor
 from ironlaw.catalog.formats import number_format
 from ironlaw.kernels.library import INT4
 from ironlaw.kernels.native import Shapes, compiled
-from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
+from ironlaw.model.cached import DecodeTokens, Group, LayerCache, Pages, StepTokens
 from ironlaw.model.compiled import compiled_blocks
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe import ExpertLinear
@@ -122,11 +122,11 @@ class Runner:
         if self.config.rope_long:
             long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
         positions = self._tensor(places)
-        now = [self._now(few, many, positions, group) for group in range(max(self.groups) + 1)]
+        steps = [self._step_tokens(few, many, positions, group) for group in range(max(self.groups) + 1)]
         for cache, group in zip(self.caches, self.groups, strict=True):
-            cache.now = now[group]
+            cache.step_tokens = steps[group]
         # Not under the profiler, which identifies operations by their modules.
-        whole = self.blocks if now[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
+        whole = self.blocks if steps[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         with self.precision():
             logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
@@ -144,12 +144,12 @@ class Runner:
         """Return logits. `places`: the rows to write for each group, then the blocks to read for each group."""
         rows, blocks = places[: len(places) // 2], places[len(places) // 2 :]
         whole = slice(0, len(tokens))
-        now = [
-            Now(r, None, [Group(whole, len(tokens), 1, positions[:, None], b)])
+        steps = [
+            StepTokens(r, None, [Group(whole, len(tokens), 1, positions[:, None], b)])
             for r, b in zip(rows, blocks, strict=True)
         ]
         for cache, group in zip(self.caches, self.groups, strict=True):
-            cache.now = now[group]
+            cache.step_tokens = steps[group]
         with self.precision():
             return self.model.continued(tokens, positions, self.caches)
 
@@ -176,14 +176,14 @@ class Runner:
                 spare = 0
         return few, parts
 
-    def _now(
+    def _step_tokens(
         self, few: Sequence[RunnerWork], many: Sequence[Sequence[RunnerWork]], positions: Tensor, group: int
-    ) -> Now:
+    ) -> StepTokens:
         keeps = self.native is not None and self.native.keeps and not many
-        some, row = None, sum(len(w.tokens) for w in few)
+        decode, row = None, sum(len(w.tokens) for w in few)
         if few:
             sequence = [number for number, w in enumerate(few) for _ in w.tokens]
-            some = Few(
+            decode = DecodeTokens(
                 row,
                 self._table(few, group, dtype=torch.int32),
                 self._tensor(sequence, torch.int32),
@@ -197,7 +197,7 @@ class Runner:
             blocks = None if part[0].start == 0 else self.stores[0].blocks(self._table(part, group))
             groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
         ordered = [*few, *(w for part in many for w in part)]
-        return Now(None if keeps else self._rows(ordered, positions, group), some, groups)
+        return StepTokens(None if keeps else self._rows(ordered, positions, group), decode, groups)
 
     def _rows(self, ordered: Sequence[RunnerWork], positions: Tensor, group: int) -> Tensor:
         page = self.page

@@ -16,7 +16,7 @@ WIDE = 2.0  # bytes of a 16-bit number
 
 
 @dataclass(frozen=True)
-class StorageFormat:
+class LinearStorage:
     """Bytes per element or parameter that linear layers hold in the precision of a run."""
 
     input_bytes: float = WIDE  # per element of a linear layer's input, saved for its backward pass
@@ -59,7 +59,7 @@ class Conventions:
     narrows_own_tokens: bool = False  # latent attention under sequence parallelism gathers narrow vectors, not tokens
     rows_sent: str = "choices"  # a token is sent once per chosen expert, or once per rank with chosen experts ("ranks")
     keeps_expert_outputs: bool = True  # for the gradient of the weights with which they are summed
-    storage: StorageFormat = field(default_factory=StorageFormat)  # bytes held by linear layers
+    storage: LinearStorage = field(default_factory=LinearStorage)  # bytes held by linear layers
     casts: Casts = field(default_factory=Casts)  # traffic of quantising their operands
     tile: int = 1  # layers whose inputs or outputs are not multiples of this are not quantised
 

@@ -193,7 +193,7 @@ def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
     found = []
     for entry in entries(model, names):
         shape = shapes[entry.ours]
-        if not entry.ours.startswith("blocks.") or len(shape) != 2 or entry.each or entry.stack:
+        if not entry.ours.startswith("blocks.") or len(shape) != 2 or entry.unstacked or entry.stacked:
             continue
         start = 0
         for theirs, rows in zip(entry.theirs, entry.sizes or (shape[0],), strict=True):

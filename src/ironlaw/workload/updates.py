@@ -109,7 +109,7 @@ class Update:
             return max(1, round((3 + 2 * states) / 3))
         return LOOPED_CALLS[self.like] + self.decays + self.extra_states
 
-    def says(self) -> str:
+    def description(self) -> str:
         """Return a phrase that describes how the update is planned."""
         if self.like is None:
             return f"{self.optimizer}: state as it was held, every tensor passed over once (assumed)"

@@ -289,7 +289,7 @@ ERNIE_MOE = ERNIE.derive(
     _shared_experts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
     only={"use_bias": False, "moe_norm_min": 1e-12}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
     names=Names(neighbours=True, experts=ExpertNames(
-        choice_bias="mlp.moe_statics.e_score_correction_bias", choice_row=True,
+        choice_bias="mlp.moe_statics.e_score_correction_bias", choice_extra_dimension=True,
     )),
 )  # fmt: skip
 EXAONE4 = PLAIN.derive(
@@ -426,7 +426,7 @@ DBRX = _GPT_LIKE.derive(
                 norms=("norm_attn_norm.norm_1", "norm_attn_norm.norm_2"),
                 query_key_value=("norm_attn_norm.attn.Wqkv",), out="norm_attn_norm.attn.out_proj",
                 experts=ExpertNames("ffn.router.layer", "ffn.experts.mlp.w1", "ffn.experts.mlp.v1",
-                                    "ffn.experts.mlp.w2", inputs_first=("down",), flat=True)),
+                                    "ffn.experts.mlp.w2", inputs_first=("down",), merged_experts=True)),
 )  # fmt: skip
 COHERE = _GPT_LIKE.derive(  # Command R
     "cohere", "CohereForCausalLM", Activation(), Rope(None), _tied(True), Key("logit_scale", "logit_scale", 0.0625),

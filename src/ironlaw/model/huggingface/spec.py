@@ -94,10 +94,10 @@ class ExpertNames:
     up: str = "mlp.experts.{}.up_proj.weight"
     down: str = "mlp.experts.{}.down_proj.weight"
     inputs_first: tuple[str, ...] = ()  # stacks with inputs first, whose gate and up alternate if they have one name
-    flat: bool = False  # the stack's first two dimensions are one
+    merged_experts: bool = False  # the stack's first two dimensions are one
     bias: str = ""  # suffix of the names of a stack's biases
     choice_bias: str = "mlp.gate.e_score_correction_bias"
-    choice_row: bool = False  # choice_bias has a first dimension of one
+    choice_extra_dimension: bool = False  # choice_bias has a first dimension of one
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
 

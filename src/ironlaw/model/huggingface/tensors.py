@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 class Entry:
     """One of our tensors, and the ones of theirs that it consists of, concatenated by rows. `sizes` are their rows.
 
-    If theirs contains several of ours, ours is number `which` of `count`: halves, or with `turns` alternating rows.
+    If theirs contains several of ours, ours is number `which` of `count`: halves, or alternating rows.
     """
 
     ours: str
     theirs: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
-    each: bool = False  # each of theirs is one index of our first dimension
-    stack: bool = False  # theirs is a stack of matrices too, with rows as second dimension
+    unstacked: bool = False  # each of theirs is one index of our first dimension
+    stacked: bool = False  # theirs is a stack of matrices too, with rows as second dimension
     inputs_first: bool = False  # theirs is a stack with rows as last dimension
     order: tuple[int, ...] = ()  # index of each of our rows in theirs; empty: the same order
     which: int = 0
     count: int = 1
-    turns: bool = False
-    row: bool = False  # theirs has a first dimension of one
-    flat: int = 0  # matrices of the stack if theirs merges its first two dimensions
+    interleaved: bool = False  # alternating rows of theirs are ours
+    extra_dimension: bool = False  # theirs has a first dimension of one
+    merged_experts: int = 0  # matrices of the stack if theirs merges its first two dimensions
     skipped: int = 0  # unused first rows of theirs
     plus: float = 0.0  # ours minus theirs (norms that multiply by 1 + weight)
 
@@ -53,11 +53,11 @@ class Entry:
     def join(self, tensors: list[Tensor]) -> Tensor:
         import torch
 
-        if self.each:
+        if self.unstacked:
             return torch.stack(tensors)
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        tensor = tensor[0] if self.row else tensor
-        tensor = self._part(tensor.unflatten(0, (self.flat, -1)) if self.flat else tensor)
+        tensor = tensor[0] if self.extra_dimension else tensor
+        tensor = self._part(tensor.unflatten(0, (self.merged_experts, -1)) if self.merged_experts else tensor)
         tensor = tensor[torch.tensor(self.order, device=tensor.device)] if self.order else tensor
         tensor = tensor.float() + self.plus if self.plus else tensor
         return tensor.t() if self.transposed else tensor
@@ -72,16 +72,16 @@ class Entry:
             tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
         if self.count > 1 or self.skipped or self.inputs_first:
             shape = list(tensor.shape)
-            shape[int(self.stack)] = shape[int(self.stack)] * self.count + self.skipped
+            shape[int(self.stacked)] = shape[int(self.stacked)] * self.count + self.skipped
             if self.inputs_first:
                 shape.append(shape.pop(1))
             whole = there.setdefault(self.theirs[0], tensor.new_zeros(shape))
             self._part(whole).copy_(tensor)
-            if self.flat:
+            if self.merged_experts:
                 there[self.theirs[0]] = whole.flatten(0, 1)
             return
-        tensor = tensor.flatten(0, 1) if self.flat else tensor[None] if self.row else tensor
-        split = tensor.unbind() if self.each else tensor.split(self.sizes) if self.sizes else (tensor,)
+        tensor = tensor.flatten(0, 1) if self.merged_experts else tensor[None] if self.extra_dimension else tensor
+        split = tensor.unbind() if self.unstacked else tensor.split(self.sizes) if self.sizes else (tensor,)
         # Copies, because three views of one matrix would be saved as three whole matrices, or refused.
         there |= {name: part.clone(memory_format=torch.contiguous_format)
                   for name, part in zip(self.theirs, split, strict=True)}  # fmt: skip
@@ -90,9 +90,9 @@ class Entry:
         """Return the view of theirs that is ours."""
         if self.inputs_first:
             theirs = theirs.movedim(-1, 1)
-        axis = int(self.stack)
+        axis = int(self.stacked)
         rows = theirs.shape[axis]
-        if self.turns:
+        if self.interleaved:
             chosen = slice(self.which, None, self.count)
         else:
             start = self.skipped + self.which * (rows // self.count)
@@ -183,17 +183,18 @@ def _network(config: ModelConfig, names: Names) -> Iterator[Entry]:
     experts = names.experts
     yield Entry("ffn.router.weight", (f"{experts.router}.weight",))
     yield Entry("ffn.router.score_bias", (f"{experts.router}.bias",))
-    yield Entry("ffn.router.bias", (experts.choice_bias,), row=experts.choice_row)
+    yield Entry("ffn.router.bias", (experts.choice_bias,), extra_dimension=experts.choice_extra_dimension)
     for which, part in enumerate(("gate", "up", "down")):
         name, ours = getattr(experts, part), f"ffn.experts.{part}"
         if "{}" in name:
-            yield Entry(f"{ours}.weight", tuple(name.format(n) for n in range(config.moe.experts)), each=True)
+            yield Entry(f"{ours}.weight", tuple(name.format(n) for n in range(config.moe.experts)), unstacked=True)
             continue
-        both, turns = experts.gate == experts.up and part != "down", part in experts.inputs_first
+        both, inputs_first = experts.gate == experts.up and part != "down", part in experts.inputs_first
         for kind, end in (("weight", ""), ("bias", experts.bias)):
             yield Entry(
-                f"{ours}.{kind}", (name + end,), stack=True, which=which * both, count=1 + both, inputs_first=turns,
-                turns=both and turns, flat=experts.flat * config.moe.experts,
+                f"{ours}.{kind}", (name + end,), stacked=True, which=which * both, count=1 + both,
+                inputs_first=inputs_first, interleaved=both and inputs_first,
+                merged_experts=experts.merged_experts * config.moe.experts,
             )  # fmt: skip
     for part in ("gate", "up", "down"):
         yield Entry(f"ffn.shared.{part}.weight", (f"{experts.shared}.{part}_proj.weight",))

@@ -13,7 +13,7 @@ from typing import Any
 from ironlaw.catalog.formats import PrecisionRecipe, number_format, precision_recipe
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engines.low_precision import casts_by, storage_by
-from ironlaw.workload.conventions import Conventions, StorageFormat
+from ironlaw.workload.conventions import Conventions, LinearStorage
 from ironlaw.workload.sizes import Size
 
 
@@ -140,7 +140,7 @@ class TrainingEngine(Conventions):
             held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
             recipe = self.recipe(precision)
             if recipe is not None:  # whose program keeps what 16 bits do
-                held = StorageFormat(description="planned with the memory of bf16, an upper bound")
+                held = LinearStorage(description="planned with the memory of bf16, an upper bound")
             casts = casts_by(self.low_precision, precision, generation)
             return replace(self, storage=held, casts=casts, tile=recipe.tile if recipe else 1)
         if precision not in ("fp32", "tf32"):
@@ -148,7 +148,7 @@ class TrainingEngine(Conventions):
         return replace(
             self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
             gradient_communication_bytes=4.0, element_bytes=4.0,
-            storage=StorageFormat(4.0, gather_bytes=4.0),
+            storage=LinearStorage(4.0, gather_bytes=4.0),
         )  # fmt: skip
 
     def recipe(self, precision: str) -> PrecisionRecipe | None:

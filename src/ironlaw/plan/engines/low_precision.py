@@ -38,7 +38,7 @@ attention, router, output layer and loss stay in 16 bits or more in both librari
 from __future__ import annotations
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.workload.conventions import WIDE, Casts, StorageFormat
+from ironlaw.workload.conventions import WIDE, Casts, LinearStorage
 
 ONE_ARRANGEMENT = ("blackwell", "blackwell_ultra")
 """Generations whose products under scales per tensor read operands in either order."""
@@ -61,21 +61,21 @@ def casts_by(library: str, precision: str, generation: str) -> Casts:
     return Casts(inputs=both, gradients=both)
 
 
-def storage_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> StorageFormat:
+def storage_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> LinearStorage:
     """What is held under this precision; as under bf16 of more than 8 bits or by an unknown library."""
     if not number_format(precision).narrow:
-        return StorageFormat()
+        return LinearStorage()
     if library not in LIBRARIES[:2]:
-        return StorageFormat(description="planned with the memory of bf16: what this software keeps is not known")
+        return LinearStorage(description="planned with the memory of bf16: what this software keeps is not known")
     if library == "torchao" and precision != "nvfp4":
-        return StorageFormat(description="torchao keeps inputs and weights in 16 bits and casts them in every pass")
+        return LinearStorage(description="torchao keeps inputs and weights in 16 bits and casts them in every pass")
     arrangements = 1 if precision == "fp8" and generation in ONE_ARRANGEMENT else 2
     element = number_format(precision).bytes_per_element()
     copies = arrangements * number_format(precision).bytes_per_element(weight=True)
     once_more = element if precision == "fp8" and library == "transformer-engine" else 0.0
     narrow = narrow_parameters and precision != "fp8_block"  # that recipe of NeMo keeps 16-bit parameters
     word = "in place of" if narrow else "beside"
-    return StorageFormat(
+    return LinearStorage(
         input_bytes=element,
         attention_copy_bytes=once_more,
         copy_bytes=copies - WIDE if narrow else copies,
