@@ -342,9 +342,9 @@ def test_an_fp16_step_that_overflows_is_no_fault(
             assert weight.grad is not None
             weight.grad.view(-1)[0] = math.inf
         before = weight.detach().clone()
-        agreed = plain(self, loss, number, *rest)
+        result = plain(self, loss, number, *rest)
         assert torch.equal(before, weight) is (number in (0, 33))
-        return agreed
+        return result
 
     monkeypatch.setattr(Step, "update", update)
     train(half, tmp_path / "run")

@@ -129,17 +129,17 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
-        folder = here.ranks.first_does(lambda: out or default_name(settings.model.name))
-        profile = here.ranks.first_does(lambda: this_machine(say.print, progress))
-        live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
-        with live if here.ranks.first else nullcontext():
-            if here.ranks.first:
+        folder = here.ranks.on_rank_0(lambda: out or default_name(settings.model.name))
+        profile = here.ranks.on_rank_0(lambda: this_machine(say.print, progress))
+        live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.is_rank_0 else None)
+        with live if here.ranks.is_rank_0 else nullcontext():
+            if here.ranks.is_rank_0:
                 live.say(here.title)
             outcome = here.train(
                 folder, profile, resume=resume or here.rendezvous.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
-    if here.ranks.first:
+    if here.ranks.is_rank_0:
         _show(outcome, folder, live, json)
     _leave(outcome)
 

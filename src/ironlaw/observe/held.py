@@ -3,7 +3,7 @@
 Only this thread's calls are recorded: a tensor that another thread lets go of seems to stay until its address is given
 out again, which the count takes as its end. Gloo's threads do so with the copies that a collective makes for itself,
 if they let go of them after this thread has. Those are gone when this thread goes on: a recording of ranks waits for
-each collective where it is called (`Waits.settle` in `train/parallel/waiting.py`).
+each collective where it is called (`Traffic.synchronous` in `train/parallel/communication.py`).
 """
 
 from __future__ import annotations

@@ -426,4 +426,4 @@ class _Rank:
             self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 
-MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time
+MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/diloco.py` reduces at a time

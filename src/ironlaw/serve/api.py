@@ -155,11 +155,11 @@ class Server:
         if request.sampling.constraint is not None:
             request.state = request.sampling.constraint()
 
-        def told(request: Request, chosen: list[Chosen]) -> None:
+        def on_output(request: Request, chosen: list[Chosen]) -> None:
             finish = request.finish
             self.outbox.put(job.queue, Piece(index, reader.take(finish is not None), chosen, finish))
 
-        request.reads, request.on_output = reader, told
+        request.reads, request.on_output = reader, on_output
         job.requests.append(request)
 
     @cached_property

@@ -82,7 +82,7 @@ class Trainer:
         self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = self._gradient_norm = float("nan")
         self.interruption = Interruption(self.say)
-        self._stop_agreed = False
+        self._stop_requested = False
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
         self._spike_known = False
@@ -113,7 +113,7 @@ class Trainer:
             self.say(f"resumed from step {start.step}")
         self.compiled = self.one_step.compile()
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file))
-        if mesh.first:
+        if mesh.is_rank_0:
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
             self.journal = cast(Journal, Silent())
@@ -216,7 +216,7 @@ class Trainer:
 
     def _stopping(self) -> bool:
         if self.mesh.size > 1:
-            return self._stop_agreed  # a rank must not stop alone: the others would wait for it
+            return self._stop_requested  # a rank must not stop alone: the others would wait for it
         return self.interruption.name is not None
 
     def _enough_steps_left(self) -> bool:
@@ -235,13 +235,13 @@ class Trainer:
                     self._batch_crc32 = batch_crc32(batch)
             loss = self.one_step.forward_backward(batch, number)
             stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
-            agreed = self.one_step.update(loss, number, stop, numbers)
-        self.train_loss, self._gradient_norm, self._stop_agreed, _ = agreed
-        if agreed.stop and self.interruption.name is None:
+            result = self.one_step.update(loss, number, stop, numbers)
+        self.train_loss, self._gradient_norm, self._stop_requested, _ = result
+        if result.stop and self.interruption.name is None:
             self.interruption.name = "SIGTERM"  # another rank received a signal
         self.step += 1
         self.tokens += self.config.tokens_per_step
-        observer.told(agreed, self.step, self.journal.event, self.say)
+        observer.after_step(result, self.step, self.journal.event, self.say)
         return times
 
     def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
@@ -258,7 +258,7 @@ class Trainer:
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
         self.observer.recorded(recorded, self.observed.profile, persistent)
-        if self.mesh.first:
+        if self.mesh.is_rank_0:
             keep_profile(self.run.profile_file, self.observed)
         # The profiled steps and the work between them have already been counted under other headings.
         counted = sum(self.observed.wall_seconds.values()) - counted
@@ -356,8 +356,8 @@ class Trainer:
         def decide() -> tuple[checkpoint.Checkpoint | None, list[dict[str, Any]]]:
             return answer(spike, recovery, self.run.checkpoints, self.journal.event, self.say), recovery.turns[known:]
 
-        target, turns = self.mesh.first_does(decide)
-        if not self.mesh.first:
+        target, turns = self.mesh.on_rank_0(decide)
+        if not self.mesh.is_rank_0:
             for event in turns:
                 recovery.take(event)
         return target
@@ -377,7 +377,7 @@ class Trainer:
         """Compare the machine's speed with its measured profile every few seconds."""
         now = time.perf_counter()
         due = now - self._last_probe > PROBE_EVERY_SECONDS
-        if due and self.mesh.first and self.device.type == "cpu":
+        if due and self.mesh.is_rank_0 and self.device.type == "cpu":
             self.observed.probes.append(self._probe.ratios(self.profile))
             self._last_probe = now
 
@@ -386,7 +386,7 @@ class Trainer:
         observed, config = self.observed, self.config
         self.observer.gather(observed)
         trained = self.one_step.trained() if config.finetune.adapts else {}
-        if not self.mesh.first:
+        if not self.mesh.is_rank_0:
             return Ledger("run")
         if config.finetune.adapts:
             save_adapter(self.run.adapter, trained, config)

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Mesh:
-    """`rank` of `size` ranks with a layout `config`, on `device`. For `sites` see `train/parallel/outer.py`."""
+    """`rank` of `size` ranks with a layout `config`, on `device`. For `sites` see `train/parallel/diloco.py`."""
 
     device: torch.device
     rank: int = 0
@@ -35,7 +35,7 @@ class Mesh:
     sites: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is the rank that writes files and messages."""
         return self.rank == 0
 
@@ -51,7 +51,7 @@ class Mesh:
 
     # -- collectives; every rank calls them ------------------------------------------------------------------
 
-    def first_does(self, function: Callable[[], Result]) -> Result:
+    def on_rank_0(self, function: Callable[[], Result]) -> Result:
         """Call `function` on rank 0 and return its result on every rank. A UserError there ends all ranks."""
         return function()
 
@@ -70,7 +70,7 @@ class Mesh:
         return min(profile.threads, usable_threads())
 
 
-class Agreed(NamedTuple):
+class StepResult(NamedTuple):
     """What all ranks agree on in a step: the loss over the global batch, the global gradient norm before clipping,
     whether any rank requested a stop, and the sums of the numbers that each rank contributed."""
 
@@ -106,7 +106,9 @@ class Observer:
         """Return values for step `number` to be summed over ranks; all ranks return equally many."""
         return []
 
-    def told(self, agreed: Agreed, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
+    def after_step(
+        self, result: StepResult, number: int, event: Callable[..., None], say: Callable[[str], None]
+    ) -> None:
         """Called after step `number` with the sums over all ranks."""
 
     def gather(self, observed: Observations) -> None:

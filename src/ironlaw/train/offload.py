@@ -90,11 +90,11 @@ class ActivationOffload:
             self._leaving_bytes += kept.bytes
             self.moved_bytes += kept.bytes
             self._next_back = kept.number
-            self._let_go()
+            self._release_copied()
         kept.wanted += 1
         return _View(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def _let_go(self) -> None:
+    def _release_copied(self) -> None:
         """Release storages whose copies are done, and the oldest while too much is in flight, after a device wait."""
         while self._leaving and (self._leaving_bytes > self.ahead_bytes or self._leaving[0].out.done()):
             kept = self._leaving.popleft()

@@ -36,7 +36,7 @@ def build_optimizer(
         to = assigned[name if name in assigned else "embedding.weight"]  # copy of a tied embedding, on the last stage
         groups.setdefault((to, getattr(tensor, "device_mesh", None)), []).append(tensor)
 
-    def of(matrix: bool) -> list[dict[str, Any]]:
+    def groups_of(matrix: bool) -> list[dict[str, Any]]:
         return [
             {"params": some, "weight_decay": to.weight_decay, "lr_scale": to.lr_scale, "lr": config.lr * to.lr_scale}
             for (to, _), some in groups.items()
@@ -44,10 +44,10 @@ def build_optimizer(
         ]
 
     if stream is not None:
-        return HostOptimizer(of(False), lambda some: _build(config.name, some, config), stream)
+        return HostOptimizer(groups_of(False), lambda some: _build(config.name, some, config), stream)
     if config.name not in MATRIX_OPTIMIZERS:
-        return _build(config.name, of(False), config)
-    return Combined([_build(config.name, of(True), config), _build("adamw", of(False), config)])
+        return _build(config.name, groups_of(False), config)
+    return Combined([_build(config.name, groups_of(True), config), _build("adamw", groups_of(False), config)])
 
 
 def grouped(parameters: Sequence[Parameter], config: OptimizerConfig) -> dict[Assignment, list[str]]:

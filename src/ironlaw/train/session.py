@@ -60,20 +60,20 @@ def run_training(
         )
     strategy = strategy or one_process(profile)
     mesh = strategy.mesh
-    if not mesh.first:
+    if not mesh.is_rank_0:
         data_progress = planned = watch = say = None
     say = say or (lambda message: None)
-    mesh.first_does(lambda: check_installed(config.tracking))
-    run = mesh.first_does(lambda: find_run(out, config, resume))
+    mesh.on_rank_0(lambda: check_installed(config.tracking))
+    run = mesh.on_rank_0(lambda: find_run(out, config, resume))
     with contextlib.ExitStack() as held:
         lock = lambda: held.enter_context(locked(run.path))  # noqa: E731
-        there = mesh.first_does(run.path.is_dir)
+        there = mesh.on_rank_0(run.path.is_dir)
         if there:  # lock before its checkpoints are read; a new run is locked when its directory exists
-            mesh.first_does(lock)
+            mesh.on_rank_0(lock)
         plan = strategy.plan(config, profile)
-        mesh.first_does(lambda: check_library(config.optimizer.name))
+        mesh.on_rank_0(lambda: check_library(config.optimizer.name))
         dataset = strategy.prepare(config, data_progress, say)
-        start = mesh.first_does(lambda: check_start(config, dataset, run, say))
+        start = mesh.on_rank_0(lambda: check_start(config, dataset, run, say))
         if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
             say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
             return Outcome(Ledger.load(run.ledger_file), start.step, None)
@@ -90,7 +90,7 @@ def run_training(
             if planned is not None:
                 planned(plan, dataset)
 
-        mesh.first_does(create)
+        mesh.on_rank_0(create)
         with strategy.observer(run) as watching:
             named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
             trainer = partial(Trainer, config, run, plan, dataset, profile, strategy, **named)
@@ -114,7 +114,7 @@ def _train(
         with contextlib.suppress(OSError):
             write_event(run, "out_of_memory", step=step, message=str(answer))
         raise answer from None
-    if mesh.first:
+    if mesh.is_rank_0:
         outcome.ledger.save(run.ledger_file)
     mesh.barrier()
     if mesh.size == 1:  # the records that improve later plans are of single processes only

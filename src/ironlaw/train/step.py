@@ -32,7 +32,7 @@ from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blo
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
 from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
-from ironlaw.train.mesh import Agreed, Mesh
+from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
@@ -242,13 +242,13 @@ class Step:
 
     # -- update ----------------------------------------------------------------------------------------------
 
-    def update(self, loss: Tensor, number: int, stop: bool = False, numbers: Sequence[float] = ()) -> Agreed:
+    def update(self, loss: Tensor, number: int, stop: bool = False, numbers: Sequence[float] = ()) -> StepResult:
         """Clip gradients by their global norm, update the weights and clear the gradients. Every rank returns the same:
         `loss` over all ranks, the norm, whether any rank requests a `stop`, and the sums of `numbers`."""
         recording = self.recording
         alone = self.mesh.size == 1 or self.device.type == "cpu"
         with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
-            mean, norm, stop, added = self._agree(loss, stop, numbers)
+            mean, norm, stop, added = self._reduce_and_clip(loss, stop, numbers)
         with self.phase(Phase.OPTIMIZER):
             set_learning_rate(self.optimizer, learning_rate(self.config, number))
             with scope(MODULE_SCOPE + self.config.optimizer.name, recording):
@@ -265,14 +265,16 @@ class Step:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
         with self.clock.phase(Phase.HOST):
-            agreed = Agreed(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
+            result = StepResult(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
         for plugin in self.plugins:
             with self.clock.phase(Phase.COMMUNICATION):
                 plugin.after(number + 1)
-        return agreed
+        return result
 
-    def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[Any, Any, bool, list[float]]:
-        """Clip the gradients. Returns the fields of `Agreed`, with tensors not yet synchronized to the host."""
+    def _reduce_and_clip(
+        self, loss: Tensor, stop: bool, numbers: Sequence[float]
+    ) -> tuple[Any, Any, bool, list[float]]:
+        """Clip the gradients. Returns the fields of `StepResult`, with tensors not yet synchronized to the host."""
         self.scale.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         return loss, norm, stop, list(numbers)

@@ -119,7 +119,7 @@ class ObjectiveConfig(Section):
 
 
 class CommunicationConfig(Section):
-    """Reduced communication among replicas over slow links (train/parallel/savers.py, outer.py)."""
+    """Reduced communication among replicas over slow links (train/parallel/gradient_compression.py, diloco.py)."""
 
     # Format of communicated gradients. bf16 halves the bytes and also rounds sums; powersgd (arXiv 1905.13727) sends
     # two thin matrices for each matrix that this makes at least twofold smaller, and adds the error to the next step.

@@ -145,7 +145,7 @@ class Run:
         policies = layer_policies(config.recompute, config.model)
         decisions = Decisions(config.train.precision, planned_recipe(config).loss_chunk, policies)
         self.step = LayoutStep(config, decisions, self.ranks)
-        self.applied, self.states = self.step.applied, self.step.states()
+        self.rank_model, self.states = self.step.rank_model, self.step.states()
         self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
         self.small_squares: list[float | None] = []
 
@@ -220,13 +220,13 @@ def weights_of(run: Run) -> dict[str, Tensor]:
     """Whole tensors of what this rank's stages hold, under the names of one process."""
     config, found = run.config.model, {}
     sizes = {"query": config.query_size, "key": config.key_value_size, "value": config.key_value_size}
-    named = dict(run.applied.model.named_parameters())
+    named = dict(run.rank_model.model.named_parameters())
     if run.step.average is not None:
         named |= {f"average/{name}": mine for name, mine in zip(list(named), run.step.average.tensors, strict=True)}
     for name, parameter in named.items():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().clone()
-    found |= {name: bias for name, bias in run.applied.model.named_buffers() if name.endswith("router.bias")}
+    found |= {name: bias for name, bias in run.rank_model.model.named_buffers() if name.endswith("router.bias")}
     for name in [name for name in found if ".qkv.query." in name]:
         parts = [found.pop(name.replace("query", part)) for part in sizes]
         found[name.replace(".query.", ".")] = torch.cat(parts)
@@ -268,9 +268,9 @@ def task_adapters(case: dict[str, Any], folder: Path) -> dict[str, float]:
         batch = batches.batch(step).map(torch.from_numpy)
         expected.append(one.update(one.forward_backward(batch, step), step)[:2])
     dist.barrier()
-    store.read(folder, run.applied.model, run.states | random)  # of the same step, from the other
+    store.read(folder, run.rank_model.model, run.states | random)  # of the same step, from the other
     again = run.train(5, 8)
-    store.write(folder, store.take(run.applied.model, run.states | random))
+    store.write(folder, store.take(run.rank_model.model, run.states | random))
     if dist.get_rank():
         return {}
     other = Step(alone, Decisions(config.train.precision), Mesh(torch.device("cpu")))
@@ -330,12 +330,12 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         if hop == 0:
             run.train(0, 4)
         else:
-            store.read(folders[-1], run.applied.model, states)
+            store.read(folders[-1], run.rank_model.model, states)
         # As in a run: copied between two steps, written behind the next ones.
         checkpointer = Checkpointer(
             folder / f"hop{hop}", CheckpointConfig(), config.model, store=store, ranks=replace(run.ranks, writing=group)
         )
-        checkpointer.take(4, 0, run.applied.model, states)
+        checkpointer.take(4, 0, run.rank_model.model, states)
         checkpointer.write()
         losses.append(run.train(4, 6)[-1][0])
         checkpointer.finish()
@@ -368,11 +368,11 @@ def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     dist.barrier()
     ranks = world.start(world.check(config, dist.get_world_size()))
     with recording() as recorded:
-        applied = layouts.apply(shapes(config.model), config, ranks, drawn=False)
-        read_first_weights(str(folder), applied.plain.values(), applied.model, ShardedFiles())
+        rank_model = layouts.apply(shapes(config.model), config, ranks, initialize=False)
+        read_first_weights(str(folder), rank_model.transformers.values(), rank_model.model, ShardedFiles())
     sizes = [p.numel() * 4 for p in weights.values()]
     different = 0.0
-    for name, parameter in applied.model.named_parameters():
+    for name, parameter in rank_model.model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         rows: Tensor = weights.get(name, weights["embedding.weight"])
         if ".qkv." in name and name not in weights:
@@ -380,7 +380,7 @@ def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             part = name.split(".")[-2]
             rows = weights[name.replace(f".{part}.", ".")].split(split)[("query", "key", "value").index(part)]
         different = max(different, float((whole - rows).detach().abs().max()))
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in applied.parameters()]
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in rank_model.parameters()]
     held = {"peak": recorded.peak_bytes(), "parts": sum(p.numel() * 4 for p in local)}
     held["file"] = (folder / "model.safetensors").stat().st_size
     return held | {"largest": max(sizes), "whole": sum(sizes), "different": different}
@@ -411,7 +411,7 @@ def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     store_at(store, folder, first)
     for run in (first, Run(config)):
         if run is not first:
-            store.read(folder, run.applied.model, run.states)
+            store.read(folder, run.rank_model.model, run.states)
         losses = run.train(case.get("saved", 4), 9)
         weights = torch.cat([w.flatten() for w in weights_of(run).values()])
         results.append(
@@ -421,7 +421,7 @@ def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def store_at(store: ShardedFiles, folder: Path, run: Run) -> None:
-    store.write(folder, store.take(run.applied.model, run.states))
+    store.write(folder, store.take(run.rank_model.model, run.states))
     dist.barrier()
 
 
@@ -434,7 +434,7 @@ def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
     expected = []
     for step in range(6):
         expected += other.train(step, step + 1)
-        for parameter in other.applied.parameters():
+        for parameter in other.rank_model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= dist.get_world_size()
     ours, theirs = weights_of(run), weights_of(other)
@@ -471,7 +471,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         with recording() as recorded:
             run = Run(config)
             seen = stack.enter_context(observed(run.ranks))
-            seen.settle = True
+            seen.synchronous = True
             with seen.counting(StepClock()):
                 run.train(0, 3)  # PowerSGD's state is there from its first step on, which is the third at the earliest
                 begin = time.time_ns()

@@ -171,6 +171,6 @@ def test_a_rank_leaves_when_gloos_threads_rest() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     named.wait()
-    job.let_go()
+    job.wait_for_gloo()
     assert ended.is_set()
     thread.join()

@@ -57,7 +57,9 @@ class SharedAdapterFiles(ShardedFiles):
         """`whole`: the trained parameters before they are divided."""
         super().__init__(writers.writing, config)
         self.whole, self.writers = whole, writers
-        self.speaks = writers.index("tp") == writers.index("cp") == writers.index("dp") == 0  # sends a stage's tensors
+        self.sends_stage = (
+            writers.index("tp") == writers.index("cp") == writers.index("dp") == 0
+        )  # sends a stage's tensors
         self.names = [parameter.name for parameter in whole]
         self.groups = grouped(whole, config)
         self.order = list(chain.from_iterable(self.groups.values()))  # parameter order of one process's optimizer
@@ -70,12 +72,12 @@ class SharedAdapterFiles(ShardedFiles):
             held |= states["average"].named()
         trained = {name: tensor for name, tensor in held.items() if name.split("/")[1] in self.names}
         here = whole_tensors(model, trained)
-        stages = self.writers.gather(here if self.speaks and not self.first else None)
+        stages = self.writers.gather(here if self.sends_stage and not self.is_rank_0 else None)
         return {name: tensor for stage in (here, *stages) if stage for name, tensor in stage.items()}
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found = self.gather(model, states)
-        if not self.first:
+        if not self.is_rank_0:
             return {}, {}
         saved = {name: part.state_dict() for name, part in states.items()}
         if "average" in states:
@@ -93,7 +95,7 @@ class SharedAdapterFiles(ShardedFiles):
         return {name: found[f"weights/{name}"] for name in self.names}, host_copy(saved)
 
     def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
-        return AdapterFiles().write(folder, taken) if self.first else {}
+        return AdapterFiles().write(folder, taken) if self.is_rank_0 else {}
 
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
         with safe_open(folder / WEIGHTS, framework="pt") as file:

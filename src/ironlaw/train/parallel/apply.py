@@ -1,5 +1,5 @@
 """Applies a layout to a model. The order of the steps matters, and a comment at each step gives the reason. The result,
-`Applied`, is what a rank holds."""
+`RankModel`, is what a rank holds."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from ironlaw.workload.sharding import shards_hidden
 
 
 @dataclass
-class Applied:
-    """The model as held by this rank: callable `parts` by stage number, and the `plain` transformers inside them."""
+class RankModel:
+    """The model as held by this rank: callable `stages` by number, and the `transformers` inside them."""
 
     ranks: Ranks
-    parts: dict[int, nn.Module]
-    plain: dict[int, Transformer]
-    partial: list[nn.Parameter] = field(default_factory=list)  # parameters whose gradients are summed over tp
-    copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
-    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert weights, whose gradients cover all ep ranks
+    stages: dict[int, nn.Module]
+    transformers: dict[int, Transformer]
+    tp_partial: list[nn.Parameter] = field(default_factory=list)  # parameters whose gradients are summed over tp
+    tied_head_copy: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+    ep_parameters: list[nn.Parameter] = field(default_factory=list)  # experts, whose gradients cover all ep ranks
 
     def __post_init__(self) -> None:
-        self.model = pipeline.joined(self.plain)  # all local parameters under their names in the whole model
+        self.model = pipeline.joined(self.transformers)  # all local parameters under their names in the whole model
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for part in self.plain.values() for parameter in part.parameters()]
+        return [parameter for part in self.transformers.values() for parameter in part.parameters()]
 
 
 def apply(
     model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False,
-    drawn: bool = True,
-) -> Applied:  # fmt: skip
+    initialize: bool = True,
+) -> RankModel:  # fmt: skip
     """Divide `model` according to the layout. It must be equal on every rank, or on the meta device.
 
-    `policies`: recomputation of each layer; `compiled`: compile the blocks. `drawn`: initialize a model that is on the
-    meta device at random; otherwise its weights must be read from a checkpoint.
+    `policies`: recomputation of each layer; `compiled`: compile the blocks. `initialize`: draw random
+    weights for a model on the meta device; otherwise they must be read from a checkpoint.
     """
     layout = ranks.config
     model.dropout_seed = config.train.seed
@@ -74,36 +74,38 @@ def apply(
         experts.share(model, config, ranks)
 
     # Cut the stages before anything is divided, so that no rank divides or holds layers of other stages.
-    plain = _stages(model, ranks)
+    transformers = _stages(model, ranks)
 
     # Tensor parallelism divides full weights; FSDP then shards each rank's part and gathers only that.
     if layout.tp > 1:
-        for part in plain.values():
+        for part in transformers.values():
             if adapts:
                 adapted.divide(part, ranks.mesh["tp"], ranks.index("tp"))
             tensor.parallelize(part, ranks.mesh["tp"], layout.sp, adapts)
 
     # Experts likewise, over the ranks that exchange rows and over tp.
     if layout.tp > 1 or layout.ep > 1:
-        for layer in (layer for part in plain.values() for layer in expert_layers(part)):
+        for layer in (layer for part in transformers.values() for layer in expert_layers(part)):
             experts.divide(layer.experts, ranks)
 
     # Then recomputation and compilation: FSDP must gather weights around them, for the recomputation too.
-    for part in plain.values():
+    for part in transformers.values():
         layers = [int(name) for name, _ in part.blocks.named_children()]
         recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())
         for called in part.blocks if compiled else ():
             called.forward = torch.compile(called.forward)
 
     # Data parallelism last, around everything: its units are the blocks in their final form.
-    parts = _replicated(model, plain, config, ranks, drawn, fsdp)
+    stages = _replicated(model, transformers, config, ranks, initialize, fsdp)
 
     # Collected only now, since FSDP replaces the model's parameters by its own.
-    partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
-    last = plain.get(layout.pp * layout.virtual_stages - 1) if layout.pp > 1 and config.model.tied else None
-    copied = None if last is None else cast(nn.Parameter, last.head.weight)
-    exchanged = [p for part in plain.values() for layer in expert_layers(part) for p in layer.experts.parameters()]
-    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [])
+    tp_partial = [p for part in transformers.values() for p in tensor.partial_parameters(part, layout.sp)]
+    last = transformers.get(layout.pp * layout.virtual_stages - 1) if layout.pp > 1 and config.model.tied else None
+    tied_head_copy = None if last is None else cast(nn.Parameter, last.head.weight)
+    experts_here = (layer.experts for part in transformers.values() for layer in expert_layers(part))
+    ep_parameters = [p for some in experts_here for p in some.parameters()] if layout.ep > 1 else []
+    tp_partial = tp_partial if layout.tp > 1 else []
+    return RankModel(ranks, stages, transformers, tp_partial, tied_head_copy, ep_parameters)
 
 
 def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
@@ -117,19 +119,20 @@ def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
 
 
 def _replicated(
-    model: Transformer, plain: dict[int, Transformer], config: RunConfig, ranks: Ranks, drawn: bool, fsdp: bool
-) -> dict[int, nn.Module]:
+    model: Transformer, transformers: dict[int, Transformer], config: RunConfig, ranks: Ranks, initialize: bool,
+    fsdp: bool,
+) -> dict[int, nn.Module]:  # fmt: skip
     # Memory is allocated as late as possible: after FSDP, which can divide tensors on the meta device.
     deferred = any(parameter.is_meta for parameter in model.parameters())
-    for part in plain.values() if not deferred else ():
+    for part in transformers.values() if not deferred else ():
         part.to(ranks.device)
-    for part in plain.values() if fsdp else ():
+    for part in transformers.values() if fsdp else ():
         reduced = torch.bfloat16 if config.communication.gradients == "bf16" else None  # weights keep their type
         shard(part, ranks, MixedPrecisionPolicy(reduce_dtype=reduced))
     if deferred:
-        materialize.materialize(plain.values(), ranks.device, drawn)
+        materialize.materialize(transformers.values(), ranks.device, initialize)
     if fsdp or ranks.size_of("replicate") == 1:
-        return dict(plain)
+        return dict(transformers)
     # DDP if nothing else divides the weights: it reduces gradients in buckets during the backward pass.
     group = ranks.group("replicate")
     with warnings.catch_warnings():  # PyTorch 2.11 lacks the option that replaces broadcast_buffers
@@ -137,7 +140,7 @@ def _replicated(
         wrapped = DistributedDataParallel(
             model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
         )
-    return {**plain, 0: wrapped}
+    return {**transformers, 0: wrapped}
 
 
 def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:

@@ -43,8 +43,8 @@ CALLS: dict[str, tuple[str, int, str]] = {
 }
 # Functional collectives, which DTensor calls. Their last argument names the group; `wait_tensor` waits for the result.
 FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
-BUCKET_LET_GO_SECONDS = 0.02  # shorter, as there may be hundreds of buckets
+RELEASE_SECONDS, POLL_SECONDS = 1.0, 1e-4
+BUCKET_RELEASE_SECONDS = 0.02  # shorter, as there may be hundreds of buckets
 
 Key = tuple[str, str]  # mesh dimension and kind of a collective
 
@@ -70,7 +70,7 @@ class Traffic:
         self.steps = 0
         # During profiling: wait for each collective where it is called, until gloo's threads have released its
         # tensors, because the profiler sees only what this thread releases (`observe/held.py`).
-        self.settle = False
+        self.synchronous = False
         self._dimensions = dimensions_of(ranks)
         self._known: dict[Any, tuple[str, int]] = {}
         self._clock: StepClock | None = None
@@ -121,7 +121,7 @@ class Traffic:
     def waiting(self, key: Key) -> Iterator[None]:
         """Time a block in which the main thread waits."""
         began = time.perf_counter()
-        with scope(COMMUNICATION_SCOPE, self.settle):
+        with scope(COMMUNICATION_SCOPE, self.synchronous):
             yield
         self.waited(key, time.perf_counter() - began)
 
@@ -133,25 +133,25 @@ class Traffic:
 
     def uses(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors of a call with their reference counts before it."""
-        if not self.settle:
+        if not self.synchronous:
             return []
         return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
 
-    def let_go(self, uses: list[tuple[Tensor, int]], longest_seconds: float = LET_GO_SECONDS) -> None:
+    def wait_for_release(self, uses: list[tuple[Tensor, int]], longest_seconds: float = RELEASE_SECONDS) -> None:
         """During profiling, wait until gloo's thread has released all these tensors."""
-        if not self.settle:
+        if not self.synchronous:
             return
         limit = time.perf_counter() + longest_seconds
         while any(_uses(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
-            time.sleep(BREATH_SECONDS)
-        time.sleep(BREATH_SECONDS)  # the thread releases a tensor's Python object last, which requires the GIL
+            time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # the thread releases a tensor's Python object last, which requires the GIL
 
     def bucket_done(self, key: Key, buffer: Tensor, uses: int, future: Any) -> None:
         """Called when DDP's hook has sent a bucket."""
-        if self.settle:
+        if self.synchronous:
             with scope(COMMUNICATION_SCOPE):
                 future.wait()
-                self.let_go([(buffer, uses + 1)], BUCKET_LET_GO_SECONDS)  # plus one reference by the future
+                self.wait_for_release([(buffer, uses + 1)], BUCKET_RELEASE_SECONDS)  # plus one reference by the future
         self._last_bucket = key, time.perf_counter()
 
     def backward_done(self) -> None:
@@ -272,7 +272,7 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
         found = traffic.called(key, buffer.numel() * buffer.element_size())
         uses = traffic.uses(arguments, named)
         began = time.perf_counter()
-        if named.get("async_op") and not traffic.settle:
+        if named.get("async_op") and not traffic.synchronous:
             work = plain(*arguments, **named)
             work.get_future().add_done_callback(lambda done: found.took(time.perf_counter() - began))
             return _Timed(work, traffic, key)
@@ -281,7 +281,7 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
             if named.get("async_op"):  # so that this thread runs, and releases, what DDP's hook does next
                 work.wait()
             else:
-                traffic.let_go(uses)
+                traffic.wait_for_release(uses)
         found.took(time.perf_counter() - began)
         return work
 
@@ -318,9 +318,9 @@ def _functional(
         began = time.perf_counter()
         with traffic.waiting(key):
             result = plain(*arguments, **named)
-            if traffic.settle:
+            if traffic.synchronous:
                 wait(result)
-                traffic.let_go([*uses, (result, 1)])
+                traffic.wait_for_release([*uses, (result, 1)])
         pending[result.data_ptr()] = key, began
         return result
 

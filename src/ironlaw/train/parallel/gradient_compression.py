@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import CommunicationConfig, RunConfig
-from ironlaw.train.parallel.apply import Applied
+from ironlaw.train.parallel.apply import RankModel
 from ironlaw.train.parallel.communication import bucket_hook
 from ironlaw.train.parallel.plugin import StepPlugin
 
@@ -25,9 +25,9 @@ EPSILON = 1e-8
 """Added to the norm of a column: gradients of a lower rank than PowerSGD's have zero columns."""
 
 
-def of(applied: Applied, config: RunConfig) -> "PowerSGD | None":
+def plugin_for(rank_model: RankModel, config: RunConfig) -> "PowerSGD | None":
     """Register the configured hook on DDP. The default reduction is a hook, too, so that it can be observed."""
-    model, communication = next(iter(applied.parts.values())), config.communication
+    model, communication = next(iter(rank_model.stages.values())), config.communication
     if not isinstance(model, DistributedDataParallel):
         return None
     group = model.process_group
@@ -51,13 +51,13 @@ class PowerSGD(StepPlugin):
     name = "powersgd"
 
     def __init__(self, group: dist.ProcessGroup, communication: CommunicationConfig) -> None:
-        self.group, self._settled = group, False
+        self.group, self._buckets_final = group, False
         self.state = powerSGD_hook.PowerSGDState(
             group, communication.rank, communication.start_step, orthogonalization_epsilon=EPSILON
         )
 
     def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        if not self._settled:
+        if not self._buckets_final:
             return default_hooks.allreduce_hook(self.group, bucket)
         future = powerSGD_hook.powerSGD_hook(self.state, bucket)
         if bucket.buffer().device.type == "cpu":
@@ -72,7 +72,7 @@ class PowerSGD(StepPlugin):
         part(tokens, tokens).backward()
         part.zero_grad(set_to_none=True)
         part.train()
-        self._settled = True
+        self._buckets_final = True
 
     def held(self) -> Any:
         return [self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict]

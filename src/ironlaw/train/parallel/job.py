@@ -32,7 +32,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
 from ironlaw.train.history import write_event
 from ironlaw.train.parallel.observer import RankObserver
-from ironlaw.train.parallel.planning import agreed, plan_job
+from ironlaw.train.parallel.planning import broadcast_choice, plan_job
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.step import LayoutStep
@@ -94,7 +94,7 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
         if (found := first_difference(everybodys)) is not None:
             raise UserError(found)
 
-    ranks.first_does(refuse)
+    ranks.on_rank_0(refuse)
 
 
 Result = TypeVar("Result")
@@ -118,7 +118,7 @@ class RankStrategy(Strategy):
         self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
     ) -> Dataset:
         """Prepare data on rank 0; the other ranks then find everything in the cache."""
-        self.mesh.first_does(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
+        self.mesh.on_rank_0(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
         return prepare(config.data, config.model.vocab)
 
     def observer(self, run: RunDirectory) -> RankObserver:
@@ -198,7 +198,7 @@ def job(
     fewer = elastic and (resume or rendezvous.restarted)
     used = _quietly(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank < used and planned and choose is not None:
-        config = agreed(rendezvous.store, rendezvous.rank, lambda: _chosen(choose, written, config, used))
+        config = broadcast_choice(rendezvous.store, rendezvous.rank, lambda: _chosen(choose, written, config, used))
     _quietly(lambda: check(config, used))
     if rendezvous.rank >= used:
         stand_by(rendezvous)
@@ -209,7 +209,7 @@ def job(
         ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
         check_alike(ranks, rank_facts(config))
         yield RankJob(config, ranks, rendezvous)
-        if ranks.first:
+        if ranks.is_rank_0:
             rendezvous.store.set(FINISHED, "")
     except RuntimeError as error:
         if not any(words in str(error) for words in LOST):
@@ -220,26 +220,26 @@ def job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            let_go()
+            wait_for_gloo()
 
 
 GLOO_THREADS = "pt_gloo_runloop"
-SETTLED_LOOKS, LOOK_SECONDS, PATIENCE_SECONDS = 3, 0.02, 5.0
+IDLE_POLLS, POLL_SECONDS, LONGEST_WAIT_SECONDS = 3, 0.02, 5.0
 
 
-def let_go() -> None:
+def wait_for_gloo() -> None:
     """Wait until gloo's threads are idle.
 
     They release the last collective's tensors a moment after the thread that waited for it continues. If the
     interpreter is gone by then, the process aborts: on a busy core, one in six ranks did after a successful run.
     """
-    until, resting = time.monotonic() + PATIENCE_SECONDS, 0
-    while resting < SETTLED_LOOKS and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)  # releases the GIL, for which they may be waiting
-        resting = 0 if _at_work() else resting + 1
+    until, idle_polls = time.monotonic() + LONGEST_WAIT_SECONDS, 0
+    while idle_polls < IDLE_POLLS and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)  # releases the GIL, for which they may be waiting
+        idle_polls = 0 if _gloo_runs() else idle_polls + 1
 
 
-def _at_work() -> bool:
+def _gloo_runs() -> bool:
     """Whether one of gloo's threads is runnable. False if the system does not report it."""
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread has ended

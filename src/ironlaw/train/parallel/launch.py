@@ -248,8 +248,8 @@ def submit(kind: str, path: Path) -> str | None:
         if done.returncode:
             raise JobFailed(f"the job ended with {done.returncode}: what the nodes said is above")
         return None
-    told = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    if told.returncode:
-        said = (told.stderr or told.stdout).strip().splitlines() or [f"exit code {told.returncode}"]
+    finished = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    if finished.returncode:
+        said = (finished.stderr or finished.stdout).strip().splitlines() or [f"exit code {finished.returncode}"]
         raise UserError(f"{words[0]} refused {path}: {said[-1]}")
-    return told.stdout.strip()
+    return finished.stdout.strip()

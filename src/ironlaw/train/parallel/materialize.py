@@ -41,9 +41,8 @@ def shapes(config: ModelConfig) -> Transformer:
 
 
 @torch.no_grad()
-def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool = True) -> None:
-    """Allocate memory for the parts and, if `drawn`, initialize the weights. torch's generator must then have just been
-    seeded."""
+def materialize(parts: Iterable[Transformer], device: torch.device, initialize: bool = True) -> None:
+    """Allocate the parts' memory and, if `initialize`, draw the weights: torch's generator must be freshly seeded."""
     parts = list(parts)
     for part in parts:
         tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
@@ -52,7 +51,7 @@ def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool 
             assert part.embedding is not None
             part.head.weight = part.embedding.weight
         _reset_buffers(part, device)
-    if drawn:
+    if initialize:
         fill(parts, lambda wanted: first_weights(parts[0].config))
 
 

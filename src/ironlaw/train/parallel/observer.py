@@ -22,7 +22,7 @@ from ironlaw.observe.events import recorded_allocations
 from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.mesh import Agreed, Observer
+from ironlaw.train.mesh import Observer, StepResult
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.straggler import Straggling
@@ -63,11 +63,11 @@ class RankObserver(Observer):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Wait for each collective where it is called. Counts of these steps are dropped."""
-        self.traffic.settle, self._first_ended_ns = True, 0
+        self.traffic.synchronous, self._first_ended_ns = True, 0
         try:
             yield
         finally:  # a loss spike may end the profile while the run continues
-            self.traffic.settle = False
+            self.traffic.synchronous = False
             self.traffic.start_over()
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
@@ -91,11 +91,13 @@ class RankObserver(Observer):
         rank, size = self.ranks.rank, self.ranks.size
         return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
 
-    def told(self, agreed: Agreed, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
+    def after_step(
+        self, result: StepResult, number: int, event: Callable[..., None], say: Callable[[str], None]
+    ) -> None:
         """Report slow ranks. All ranks get the same numbers; rank 0 writes the report."""
-        if not self.ranks.first or not self._comparing(number):
+        if not self.ranks.is_rank_0 or not self._comparing(number):
             return
-        wall, *own = agreed.added
+        wall, *own = result.added
         news, over = self.straggling.observe(own, wall, self.every)
         for slow in news:
             host = self.watcher.host(slow.rank)
@@ -113,7 +115,7 @@ class RankObserver(Observer):
     def gather(self, observed: Observations) -> None:
         # Rank 0 selects the steps, so that the phases of all ranks refer to the same steps.
         kept = {id(step) for step in typical(observed.steps)}
-        chosen = self.ranks.first_does(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
+        chosen = self.ranks.on_rank_0(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
         steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
         self._everybodys = self.ranks.gather(self._seen(steps))
 
@@ -179,11 +181,11 @@ def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
         calls.setdefault(f"{call['dimension']} {call['kind']}", []).append(call)
     lines = [
         Line(
-            Phase.COMMUNICATION, Kind.COLLECTIVE, name, count=max(round(call["count"]) for call in of),
-            bytes_moved=sum(call["bytes"] / count for call in of),
-            seconds=sum(call["exposed_seconds"] / count for call in of), origin=Origin.MEASURED,
+            Phase.COMMUNICATION, Kind.COLLECTIVE, name, count=max(round(call["count"]) for call in same),
+            bytes_moved=sum(call["bytes"] / count for call in same),
+            seconds=sum(call["exposed_seconds"] / count for call in same), origin=Origin.MEASURED,
         )
-        for name, of in calls.items()
+        for name, same in calls.items()
     ]  # fmt: skip
     waited = ledger.phase_seconds.get(Phase.COMMUNICATION)
     if waited is not None:

@@ -35,7 +35,7 @@ from ironlaw.workload.sections import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
-AGREED, CHOOSING_SECONDS = "planned layout", 900.0  # may include measuring the machine
+CHOICE_KEY, CHOOSING_SECONDS = "planned layout", 900.0  # may include measuring the machine
 
 
 def costs_here(profile: Profile) -> RankCosts:
@@ -59,9 +59,9 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     """Plan the job, on every rank, as two on different hosts may have to time messages. The plan is made on rank 0."""
     size, local = ranks.size, local_ranks(ranks.size)
     if ranks.device.type != "cpu":
-        return ranks.first_does(lambda: plan_on_accelerators(config, profile, size, local).ledger)
+        return ranks.on_rank_0(lambda: plan_on_accelerators(config, profile, size, local).ledger)
     between = _between(local) if local < size else None
-    return ranks.first_does(
+    return ranks.on_rank_0(
         lambda: plan_config(config, profile, size, RankFabric(costs_here(profile), local, between)).ledger
     )
 
@@ -110,7 +110,7 @@ def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabr
 
 def _between(local: int) -> Link:
     """Time messages between the first ranks of the first two hosts, over the job's own group."""
-    me, told = dist.get_rank(), [None]
+    me, reply = dist.get_rank(), [None]
     seconds: dict[int, float] = {}
     if me in (0, local):
         other = local - me
@@ -125,10 +125,10 @@ def _between(local: int) -> Link:
             seconds[size] = min(times[1:])
     if me == 0:
         rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
-        told = [(seconds[SMALL_BYTES], rate)]  # type: ignore[list-item]
-    dist.broadcast_object_list(told)
-    assert told[0] is not None
-    latency, rate = told[0]
+        reply = [(seconds[SMALL_BYTES], rate)]  # type: ignore[list-item]
+    dist.broadcast_object_list(reply)
+    assert reply[0] is not None
+    latency, rate = reply[0]
     return Link(latency, rate)
 
 
@@ -173,18 +173,18 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
 
 
-def agreed(store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
+def broadcast_choice(store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
     """Return rank 0's choice on every rank, before there is a process group. A UserError on rank 0 ends all ranks."""
     if rank:
-        store.wait([AGREED], datetime.timedelta(seconds=CHOOSING_SECONDS))
-        told = store.get(AGREED).decode()
-        if not told:
+        store.wait([CHOICE_KEY], datetime.timedelta(seconds=CHOOSING_SECONDS))
+        reply = store.get(CHOICE_KEY).decode()
+        if not reply:
             raise SystemExit(2)
-        return build_config(json.loads(told))
+        return build_config(json.loads(reply))
     try:
-        told = json.dumps(choose().model_dump(mode="json", exclude_none=True))
+        reply = json.dumps(choose().model_dump(mode="json", exclude_none=True))
     except UserError:
-        store.set(AGREED, "")
+        store.set(CHOICE_KEY, "")
         raise
-    store.set(AGREED, told)
-    return build_config(json.loads(told))
+    store.set(CHOICE_KEY, reply)
+    return build_config(json.loads(reply))

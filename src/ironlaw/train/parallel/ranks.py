@@ -73,21 +73,21 @@ class Ranks(Mesh):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def first_does(self, function: Callable[[], Result]) -> Result:
+    def on_rank_0(self, function: Callable[[], Result]) -> Result:
         """Call `function` on rank 0. If it raises UserError, rank 0 does too, and the other ranks exit silently."""
-        told: list[Any] = [None, None]
+        reply: list[Any] = [None, None]
         error: UserError | None = None
-        if self.first:
+        if self.is_rank_0:
             try:
-                told = [function(), None]
+                reply = [function(), None]
             except UserError as problem:
-                error, told = problem, [None, str(problem)]
-        dist.broadcast_object_list(told, group=_patient())
+                error, reply = problem, [None, str(problem)]
+        dist.broadcast_object_list(reply, group=_patient())
         if error is not None:
             raise error
-        if told[1] is not None:
+        if reply[1] is not None:
             raise SystemExit(2)
-        result: Result = told[0]
+        result: Result = reply[0]
         return result
 
     def gather(self, value: Any) -> list[Any]:
@@ -126,7 +126,7 @@ def _patient() -> dist.ProcessGroup:
     return _patient_groups[world]
 
 
-def settled(config: LayoutConfig, size: int) -> LayoutConfig:
+def with_dp(config: LayoutConfig, size: int) -> LayoutConfig:
     """Return the layout with dp computed for `size` ranks. Raises UserError if it needs another number of ranks."""
     others = config.tp * config.pp * config.cp
     if size % others or (config.dp or size // others) * others != size:
@@ -148,7 +148,7 @@ def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
 
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """Return the settled layout of a run on `size` ranks. Raises UserError, with a correction, if it cannot run."""
-    layout = settled(config.layout or LayoutConfig(), size)
+    layout = with_dp(config.layout or LayoutConfig(), size)
     config = config.in_layout(layout)
     refuse(_of_ranks(config, layout))
     if config.train.noise_scale_every and size > 1:
@@ -249,7 +249,7 @@ def start(
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     size = dist.get_world_size()
-    config = settled(config, size)
+    config = with_dp(config, size)
     assert config.dp is not None
     sharded, dp = config.zero > 0, config.dp // sites
     replicate = dp // (config.shard or dp) if sharded else dp * config.cp

@@ -65,9 +65,9 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Ren
             name = store.get(ROUND).decode()
             if name.endswith(f"/{size}"):  # otherwise the name of a start with fewer or more ranks
                 if store.check([f"{name}/all"]):
-                    told = json.loads(store.get(f"{name}/all"))
-                    if mine in told["words"]:
-                        return Rendezvous(dist.PrefixStore(name, store), rank, size, told["restarted"])
+                    meeting = json.loads(store.get(f"{name}/all"))
+                    if mine in meeting["words"]:
+                        return Rendezvous(dist.PrefixStore(name, store), rank, size, meeting["restarted"])
                 else:
                     store.set(f"{name}/{rank}", mine)
         _pause(until, "rank 0 did not come")

@@ -29,7 +29,7 @@ from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
-from ironlaw.train.parallel import communication, experts, gradient_compression, outer, pipeline
+from ironlaw.train.parallel import communication, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
@@ -55,9 +55,9 @@ class LayoutStep(Step):
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
         self._compiled = wanted == "on" and self._can_compile()
-        drawn, whole = fresh and not config.train.start_from, described(model)
-        self.applied = apply(model, config, ranks, plan.recompute, self._compiled, drawn)
-        self.model = self.applied.model
+        initialize, whole = fresh and not config.train.start_from, described(model)
+        self.rank_model = apply(model, config, ranks, plan.recompute, self._compiled, initialize)
+        self.model = self.rank_model.model
         # Also for layers that the division has created: split projections, a pipeline's copy of a tied head.
         use_onednn(self.model, onednn)
         group = dist.new_group(backend="gloo")
@@ -67,21 +67,21 @@ class LayoutStep(Step):
         else:
             self.store = ShardedFiles(group, config.optimizer)
         if fresh and config.train.start_from and not adapts:
-            read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
-        self.optimizer = build_optimizer(self.applied.model, config.optimizer, whole=whole)
+            read_first_weights(config.train.start_from, self.rank_model.transformers.values(), self.model, self.store)
+        self.optimizer = build_optimizer(self.rank_model.model, config.optimizer, whole=whole)
         if ranks.config.pp > 1:
             self.schedule = self._schedule_of(self.micro_batches)
         self._schedule_of_part: Any = None  # for the parts of a step that estimates the noise scale
         # Number of ranks over which gradients are averaged.
         self.averaging = ranks.dp // ranks.sites * ranks.config.cp
-        self.has_loss = ranks.config.pp * ranks.config.virtual_stages - 1 in self.applied.plain
+        self.has_loss = ranks.config.pp * ranks.config.virtual_stages - 1 in self.rank_model.transformers
         self.overflowed = False  # whether the last step's gradient did, which leaves the weights unchanged
-        self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
-        found = (of(self.applied, config) for of in (gradient_compression.of, outer.of))
+        self._copies = {id(p): self._copies_of(p) for p in self.rank_model.parameters()}
+        found = (create(self.rank_model, config) for create in (gradient_compression.plugin_for, diloco.plugin_for))
         self.plugins = [plugin for plugin in found if plugin is not None]
         tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
         for plugin in self.plugins:
-            plugin.begin(next(iter(self.applied.parts.values())), self.local(tokens))
+            plugin.begin(next(iter(self.rank_model.stages.values())), self.local(tokens))
 
     def _adapted(self) -> Transformer:
         """Return the whole base model with adapters, which the layout then divides."""
@@ -120,14 +120,14 @@ class LayoutStep(Step):
 
     def local(self, tokens: Tensor) -> Tensor:
         """Return this rank's positions of token sequences (B, S)."""
-        partition = next(iter(self.applied.plain.values())).partition
+        partition = next(iter(self.rank_model.transformers.values())).partition
         if not isinstance(partition, RankPartition) or partition.cp == 1:
             return tokens
         return tokens[:, partition.positions(tokens.shape[1])].contiguous()
 
     def _schedule_of(self, micro_batches: int) -> Any:
         return pipeline.build_schedule(
-            self.applied.parts, self.mesh, micro_batches, self.micro_batch, self.config.sequence,
+            self.rank_model.stages, self.mesh, micro_batches, self.micro_batch, self.config.sequence,
             self.config.model.hidden, self.autocast, self.phase,
         )  # fmt: skip
 
@@ -142,12 +142,12 @@ class LayoutStep(Step):
             more["reduction"] = "sum"
         named = {name: tensor for name, tensor in by_row.items() if tensor is not None}
 
-        def of(some: slice, schedule: Any) -> Tensor:
+        def gradients_of(some: slice, schedule: Any) -> Tensor:
             """Compute the gradients of the sequences `some` of this replica."""
             x, y, here = inputs[some], targets[some], {name: tensor[some] for name, tensor in named.items()}
 
             def loss_of(rows: slice) -> Tensor:
-                (part,) = self.applied.parts.values()
+                (part,) = self.rank_model.stages.values()
                 loss = part(x[rows], y[rows], **{name: tensor[rows] for name, tensor in here.items()}, **more)
                 return (loss.full_tensor() if isinstance(loss, DTensor) else loss) * factor
 
@@ -160,9 +160,9 @@ class LayoutStep(Step):
                 self._finish_gradients()
             return loss
 
-        return self._in_two(of) if estimating else of(slice(None), self.schedule)
+        return self._in_two_parts(gradients_of) if estimating else gradients_of(slice(None), self.schedule)
 
-    def _in_two(self, of: Callable[[slice, Any], Tensor]) -> Tensor:
+    def _in_two_parts(self, gradients_of: Callable[[slice, Any], Tensor]) -> Tensor:
         """Compute a step that estimates the noise scale in two parts, each a step of its own: forward, backward,
         reduction of gradients over the ranks.
 
@@ -174,17 +174,17 @@ class LayoutStep(Step):
         rows = count * self.micro_batch
         if self.schedule is not None and self._schedule_of_part is None:
             self._schedule_of_part = self._schedule_of(count)
-        loss = of(slice(rows), self._schedule_of_part)
+        loss = gradients_of(slice(rows), self._schedule_of_part)
         square = self.square()
         dist.all_reduce(square)
         squared = float(square) * (self.micro_batches / count / self._loss_scale()) ** 2
         self.small_square = rows * self.mesh.dp, squared
         kept = []
-        for parameter in self.applied.parameters():
+        for parameter in self.rank_model.parameters():
             if parameter.grad is not None:
                 kept.append((parameter, parameter.grad.clone()))  # DDP reduces into the same storage again
                 parameter.grad = None
-        loss = loss + of(slice(rows, None), self._schedule_of_part)
+        loss = loss + gradients_of(slice(rows, None), self._schedule_of_part)
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return loss
@@ -216,7 +216,7 @@ class LayoutStep(Step):
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
         """Reduce gradients with the last micro-batch only; ZeRO 2 and 3, which hold no whole ones, with each."""
-        (part,) = self.applied.parts.values()
+        (part,) = self.rank_model.stages.values()
         if isinstance(part, DistributedDataParallel):
             return nullcontext() if last else part.no_sync()
         if isinstance(part, FSDPModule):
@@ -235,11 +235,11 @@ class LayoutStep(Step):
     ) -> Tensor:  # fmt: skip
         """Return the sum of losses times `factor`, where it is known. `backward`: compute gradients, times `scale`."""
         losses: list[Tensor] = []
-        for part in self.applied.plain.values():
+        for part in self.rank_model.transformers.values():
             part.loss_factor = factor * scale
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
-        first = (inputs,) if 0 in self.applied.plain else ()
+        first = (inputs,) if 0 in self.rank_model.transformers else ()
         with self.clock.phase(Phase.HOST):  # the schedule's own time: passes and waits within it have their own phases
             if backward:
                 schedule.step(*first, return_outputs=False, **more)
@@ -252,22 +252,23 @@ class LayoutStep(Step):
     def _finish_gradients(self) -> None:
         """Reduce gradients that neither autograd nor FSDP reduces."""
         layout = self.mesh.config
-        for parameter in self.applied.parameters():
+        for parameter in self.rank_model.parameters():
             gradient = parameter.grad
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue
             if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
-        if self.applied.exchanged:  # averaged over ranks with the same experts, but summed over tokens of ep ranks
-            torch._foreach_div_([local_part(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
-        if self.applied.partial:
-            _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.mesh.group("tp"))
+        of_experts = [local_part(p.grad) for p in self.rank_model.ep_parameters if p.grad is not None]
+        if of_experts:  # averaged over ranks with the same experts, but summed over tokens of ep ranks
+            torch._foreach_div_(of_experts, layout.ep)
+        if self.rank_model.tp_partial:
+            _sum_together([p.grad for p in self.rank_model.tp_partial if p.grad is not None], self.mesh.group("tp"))
         if self.mesh.config.pp > 1 and self.config.model.tied:
             self._tie_gradients()
 
     def _tie_gradients(self) -> None:
         """Set the gradients of both copies of a tied weight, on the first and the last stage, to their sum."""
-        layout, first, copy = self.mesh.config, self.applied.plain.get(0), self.applied.copied_head
+        layout, first, copy = self.mesh.config, self.rank_model.transformers.get(0), self.rank_model.tied_head_copy
         ours = first.embedding.weight if first is not None and first.embedding is not None else copy
         if ours is None or ours.grad is None:
             return
@@ -290,7 +291,9 @@ class LayoutStep(Step):
 
     # -- agreement among ranks -------------------------------------------------------------------------------
 
-    def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[float, float, bool, list[float]]:
+    def _reduce_and_clip(
+        self, loss: Tensor, stop: bool, numbers: Sequence[float]
+    ) -> tuple[float, float, bool, list[float]]:
         """Clip the gradients and agree on all results in one all-reduce; elements with copies count once in the norm.
 
         Sites that train independently each clip by a norm of their own; the first site's is returned.
@@ -308,7 +311,7 @@ class LayoutStep(Step):
         norm = norms[self.mesh.index("site")]
         # As in torch.nn.utils.clip_grad_norm_, which adds the same 1e-6.
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
-        gradients = [local_part(p.grad) for p in self.applied.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.rank_model.parameters() if p.grad is not None]
         if shrink != 1.0 and gradients:
             torch._foreach_mul_(gradients, shrink)
         if self.scale.is_enabled():  # all ranks decide from the same numbers, so that none skips a step alone
@@ -319,8 +322,8 @@ class LayoutStep(Step):
     def square(self) -> Tensor:
         """Return this rank's part of the squared norm of the current gradients."""
         square = torch.zeros((), device=self.device, dtype=torch.float64)
-        for parameter in self.applied.parameters():
-            if parameter.grad is not None and parameter is not self.applied.copied_head:
+        for parameter in self.rank_model.parameters():
+            if parameter.grad is not None and parameter is not self.rank_model.tied_head_copy:
                 norm = torch.linalg.vector_norm(local_part(parameter.grad))
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         return square
@@ -345,13 +348,13 @@ class LayoutStep(Step):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        for part in self.applied.parts.values():
+        for part in self.rank_model.stages.values():
             part.eval()
         with ExitStack() as plugged:
             for plugin in self.plugins:
                 plugged.enter_context(plugin.evaluating())
             yield
-        for part in self.applied.parts.values():
+        for part in self.rank_model.stages.values():
             part.train()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
@@ -364,14 +367,14 @@ class LayoutStep(Step):
         more |= {} if batch.documents is None else {"documents": batch.documents}
         with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
             if self.schedule is None:
-                (part,) = self.applied.parts.values()
+                (part,) = self.rank_model.stages.values()
                 with self.autocast():
                     loss = part(inputs, targets, **more)
             else:
                 backward = self.mesh.config.schedule in V_SHAPED  # PyTorch's V schedules cannot skip it
                 with torch.set_grad_enabled(backward):
                     loss = self._pipelined(self.schedule, inputs, targets, 1.0, 1.0, more, backward)
-                for parameter in self.applied.parameters() if backward else ():
+                for parameter in self.rank_model.parameters() if backward else ():
                     parameter.grad = None
                 if not self.has_loss:
                     return 0.0, 0
@@ -383,7 +386,7 @@ class LayoutStep(Step):
     def persistent_bytes(self) -> int:
         """Return the bytes held between steps: tensors, a batch, DDP's buckets, plug-ins, and receive buffers."""
         total = super().persistent_bytes() + 2 * 8 * self.share * self.config.sequence
-        for part in self.applied.parts.values():
+        for part in self.rank_model.stages.values():
             if isinstance(part, DistributedDataParallel):  # gradients are views of persistent buckets
                 total += sum(p.nbytes for p in part.parameters() if p.requires_grad)
         received = list(pipeline.message_buffers(self.schedule))

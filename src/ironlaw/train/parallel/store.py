@@ -43,7 +43,7 @@ class ShardedFiles:
 
     def __init__(self, group: dist.ProcessGroup | None = None, settings: OptimizerConfig | None = None) -> None:
         self.group, self.settings = group, settings or OptimizerConfig()
-        self.first = group is None or dist.get_rank(group) == 0
+        self.is_rank_0 = group is None or dist.get_rank(group) == 0
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         optimizer = states["optimizer"]
@@ -52,7 +52,9 @@ class ShardedFiles:
         for part in states.values():
             if isinstance(part, StepPlugin):
                 tensors = part.saved(tensors)
-        rest = {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.first else {}
+        rest = (
+            {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.is_rank_0 else {}
+        )
         return tensors, host_copy(rest)
 
     def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
@@ -60,7 +62,7 @@ class ShardedFiles:
         shards = folder / FOLDER
         named = {name.removesuffix(COPY): tensor for name, tensor in tensors.items()}
         dcp.save(named, checkpoint_id=shards, process_group=self.group, no_dist=self.group is None)
-        if not self.first:
+        if not self.is_rank_0:
             return {}
         torch.save(rest, folder / STATE)
         paths = [folder / STATE, *sorted(path for path in shards.rglob("*") if path.is_file())]

@@ -148,15 +148,15 @@ HUNG = "hung"
 
 
 class Watcher:
-    """Watches the thread that creates it. `told(report, notes)` is called on the rank that reports a hang."""
+    """Watches the thread that creates it. `on_hang(report, notes)` is called on the rank that reports a hang."""
 
     def __init__(
-        self, ranks: Ranks, store: dist.Store, timeout_seconds: float, told: Callable[[str, list[Note]], None],
+        self, ranks: Ranks, store: dist.Store, timeout_seconds: float, on_hang: Callable[[str, list[Note]], None],
         end: Callable[[int], Any] = os._exit,
     ) -> None:  # fmt: skip
         self.ranks, self.timeout_seconds = ranks, timeout_seconds
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
-        self._told, self._end = told, end
+        self._on_hang, self._end = on_hang, end
         self.step = 0  # in progress, from 1
         self.own = OwnTime(kernels=flight_recorder.kernel_seconds if ranks.device.type == "cuda" else None)
         self._main = threading.get_ident()
@@ -261,6 +261,6 @@ class Watcher:
             if self.store.check([f"note/{rank}"]):
                 notes.append(NOTE_JSON.validate_json(self.store.get(f"note/{rank}")))
         try:
-            self._told(report(notes, time.time()), notes)
+            self._on_hang(report(notes, time.time()), notes)
         finally:
             self.store.set(HUNG, "")

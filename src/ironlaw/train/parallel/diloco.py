@@ -1,7 +1,7 @@
 """Training at several sites whose links are too slow for gradients (DiLoCo, arXiv 2311.08105).
 
-    outer = Outer(applied, config)
-    optimizer.step(); outer.after(step)     # every `local_steps` steps the sites synchronize
+    diloco = DiLoCo(rank_model, config)
+    optimizer.step(); diloco.after(step)     # every `local_steps` steps the sites synchronize
 
 Each site (a group of replicas with any layout) trains by itself with its own optimizer state. When sites synchronize,
 the mean of (common weights - own weights) is the gradient of an outer step on the common weights, by SGD with
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
 from ironlaw.model.linear import local_part
-from ironlaw.train.parallel.apply import Applied
+from ironlaw.train.parallel.apply import RankModel
 from ironlaw.train.parallel.names import COPY, named_like
 from ironlaw.train.parallel.plugin import StepPlugin
 
@@ -30,22 +30,22 @@ CHUNK_ELEMENTS = 8 * 2**20
 """Number of elements reduced at a time: large enough for the bandwidth, small compared with the model."""
 
 
-def of(applied: Applied, config: RunConfig) -> Outer | None:
-    return Outer(applied, config) if applied.ranks.sites > 1 else None
+def plugin_for(rank_model: RankModel, config: RunConfig) -> DiLoCo | None:
+    return DiLoCo(rank_model, config) if rank_model.ranks.sites > 1 else None
 
 
-class Outer(StepPlugin):
+class DiLoCo(StepPlugin):
     """The common weights and their optimizer, for the part of the model that this rank holds."""
 
     name = "outer"
 
-    def __init__(self, applied: Applied, config: RunConfig) -> None:
-        ranks, communication = applied.ranks, config.communication
+    def __init__(self, rank_model: RankModel, config: RunConfig) -> None:
+        ranks, communication = rank_model.ranks, config.communication
         self.every, self.last = communication.local_steps, config.train.steps
-        self.model, self.group = applied.model, ranks.group("site")
+        self.model, self.group = rank_model.model, ranks.group("site")
         self.site, self.sites = ranks.index("site"), ranks.sites
         self.sent = torch.bfloat16 if communication.gradients == "bf16" else torch.float32
-        self.own = list(applied.model.parameters())
+        self.own = list(rank_model.model.parameters())
         self.common = [nn.Parameter(p.detach().clone()) for p in self.own]
         momentum = communication.outer_momentum
         self.optimizer = torch.optim.SGD(
@@ -61,10 +61,10 @@ class Outer(StepPlugin):
     def after(self, step: int) -> None:
         """Synchronize the sites if it is due, and after the run's last step."""
         if step % self.every == 0 or step == self.last:
-            self.meet()
+            self.synchronize()
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         for start, stop in _chunks([local_part(p).numel() for p in self.own]):
             moved = [
                 (local_part(c) - local_part(o)).flatten()
@@ -122,9 +122,9 @@ class Outer(StepPlugin):
 
     def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Select this site's own state if the checkpoint has it, otherwise the run's."""
-        self._meets_again = not any(key.startswith(self._of_site("")) for key in known)
+        self._starts_anew = not any(key.startswith(self._of_site("")) for key in known)
         self._reset_momentum()
-        if self._meets_again:
+        if self._starts_anew:
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith("weights/")}
         else:
             own = {self._of_site(name): tensor for name, tensor in tensors.items()}
@@ -133,7 +133,7 @@ class Outer(StepPlugin):
         return own | shared
 
     def after_read(self) -> None:
-        if self._meets_again:
+        if self._starts_anew:
             self._go_on_from_common()
 
 
