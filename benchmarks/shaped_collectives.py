@@ -54,9 +54,9 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
         dist.barrier()
         mine = {"sent_over_buffer": (sent_bytes() - before) / REPEATS / SIZE, "seconds": sorted(seconds)}
-        everybodys: list[Any] = [None] * ranks
-        dist.all_gather_object(everybodys, mine)
-        found[kind] = everybodys
+        by_rank: list[Any] = [None] * ranks
+        dist.all_gather_object(by_rank, mine)
+        found[kind] = by_rank
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1), encoding="utf-8")
     dist.destroy_process_group()

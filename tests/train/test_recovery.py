@@ -17,7 +17,7 @@ from ironlaw.config import RecoveryConfig, RunConfig, ScalerConfig
 from ironlaw.errors import UserError
 from ironlaw.train import recovery
 from ironlaw.train.loop import Trainer
-from ironlaw.train.mesh import Agreed
+from ironlaw.train.mesh import StepResult
 from ironlaw.train.recovery import MeasuredStep, Recovery, Skips, Spike, find_spike
 from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.step import Step
@@ -122,7 +122,7 @@ def strikes(*firsts: int, config: RecoveryConfig = DEFAULT) -> list[str]:
     kinds = []
     for first in firsts:
         event = recovery.event(recovery.decide(Spike(first, first + 2, "", 2.0, 0.1), [0]))
-        recovery.take(event)
+        recovery.apply(event)
         kinds.append(f"{event['event']} {event['strike']}")
     return kinds
 
@@ -336,7 +336,7 @@ def test_an_fp16_step_that_overflows_is_no_fault(
     half = config.model_copy(update=tables | {"scaler": ScalerConfig(initial=1024.0)})
     plain = Step.update
 
-    def update(self: Step, loss: Any, number: int, *rest: Any) -> Agreed:
+    def update(self: Step, loss: Any, number: int, *rest: Any) -> StepResult:
         weight = next(self.model.parameters())
         if number in (0, 33):
             assert weight.grad is not None

@@ -9,30 +9,30 @@ from ironlaw.ledger import Ledger, Phase, relative_error
 
 def ranks_document(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
     """Of a mean rank and step; None for a run of one process. What was not measured is None."""
-    everybodys = run.facts.get("by_rank")
-    if not everybodys:
+    by_rank = run.facts.get("by_rank")
+    if not by_rank:
         return None
     stages = plan.facts.get("stages", [])
     return {
-        "ranks": len(everybodys),
+        "ranks": len(by_rank),
         "layout": plan.facts.get("layout"),
-        "communication": _communication(plan, run, everybodys),
+        "communication": _communication(plan, run, by_rank),
         "spread": run.facts.get("spread", []),
-        "memory": [_memory(stage, everybodys) for stage in stages],
-        "by_rank": everybodys,
+        "memory": [_memory(stage, by_rank) for stage in stages],
+        "by_rank": by_rank,
     }
 
 
-def _communication(plan: Ledger, run: Ledger, everybodys: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _communication(plan: Ledger, run: Ledger, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     planned = {line.operation: line for line in plan.select(phase=Phase.COMMUNICATION)}
     found = {line.operation: line for line in run.select(phase=Phase.COMMUNICATION)}
     rows = []
     for name in sorted({*planned, *found}):
         there, here = planned.get(name), found.get(name)
-        takes = [t["seconds"] for one in everybodys for t in one["communication"]
+        takes = [t["seconds"] for one in by_rank for t in one["communication"]
                  if f"{t['dimension']} {t['kind']}" == name]  # fmt: skip
         known = [seconds for seconds in takes if seconds is not None]
-        seconds = sum(known) / len(everybodys) if known and len(known) == len(takes) else None
+        seconds = sum(known) / len(by_rank) if known and len(known) == len(takes) else None
         exposed = here.seconds if here else None
         rows.append({
             "name": name, "planned_bytes": there.bytes_moved if there else None,
@@ -44,8 +44,8 @@ def _communication(plan: Ledger, run: Ledger, everybodys: list[dict[str, Any]]) 
     return rows
 
 
-def _memory(stage: dict[str, Any], everybodys: list[dict[str, Any]]) -> dict[str, Any]:
-    held = [one["peak_bytes"] for one in everybodys
+def _memory(stage: dict[str, Any], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    held = [one["peak_bytes"] for one in by_rank
             if one["position"] == stage["position"] and one["peak_bytes"] is not None]  # fmt: skip
     most = max(held, default=None)
     return {

@@ -136,7 +136,7 @@ class Checkpointer:
             digests.update(self.store.write(partial, taken))
 
         def commit() -> None:
-            files = {name: digest for rank in everybodys for name, digest in rank.items()}
+            files = {name: digest for rank in by_rank for name, digest in rank.items()}
             index = disk.write_index(partial, about | {"sha256": files})
             disk.publish(partial, final)
             write_text(RunDirectory(self.folder.parent).last_checkpoint_file, f"{step}\n")
@@ -146,7 +146,7 @@ class Checkpointer:
         first = self.ranks.rank == 0
         problem = self._attempt(prepare, step) if first else None
         problem = problem if self._anybodys(problem) else self._attempt(write, step)
-        everybodys = self.ranks.gather(digests)
+        by_rank = self.ranks.gather(digests)
         if not self._anybodys(problem):
             problem = self._attempt(commit, step) if first else None
         self.failure = self._anybodys(problem)

@@ -41,7 +41,7 @@ from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import Journal, Silent, batch_crc32, earlier_profile, keep_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
-from ironlaw.train.recovery import GoBack, Recovery, Spike, answer
+from ironlaw.train.recovery import GoBack, Recovery, Spike, respond
 from ironlaw.train.result import Outcome, StepReport, finished_ledger, in_other_units, validate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
@@ -327,7 +327,7 @@ class Trainer:
         with scope(COPY_SCOPE):
             seconds = self.checkpointer.take(
                 self.step, self.tokens, self.one_step.model, self.states, validation_loss,
-                turns=len(self.recovery.turns), **self.one_step.about,
+                turns=len(self.recovery.decisions), **self.one_step.about,
             )  # fmt: skip
         if self.device.type == "cpu" and self.step < self.config.train.steps:  # the copy is held during the next steps
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
@@ -344,22 +344,23 @@ class Trainer:
             return
         self._spike_known = True
         self.checkpointer.wait()
-        target = self._answer(spike)
+        target = self._respond(spike)
         if target is not None:
             raise GoBack(target)
 
-    def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
+    def _respond(self, spike: Spike) -> checkpoint.Checkpoint | None:
         """Return the checkpoint to go back to, if any. All ranks detect the same spike from the same numbers; rank 0
         inspects the checkpoints, logs the decision and deletes checkpoints."""
-        recovery, known = self.recovery, len(self.recovery.turns)
+        recovery, known = self.recovery, len(self.recovery.decisions)
 
         def decide() -> tuple[checkpoint.Checkpoint | None, list[dict[str, Any]]]:
-            return answer(spike, recovery, self.run.checkpoints, self.journal.event, self.say), recovery.turns[known:]
+            target = respond(spike, recovery, self.run.checkpoints, self.journal.event, self.say)
+            return target, recovery.decisions[known:]
 
-        target, turns = self.mesh.on_rank_0(decide)
+        target, decisions = self.mesh.on_rank_0(decide)
         if not self.mesh.is_rank_0:
-            for event in turns:
-                recovery.take(event)
+            for event in decisions:
+                recovery.apply(event)
         return target
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
@@ -399,7 +400,7 @@ class Trainer:
             observed, self.plan, config, self.one_step, self.dataset.unigram_loss,
             train_loss=self.train_loss, validation_loss=self.validation_loss, compile=self.compiled,
             data=self.data_facts, steps_done=self.step, interrupted=self.interruption.name,
-            sessions=self.journal.sessions.facts(), rollbacks=len(self.recovery.turns),
+            sessions=self.journal.sessions.facts(), rollbacks=len(self.recovery.decisions),
             planned_again=self._replanned or None,
         )  # fmt: skip
         self.observer.complete(ledger)

@@ -80,7 +80,7 @@ class Skips:
         passed = bisect_right(self._steps, step)
         return step + (self._lost[passed - 1] if passed else 0)
 
-    def also(self, first: int, end: int) -> Skips:
+    def extended(self, first: int, end: int) -> Skips:
         return Skips([*self.ranges, (first, end)])
 
 
@@ -152,10 +152,10 @@ class Recovery:
 
     def __init__(self, config: RecoveryConfig, events: Iterable[dict[str, Any]]) -> None:
         self.config = config
-        self.turns = [event for event in events if event.get("event") in ("rollback", "stop")]
-        if not all(map(_is_turn, self.turns)):
+        self.decisions = [event for event in events if event.get("event") in ("rollback", "stop")]
+        if not all(map(_is_decision, self.decisions)):
             raise UserError("events.jsonl has a rollback of no steps: remove that line, or give a new --out")
-        self.skips = Skips(tuple(event["skipped_batches"]) for event in self.turns if event["event"] == "rollback")
+        self.skips = Skips(tuple(event["skipped_batches"]) for event in self.decisions if event["event"] == "rollback")
         self.history: list[MeasuredStep] = []
 
     def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
@@ -174,9 +174,9 @@ class Recovery:
             return find_spike(self.history, self.config)
         return None
 
-    def usable(self, step: int, turns: int) -> bool:
-        """Whether a checkpoint of `step`, made after `turns` rollbacks, was not undone by a later rollback."""
-        return all(step <= event["to_step"] for event in self.turns[turns:])
+    def usable(self, step: int, decisions: int) -> bool:
+        """Whether a checkpoint of `step`, made after `decisions` rollbacks, was not undone by a later rollback."""
+        return all(step <= event["to_step"] for event in self.decisions[decisions:])
 
     def decide(self, spike: Spike, checkpoints: Sequence[int]) -> Rollback:
         """Choose the response to a spike. `checkpoints`: the steps of the intact and usable ones."""
@@ -192,7 +192,7 @@ class Recovery:
     def _strike(self, spike: Spike) -> int:
         """Return 1 plus the number of spikes in a row, each within `forgive_steps` of the next, since the last stop."""
         strike, later = 1, spike.first
-        for event in reversed(self.turns):
+        for event in reversed(self.decisions):
             if event["event"] == "stop" or later - event["spike"]["first_step"] > self.config.forgive_steps:
                 break
             strike, later = strike + 1, event["spike"]["first_step"]
@@ -216,14 +216,14 @@ class Recovery:
             ],
         }  # fmt: skip
 
-    def take(self, event: dict[str, Any]) -> None:
+    def apply(self, event: dict[str, Any]) -> None:
         """Apply a decision whose event is on disk."""
-        self.turns.append(event)
+        self.decisions.append(event)
         if event["event"] == "rollback":
-            self.skips = self.skips.also(*event["skipped_batches"])
+            self.skips = self.skips.extended(*event["skipped_batches"])
 
 
-def _is_turn(event: dict[str, Any]) -> bool:
+def _is_decision(event: dict[str, Any]) -> bool:
     """Whether an event, which may have been edited by hand, has all fields of a rollback."""
     skipped, spike = event.get("skipped_batches"), event.get("spike")
     steps = [event.get("to_step"), spike.get("first_step") if isinstance(spike, dict) else None]
@@ -241,7 +241,7 @@ class GoBack(Exception):
         self.target = target
 
 
-def answer(
+def respond(
     spike: Spike, recovery: Recovery, folder: Path, event: Callable[..., None], say: Callable[[str], None]
 ) -> Checkpoint | None:
     """Decide on a spike and log it. Returns the checkpoint to go back to, or None if the run continues without one.
@@ -256,7 +256,7 @@ def answer(
         # A resumed run must not start from a checkpoint within the spike.
         record["to_step"] = spike.first - 1 if decision.to_step is None else decision.to_step
         _write(event, record)
-        recovery.take(record)
+        recovery.apply(record)
         drop_after(folder, record["to_step"])
         raise UserError(_report(recovery, decision))
     if target is None:
@@ -268,7 +268,7 @@ def answer(
         say(f"loss spike in step {spike.first} ({spike.reason}); no checkpoint before it, training goes on")
         return None
     _write(event, record)
-    recovery.take(record)
+    recovery.apply(record)
     drop_after(folder, target.step)
     first, end = decision.skip
     say(
@@ -317,7 +317,7 @@ def _write(event: Callable[..., None], record: dict[str, Any]) -> None:
 
 def _report(recovery: Recovery, decision: Rollback) -> str:
     """Return a one-line report of all strikes: where they occurred, and that skipping batches did not help."""
-    row = [event["spike"]["first_step"] for event in recovery.turns[-decision.strike :]]
+    row = [event["spike"]["first_step"] for event in recovery.decisions[-decision.strike :]]
     spikes = ", ".join(str(step) for step in row)
     return (
         f"stopped after {decision.strike} loss spikes (in steps {spikes}; the last: {decision.spike.reason}): other "

@@ -451,11 +451,11 @@ def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
     found = run.train(0, steps)
     expected = Run(config_of(case | {"communication": {}})).train(0, steps)
     some = torch.cat([w.flatten() for w in weights_of(run).values()]).double().square().sum()
-    everybodys = [torch.zeros_like(some) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, some)
+    by_rank = [torch.zeros_like(some) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, some)
     return {
         "first": found[0][0], "last": found[-1][0], "expected": expected[-1][0],
-        "apart": float((torch.stack(everybodys) - everybodys[0]).abs().max()),
+        "apart": float((torch.stack(by_rank) - by_rank[0]).abs().max()),
     }  # fmt: skip
 
 
@@ -534,7 +534,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 name for name, layer in self.one_step.model.named_modules()
                 if isinstance(layer, torch.nn.Linear) and getattr(layer, "onednn", False) != onednn_available()
             ]  # fmt: skip
-            seen["turns"] = [{"event": t["event"], "to_step": t.get("to_step")} for t in self.recovery.turns]
+            seen["turns"] = [{"event": t["event"], "to_step": t.get("to_step")} for t in self.recovery.decisions]
             return times
 
     session.Trainer = Trainer  # type: ignore[misc]
@@ -597,10 +597,10 @@ def _one(rank: int, size: int, number: int, case: dict[str, Any], folder: Path) 
     except Exception:
         print(f"rank {rank}, {case}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         os._exit(1)
-    everybodys: list[Any] = [None] * size
-    dist.all_gather_object(everybodys, result)
+    by_rank: list[Any] = [None] * size
+    dist.all_gather_object(by_rank, result)
     if rank == 0:
-        (folder / f"result{number}.json").write_text(json.dumps(everybodys), encoding="utf-8")
+        (folder / f"result{number}.json").write_text(json.dumps(by_rank), encoding="utf-8")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
-from ironlaw.train.parallel.straggler import Straggling, slow_ranks
+from ironlaw.train.parallel.straggler import StragglerDetector, slow_ranks
 from ironlaw.train.parallel.watcher import NOTE_JSON, Note, absent, report
 
 ALL = (0, 1, 2, 3)
@@ -99,7 +99,7 @@ def test_stages_are_not_compared_with_one_another() -> None:
 
 
 def test_it_is_news_once_it_lasts_and_once_it_is_over() -> None:
-    watch, slow, even = Straggling([0] * 4, 0.15), [1.0, 1.0, 1.0, 2.0], [1.0] * 4
+    watch, slow, even = StragglerDetector([0] * 4, 0.15), [1.0, 1.0, 1.0, 2.0], [1.0] * 4
     told = [watch.observe(own, 2.0, 10) for own in (slow, even, slow, slow, slow, even, slow, even, even, even)]
     assert [[each.rank for each in news] for news, _ in told] == [[], [], [], [3], [], [], [], [], [], []]
     assert [over for _, over in told] == [[]] * 8 + [[3], []]

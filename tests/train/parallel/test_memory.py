@@ -104,8 +104,8 @@ NORMS_AFTER = [
     ],
 )
 def test_ranks_hold_what_is_planned(cases: list[Any], limit: float, on_ranks: Callable[..., Any]) -> None:
-    for wanted, everybodys in zip(cases, on_ranks(2, cases, timeout_seconds=900), strict=True):
-        for rank, run in enumerate(everybodys):
+    for wanted, by_rank in zip(cases, on_ranks(2, cases, timeout_seconds=900), strict=True):
+        for rank, run in enumerate(by_rank):
             where = (wanted["family"], wanted["layout"], rank, run)
             assert run["planned"] == pytest.approx(run["found"], rel=limit), where
             # What a run records of one step is the same as counting from the start.

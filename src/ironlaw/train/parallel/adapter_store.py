@@ -16,7 +16,7 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter
 from ironlaw.train.checkpoint import WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.materialize import Parts
+from ironlaw.train.parallel.materialize import SplitTensor
 from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles
@@ -103,11 +103,11 @@ class SharedAdapterFiles(ShardedFiles):
                 raise UserError(f"the checkpoint {folder} is of other adapters: resume with its own [finetune]")
         return super().read(folder, model, states)
 
-    def _alone(self, model: nn.Module) -> tuple[Sequence[Parameter], Parts]:
+    def _unsharded(self, model: nn.Module) -> tuple[Sequence[Parameter], SplitTensor]:
         orders = _orders(model)
 
-        def parts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        def split(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
             rows = orders.get(name.split("/")[1])
             yield name, whole if rows is None or not whole.dim() else whole[rows]
 
-        return self.whole, parts
+        return self.whole, split

@@ -49,11 +49,11 @@ class SharedPeers(Peers):
     def number(self, chosen: Tensor, experts: int) -> Tensor:
         if self.counting is None:
             return numbers(chosen, experts)
-        everybodys = chosen.new_empty(self.ranks * chosen.shape[0], chosen.shape[1])
-        dist.all_gather_into_tensor(everybodys, chosen.contiguous(), group=self.counting)
+        all_chosen = chosen.new_empty(self.ranks * chosen.shape[0], chosen.shape[1])
+        dist.all_gather_into_tensor(all_chosen, chosen.contiguous(), group=self.counting)
         order = self._order(chosen.shape[0]).to(chosen.device)  # token order of a single process
-        number = torch.empty_like(everybodys)
-        number[order] = numbers(everybodys[order], experts)
+        number = torch.empty_like(all_chosen)
+        number[order] = numbers(all_chosen[order], experts)
         return number.view(self.ranks, *chosen.shape)[dist.get_rank(self.counting)]
 
     def _order(self, tokens: int) -> Tensor:

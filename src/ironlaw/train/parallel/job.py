@@ -69,10 +69,10 @@ def rank_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def first_difference(everybodys: list[dict[str, Any]]) -> str | None:
+def first_difference(by_rank: list[dict[str, Any]]) -> str | None:
     """Return a line on the first difference from rank 0, or None."""
-    first = everybodys[0]
-    for rank, theirs in enumerate(everybodys):
+    first = by_rank[0]
+    for rank, theirs in enumerate(by_rank):
         who = f"rank {rank} on {theirs['host']} has"
         for name, words in WORDS.items():
             if theirs[name] != first[name]:
@@ -88,10 +88,10 @@ def first_difference(everybodys: list[dict[str, Any]]) -> str | None:
 
 def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     """If ranks differ, raise UserError on rank 0 and exit silently on the others."""
-    everybodys = ranks.gather(mine)
+    by_rank = ranks.gather(mine)
 
     def refuse() -> None:
-        if (found := first_difference(everybodys)) is not None:
+        if (found := first_difference(by_rank)) is not None:
             raise UserError(found)
 
     ranks.on_rank_0(refuse)

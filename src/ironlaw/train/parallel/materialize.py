@@ -26,11 +26,11 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.names import COPY, named_tensors, pieces
+from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
 
-Parts = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+SplitTensor = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 """Splits a tensor of one process, given by name, into the tensors that ranks have instead, with their names on disk."""
 
 
@@ -62,7 +62,7 @@ def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]],
     targets = {name: tensor for part in parts for name, tensor in named_tensors(part)}
     known = {name.removeprefix("weights/").removesuffix(COPY).replace(".qkv.query.", ".qkv.") for name in targets}
     for name, whole in source(known.__contains__):
-        put(f"weights/{name}", whole, targets, partial(pieces, config=parts[0].config))
+        copy_shards(f"weights/{name}", whole, targets, partial(split_projection, config=parts[0].config))
 
 
 def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
@@ -108,7 +108,7 @@ def _draw_constructors(config: ModelConfig) -> None:
     nn.Linear(config.hidden, config.vocab, bias=config.head_bias)
 
 
-def copy_part(target: Tensor, whole: Tensor) -> None:
+def copy_shard(target: Tensor, whole: Tensor) -> None:
     """Copy this rank's part of `whole` into `target`."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
@@ -119,36 +119,36 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
         local.copy_(whole[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))])
 
 
-def put(name: str, whole: Tensor, targets: Mapping[str, Tensor], parts: Parts) -> None:
-    """Split a whole tensor by `parts`, and copy this rank's share into the `targets` with the same names."""
-    for part, tensor in parts(name, whole):
+def copy_shards(name: str, whole: Tensor, targets: Mapping[str, Tensor], split: SplitTensor) -> None:
+    """Split a whole tensor by `split`, and copy this rank's share into the `targets` with the same names."""
+    for part, tensor in split(name, whole):
         for target in (targets.get(part), targets.get(part + COPY)):
             if target is not None:
-                copy_part(target, tensor)
+                copy_shard(target, tensor)
 
 
 @torch.no_grad()
 def read_checkpoint(
-    folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, alone: Sequence[Parameter],
-    parts: Parts,
+    folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, unsharded: Sequence[Parameter],
+    split: SplitTensor,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read a checkpoint of one process, with the tensors `alone`, into `wanted` (names as in `store.py`), split by
-    `parts`. Returns its small states."""
+    """Read a checkpoint of one process, with the tensors `unsharded`, into `wanted` (names as in `store.py`), split by
+    `split`. Returns its small states."""
     saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in tuple(file.keys()):
-            put(f"weights/{name}", file.get_tensor(name), wanted, parts)
+            copy_shards(f"weights/{name}", file.get_tensor(name), wanted, split)
     average = saved.get("average", {}).get("tensors", ())
-    for parameter, whole in zip(alone, average, strict=False):
-        put(f"average/{parameter.name}", whole, wanted, parts)
+    for parameter, whole in zip(unsharded, average, strict=False):
+        copy_shards(f"average/{parameter.name}", whole, wanted, split)
     if optimizer is None:
         return saved
     if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
         optimizer.load_state_dict(saved["optimizer"])
         return saved
-    order = list(chain.from_iterable(grouped(alone, settings).values()))
+    order = list(chain.from_iterable(grouped(unsharded, settings).values()))
     for index, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                put(f"optimizer/{order[index]}/{key}", value, wanted, parts)
+                copy_shards(f"optimizer/{order[index]}/{key}", value, wanted, split)
     return saved

@@ -19,28 +19,28 @@ def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str
     # Router biases, which balance the load of experts, are updated without gradients.
     yield from ((f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
     for name, parameter in model.named_parameters():
-        yield from _pieces("weights", name, "", parameter.detach(), model)
+        yield from _named_on_disk("weights", name, "", parameter.detach(), model)
         for key, value in () if optimizer is None else optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield from _pieces("optimizer", name, f"/{key}", value, model)
+                yield from _named_on_disk("optimizer", name, f"/{key}", value, model)
 
 
 def named_like(model: nn.Module, prefix: str, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of `tensors`, each stored under the id of the parameter whose shape and name it shares."""
     for name, parameter in model.named_parameters():
         if id(parameter) in tensors:
-            yield from _pieces(prefix, name, "", tensors[id(parameter)], model)
+            yield from _named_on_disk(prefix, name, "", tensors[id(parameter)], model)
 
 
-def _pieces(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_on_disk(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor by its names on disk. A tied output layer is a parameter of its own only if it is a copy."""
     copied = name == "head.weight" and model.config.tied
     common = "embedding.weight" if copied else name
-    for part, view in pieces(f"{prefix}/{common}{key}", tensor, model.config):
+    for part, view in split_projection(f"{prefix}/{common}{key}", tensor, model.config):
         yield part + COPY * copied, view
 
 
-def pieces(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def split_projection(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield a fused projection as its three parts, with their names in checkpoints, and other tensors unchanged. All
     three parts share a scalar, or a tensor that ranks have divided."""
     if not re.search(r"\.attention\.qkv\.(weight|bias)(/|$)", name):

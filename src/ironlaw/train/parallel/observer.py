@@ -25,7 +25,7 @@ from ironlaw.observe.profile import StepProfile
 from ironlaw.train.mesh import Observer, StepResult
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.straggler import Straggling
+from ironlaw.train.parallel.straggler import StragglerDetector
 from ironlaw.train.parallel.watcher import Watcher
 
 OTHER = "between collectives"
@@ -39,8 +39,8 @@ class RankObserver(Observer):
         self.ranks, self.watcher, self.every = ranks, watcher, config.recovery.straggler_every
         per_stage = ranks.size // ranks.config.pp
         stages = [rank // per_stage for rank in range(ranks.size)]
-        self.straggling = Straggling(stages, config.recovery.straggler_threshold)
-        self._everybodys: list[dict[str, Any]] = []
+        self.stragglers = StragglerDetector(stages, config.recovery.straggler_threshold)
+        self._by_rank: list[dict[str, Any]] = []
         self._first_ended_ns = 0  # end of the first profiled step
         self.peak_bytes: int | None = None  # of tensors, within one step
         self._entered = contextlib.ExitStack()
@@ -56,7 +56,7 @@ class RankObserver(Observer):
     @contextmanager
     def step(self, number: int, clock: StepClock) -> Iterator[None]:
         self.watcher.step = number
-        with self.traffic.counting(clock), self.watcher.own.step():
+        with self.traffic.counting(clock), self.watcher.local_work.step():
             yield
         self._first_ended_ns = self._first_ended_ns or time.time_ns()
 
@@ -87,7 +87,7 @@ class RankObserver(Observer):
         """Return wall seconds per rank since the last comparison, then a list by rank with only this rank's own."""
         if not self._comparing(number):
             return []
-        own, wall = self.watcher.own.take()
+        own, wall = self.watcher.local_work.take()
         rank, size = self.ranks.rank, self.ranks.size
         return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
 
@@ -98,15 +98,15 @@ class RankObserver(Observer):
         if not self.ranks.is_rank_0 or not self._comparing(number):
             return
         wall, *own = result.added
-        news, over = self.straggling.observe(own, wall, self.every)
-        for slow in news:
+        slowed, recovered = self.stragglers.observe(own, wall, self.every)
+        for slow in slowed:
             host = self.watcher.host(slow.rank)
             say(
-                f"rank {slow.rank} on {host} is slow: it works {slow.longer:.0%} longer than the others, which wait "
-                f"for it {slow.share:.0%} of the time (step {number})"
+                f"rank {slow.rank} on {host} is slow: it works {slow.excess_fraction:.0%} longer than the others, "
+                f"which wait for it {slow.share:.0%} of the time (step {number})"
             )
             event("slow_rank", step=number, host=host, **asdict(slow))
-        for rank in over:
+        for rank in recovered:
             say(f"rank {rank} on {self.watcher.host(rank)} is as fast as the others again")
             event("slow_rank_over", step=number, rank=rank)
 
@@ -117,7 +117,7 @@ class RankObserver(Observer):
         kept = {id(step) for step in typical(observed.steps)}
         chosen = self.ranks.on_rank_0(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
         steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
-        self._everybodys = self.ranks.gather(self._seen(steps))
+        self._by_rank = self.ranks.gather(self._seen(steps))
 
     def _seen(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
         """Return this rank's observations as plain data: seconds, counts and bytes per step."""
@@ -139,18 +139,18 @@ class RankObserver(Observer):
         }  # fmt: skip
 
     def complete(self, ledger: Ledger) -> None:
-        merge(ledger, self._everybodys)
-        own = self.straggling.own_seconds
+        merge(ledger, self._by_rank)
+        own = self.stragglers.own_seconds
         if any(own):
             ledger.facts |= {"rank_own_seconds": own, "slowest_rank": own.index(max(own))}
 
 
-def mean_lines(everybodys: Sequence[Sequence[Line]]) -> list[Line]:
+def mean_lines(by_rank: Sequence[Sequence[Line]]) -> list[Line]:
     """Average ledger lines over ranks, as in a plan. An operation that a rank lacks takes it no time."""
     found: dict[Key, list[Line]] = {}
-    for line in (line for lines in everybodys for line in lines):
+    for line in (line for lines in by_rank for line in lines):
         found.setdefault(line.key, []).append(line)
-    ranks = len(everybodys)
+    ranks = len(by_rank)
     return [
         replace(
             lines[0], count=round(sum(line.count or 0 for line in lines) / ranks),
@@ -166,18 +166,18 @@ def means(rows: Sequence[Mapping[Any, float]]) -> dict[str, float]:
     return {str(name): float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
 
 
-def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
+def merge(ledger: Ledger, by_rank: Sequence[dict[str, Any]]) -> None:
     """Set phases to means over ranks, and add one communication line per kind of collective, as in a plan."""
-    count = len(everybodys)
-    found = {Phase(name) for one in everybodys for name in one["phase_seconds"]}
+    count = len(by_rank)
+    found = {Phase(name) for one in by_rank for name in one["phase_seconds"]}
     if found:
         ledger.phase_seconds = {
-            phase: sum(one["phase_seconds"].get(str(phase), 0.0) for one in everybodys) / count
+            phase: sum(one["phase_seconds"].get(str(phase), 0.0) for one in by_rank) / count
             for phase in Phase
             if phase in found
         }
     calls: dict[str, list[dict[str, Any]]] = {}
-    for call in (call for one in everybodys for call in one["communication"]):
+    for call in (call for one in by_rank for call in one["communication"]):
         calls.setdefault(f"{call['dimension']} {call['kind']}", []).append(call)
     lines = [
         Line(
@@ -193,21 +193,21 @@ def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
         if rest > 1e-6:
             lines.append(Line(Phase.COMMUNICATION, Kind.COLLECTIVE, OTHER, seconds=rest, origin=Origin.MEASURED))
     ledger.lines = [line for line in ledger.lines if line.phase is not Phase.COMMUNICATION] + lines
-    peaks = [one["peak_bytes"] for one in everybodys if one["peak_bytes"] is not None]
+    peaks = [one["peak_bytes"] for one in by_rank if one["peak_bytes"] is not None]
     if peaks:
         ledger.totals["peak_bytes"] = Estimate(
             max(peaks), Origin.MEASURED, "tensors held by the rank that held most, in one step of its own"
         )
     ledger.facts["ranks"] = count
-    ledger.facts["by_rank"] = list(everybodys)
-    ledger.facts["spread"] = spread(everybodys)
+    ledger.facts["by_rank"] = list(by_rank)
+    ledger.facts["spread"] = spread(by_rank)
 
 
-def spread(everybodys: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def spread(by_rank: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the fastest and the slowest rank of each phase."""
     result = []
     for phase in STEP_PHASES:
-        times = [(one["phase_seconds"][str(phase)], one["rank"]) for one in everybodys
+        times = [(one["phase_seconds"][str(phase)], one["rank"]) for one in by_rank
                  if str(phase) in one["phase_seconds"]]  # fmt: skip
         if times:
             (least, fastest), (most, slowest) = min(times), max(times)

@@ -78,7 +78,7 @@ class RankPartition(ComputePartition):
         here = DTensor.from_local(x, self.tensor_mesh, [stream], run_check=False)
         x = here.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).flatten(0, 1)
         _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        vocabulary = Divided(offset[0], self.tensor_mesh.get_group())
+        vocabulary = VocabularyShard(offset[0], self.tensor_mesh.get_group())
         return chunked_cross_entropy(x, weight.to_local(), targets, chunk, reduction, onednn, vocabulary)
 
     def _attend_chunk(
@@ -111,7 +111,7 @@ class RankPartition(ComputePartition):
         return key, value
 
 
-class Divided(Vocabulary):
+class VocabularyShard(Vocabulary):
     """The part of the vocabulary from token `first` on, one per row of the weight (arXiv 1909.08053).
 
     A rank computes the logits of its part for every chunk. Two all-reduces in `group`, of a few bytes per token, share

@@ -25,8 +25,8 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.checkpoint import STATE
-from ironlaw.train.parallel.materialize import Parts, read_checkpoint
-from ironlaw.train.parallel.names import COPY, named_tensors, pieces
+from ironlaw.train.parallel.materialize import SplitTensor, read_checkpoint
+from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
 from ironlaw.train.parallel.plugin import StepPlugin
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
@@ -75,12 +75,12 @@ class ShardedFiles:
         # Two tensors may be read from the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, StepPlugin)]
-        alone = not (folder / FOLDER).is_dir()  # written by one process
-        known = {} if not spread else _of_one_process(folder) if alone else _known(folder)
+        from_one_process = not (folder / FOLDER).is_dir()  # written by one process
+        known = {} if not spread else _of_one_process(folder) if from_one_process else _known(folder)
         for part in spread:
             wanted = part.wanted(wanted, known)
-        if alone:
-            saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._alone(model))
+        if from_one_process:
+            saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._unsharded(model))
         else:
             self._read_shards(folder, wanted)
             saved = torch.load(folder / STATE, weights_only=True) if states else {}
@@ -92,10 +92,10 @@ class ShardedFiles:
             states[name].load_state_dict(saved[name])
         return sorted(states.keys() - saved.keys() - {"optimizer"})
 
-    def _alone(self, model: nn.Module) -> tuple[Sequence[Parameter], Parts]:
+    def _unsharded(self, model: nn.Module) -> tuple[Sequence[Parameter], SplitTensor]:
         """Return the tensors of one process, and the function that splits them into those here, by names on disk."""
         config: Any = model.config
-        return model_parameters(config), partial(pieces, config=config)
+        return model_parameters(config), partial(split_projection, config=config)
 
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
         for group in (

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 SIGMA = 1.4826  # standard deviation of a normal distribution in median absolute deviations
-CERTAIN = 4.0  # robust standard deviations above the median
+CERTAIN_SIGMAS = 4.0  # robust standard deviations above the median
 
 
-class OwnTime:
+class LocalWorkTimer:
     """Own seconds of the thread that creates it, summed over steps. `outside_seconds`: asleep elsewhere, sampled."""
 
     def __init__(self, kernels: Callable[[], float] | None = None) -> None:
@@ -69,19 +69,19 @@ class OwnTime:
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     rank: int
     own_seconds: float
     typical_seconds: float
     share: float  # of the step, for which the others wait
 
     @property
-    def longer(self) -> float:
+    def excess_fraction(self) -> float:
         """The excess over the others' time, as a fraction of that."""
         return self.own_seconds / self.typical_seconds - 1 if self.typical_seconds else float("inf")
 
 
-def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], threshold: float) -> list[Slow]:
+def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], threshold: float) -> list[SlowRank]:
     """Return the ranks whose own seconds exceed the median of their pipeline stage by `threshold` of the step and by
     four robust standard deviations. Stages with a single rank are skipped."""
     found = []
@@ -95,14 +95,14 @@ def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], thresho
         for rank in members:
             excess = own[rank] - middle
             # With two or three ranks the deviation is of no use: the slow rank may be half of them.
-            if excess > threshold * wall and (len(members) < 4 or excess > CERTAIN * spread):
-                found.append(Slow(rank, own[rank], middle, excess / wall))
+            if excess > threshold * wall and (len(members) < 4 or excess > CERTAIN_SIGMAS * spread):
+                found.append(SlowRank(rank, own[rank], middle, excess / wall))
     return found
 
 
 @dataclass
-class Straggling:
-    """Follows the ranks of one run. `observe` returns changes: ranks that became slow, and those no longer slow."""
+class StragglerDetector:
+    """Follows the ranks of one run. `observe` returns changes: ranks that became slow, and those slow no more."""
 
     stages: Sequence[int]
     threshold: float
@@ -112,7 +112,7 @@ class Straggling:
     _streak: dict[int, int] = field(default_factory=dict)
     _known: set[int] = field(default_factory=set)
 
-    def observe(self, own: Sequence[float], wall: float, steps: int) -> tuple[list[Slow], list[int]]:
+    def observe(self, own: Sequence[float], wall: float, steps: int) -> tuple[list[SlowRank], list[int]]:
         """Add a window of `steps` steps with its own and wall seconds. Returns newly slow ranks, and recovered ones."""
         self.total = [a + b for a, b in zip(self.total or [0.0] * len(own), own, strict=True)]
         self.steps += steps
@@ -123,10 +123,11 @@ class Straggling:
             sign = 1 if rank in slow else -1
             streak = before.get(rank, 0)
             self._streak[rank] = streak + sign if streak * sign > 0 else sign
-        news = [each for rank, each in slow.items() if self._streak[rank] >= self.patience and rank not in self._known]
-        over = [rank for rank in sorted(self._known) if self._streak[rank] <= -self.patience]
-        self._known = (self._known | {each.rank for each in news}) - set(over)
-        return news, over
+        lasting = [rank for rank in slow if self._streak[rank] >= self.patience]
+        slowed = [slow[rank] for rank in lasting if rank not in self._known]
+        recovered = [rank for rank in sorted(self._known) if self._streak[rank] <= -self.patience]
+        self._known = (self._known | {each.rank for each in slowed}) - set(recovered)
+        return slowed, recovered
 
     @property
     def own_seconds(self) -> list[float]:

@@ -73,7 +73,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, a
     for name, block in model.blocks.named_children():
         here = f"blocks.{name}."
         if adapts:
-            styles |= {here + "attention": PartOfSum(stream), here + "ffn": PartOfSum(stream)}
+            styles |= {here + "attention": PartialSumParallel(stream), here + "ffn": PartialSumParallel(stream)}
         else:
             styles |= _of_block(model.config, here, cast(Block, block), stream)
     if model.head is not None:
@@ -95,7 +95,7 @@ def _of_block(config: ModelConfig, here: str, block: Block, stream: Placement) -
         # All products read the input as one DTensor, so that their gradients are summed first and reduced once.
         beside = (None,) * 3 if name == "attention" else ()
         gathered = PrepareModuleInput(input_layouts=(stream, *beside), desired_input_layouts=(Replicate(), *beside))
-        styles[here + name] = PartOfSum(stream) if sums else gathered
+        styles[here + name] = PartialSumParallel(stream) if sums else gathered
     for parameter in of_block(config, here[:-1], experts=parts["ffn"]):
         module, _, kind = parameter.name.rpartition(".")
         if kind != "weight" or parameter.divided not in (ROWS, COLUMNS):
@@ -103,13 +103,13 @@ def _of_block(config: ModelConfig, here: str, block: Block, stream: Placement) -
         rows = parameter.divided == ROWS
         for name in [f"{module}.{part}" for part in QKV] if module.endswith("qkv") else [module]:
             if parts[name.removeprefix(here).partition(".")[0]]:
-                styles[name] = DividedLinear(0 if rows else 1)
+                styles[name] = ShardedLinearParallel(0 if rows else 1)
             else:
                 styles[name] = ColwiseParallel() if rows else RowwiseParallel(output_layouts=stream)
     return styles
 
 
-class PartOfSum(ParallelStyle):
+class PartialSumParallel(ParallelStyle):
     """Style of a module that computes a part of a sum on every rank, from the whole input and with plain tensors.
 
     The parts are summed at its end, as are the gradients of its input. Gradients of whole weights inside (a router's)
@@ -126,16 +126,16 @@ class PartOfSum(ParallelStyle):
             whole = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             return whole, *inputs[1:]
 
-        def added_up(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        def summed(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             whole = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             return whole.redistribute(placements=[self.stream]).to_local()
 
         module.register_forward_pre_hook(gathered)
-        module.register_forward_hook(added_up)
+        module.register_forward_hook(summed)
         return module
 
 
-class DividedLinear(ParallelStyle):
+class ShardedLinearParallel(ParallelStyle):
     """Style of a linear layer whose ranks compute with their own parts of it: of the outputs (0) or the inputs (1)."""
 
     def __init__(self, dimension: int) -> None:

@@ -31,7 +31,7 @@ from ironlaw.observe.user_code import stacks
 from ironlaw.train.parallel import communication, flight_recorder
 from ironlaw.train.parallel.flight_recorder import RecordedCollective
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.straggler import OwnTime
+from ironlaw.train.parallel.straggler import LocalWorkTimer
 
 STALE_SECONDS = 5.0
 """A process is stopped or gone if its note is older than the newest by this, and by 3 times the usual difference."""
@@ -158,7 +158,8 @@ class Watcher:
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._on_hang, self._end = on_hang, end
         self.step = 0  # in progress, from 1
-        self.own = OwnTime(kernels=flight_recorder.kernel_seconds if ranks.device.type == "cuda" else None)
+        kernels = flight_recorder.kernel_seconds if ranks.device.type == "cuda" else None
+        self.local_work = LocalWorkTimer(kernels)
         self._main = threading.get_ident()
         self._state = f"/proc/self/task/{threading.get_native_id()}/stat"
         self._groups = flight_recorder.groups_of(ranks.process_groups())
@@ -187,8 +188,8 @@ class Watcher:
         before, noted = time.perf_counter(), 0.0
         while not self._stop.wait(SAMPLE_SECONDS):
             now = time.perf_counter()
-            if self.own.inside and self._asleep() and not self._in_torch():
-                self.own.outside_seconds += now - before
+            if self.local_work.inside and self._asleep() and not self._in_torch():
+                self.local_work.outside_seconds += now - before
             if now - noted > self._every:
                 noted = now
                 # If rank 0, which serves the store, has ended, the next collective fails and shows it.
@@ -226,13 +227,13 @@ class Watcher:
             if not operation.done and waits is None:
                 waits = operation
         where, message = self._place()
-        if self.own.known:
-            awake = self.own.awake_seconds()
+        if self.local_work.known:
+            awake = self.local_work.awake_seconds()
             if awake - self._awake > 1e-3:
                 self._awake, self._still_since = awake, now
-        message = message and waits is None and self.own.known
+        message = message and waits is None and self.local_work.known
         since = waits.started_seconds if waits is not None else self._still_since
-        if waits is not None and self.ranks.device.type == "cpu" and self.own.known:
+        if waits is not None and self.ranks.device.type == "cpu" and self.local_work.known:
             # Time that overlaps with computation is not waiting. Not on CUDA, where a host that polls looks busy.
             since = max(since, self._still_since)
         waited = now - since if waits is not None or message else 0.0
