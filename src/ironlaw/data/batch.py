@@ -1,4 +1,4 @@
-"""What the loader hands to the step: inputs, targets and, where attention must not cross documents, whose each is."""
+"""Batches that the loader hands to the step: inputs, targets and, where attention is masked, document numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 Array = TypeVar("Array")
 Other = TypeVar("Other")
 
-IGNORED = -100  # a target that no loss counts: PyTorch's own `ignore_index`
+IGNORED = -100  # a target that the loss ignores: PyTorch's default `ignore_index`
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class Batch(Generic[Array]):
 
     `inputs` and `targets` are (sequences, sequence) int64; a target is the token after its input, or IGNORED where
     there is none (padding). `documents` is (sequences, sequence) int32, the number of each position's document
-    within its row (0, 1, 2, ... from left to right): attention stays inside a document and positions restart with
-    it. None: the row is one text.
+    within its row (0, 1, 2, ... from left to right): attention does not cross documents, and positions restart at
+    each. None: each row is one text.
     """
 
     inputs: Array
@@ -27,12 +27,12 @@ class Batch(Generic[Array]):
     documents: Array | None = None
 
     def map(self, function: Callable[[Array], Other]) -> Batch[Other]:
-        """The same batch with `function` applied to each array, such as a copy to a device."""
+        """Return the batch with `function` applied to each array, for example a copy to a device."""
         documents = None if self.documents is None else function(self.documents)
         return Batch(function(self.inputs), function(self.targets), documents)
 
     def rows(self, chosen: slice) -> Batch[Array]:
-        """A micro-batch: views, nothing is copied."""
+        """Return the `chosen` sequences as a micro-batch of views, without copying."""
 
         def take(array: Any) -> Array:
             rows: Array = array[chosen]

@@ -1,4 +1,4 @@
-"""Batches of samples in an order that is a function of (seed, step): the whole state is the step."""
+"""Batches of samples in an order that is a function of (seed, step), so that the step is the loader's whole state."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from ironlaw.data.packing import Packed, concatenated, packed_report
 from ironlaw.data.shards import TokenArray, Tokens
 from ironlaw.errors import UserError
 
-_AHEAD = 1024  # samples located at a time: one at a time would cost more than copying its tokens
+_AHEAD = 1024  # samples located at a time: locating one sample at a time would cost more than copying its tokens
 
 
 class Samples(Protocol):
-    """Rows of one length, of which an epoch visits each once; the epochs follow one another without end."""
+    """Rows of one length. Each epoch visits every row once, and the epochs follow one another without end."""
 
     sequence: int
     per_epoch: int
 
     def locate(self, first: int, number: int) -> np.ndarray:
-        """(number,) int64: a key for each of the samples `first`, `first + 1`, ... of the global order."""
+        """Return (number,) int64: the keys of the samples `first`, `first + 1`, ... of the global order."""
 
     def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
-        """Write the rows of those keys into the batch's arrays."""
+        """Write the rows with these keys into the batch's arrays."""
 
     def report(self) -> dict[str, Any]:
-        """How the documents were packed: what was padded, cropped and cut, as fractions."""
+        """Return how the documents were packed: the padded, cropped and cut shares, as fractions."""
 
 
 class TokenWindows:
-    """Windows of `sequence` tokens of the text as it stands: no two overlap, their edges move every epoch."""
+    """Non-overlapping windows of `sequence` tokens of the concatenated text; their offset changes every epoch."""
 
     def __init__(self, tokens: TokenArray, sequence: int, seed: int, needed: int, bounds: np.ndarray | None = None):
         self._tokens = plain(tokens)
         self.sequence = sequence
         self.seed = seed
         self._bounds = None if bounds is None else np.asarray(bounds)
-        # One window fewer than fit leaves room for the epoch's offset; one batch of text has none to spare.
+        # One window fewer than would fit leaves room for the epoch's offset; a text of one batch has none to spare.
         fitting = (len(tokens) - 1) // sequence
         self.per_epoch = fitting - 1 if fitting > needed else fitting
         self._slack = len(tokens) - 1 - self.per_epoch * sequence
 
     def offset(self, epoch: int) -> int:
-        """Tokens skipped before the epoch's first window."""
+        """Return the number of tokens skipped before the epoch's first window."""
         return mix(self.seed, epoch, 1) % (self._slack + 1)
 
     def locate(self, first: int, number: int) -> np.ndarray:
-        """Where in the tokens each window begins."""
+        """Return where each window begins in the tokens."""
         result = np.empty(number, dtype=np.int64)
         for epoch, here, positions in _by_epoch(first, number, self.per_epoch):
             windows = permuted(positions, self.per_epoch, mix(self.seed, epoch))
@@ -63,7 +63,7 @@ class TokenWindows:
             fill_window(batch, row, self._tokens[start : start + self.sequence + 1], self._bounds, start)
 
     def in_order(self) -> np.ndarray:
-        """The keys of held-out text, from its first token on."""
+        """Return the keys of all windows in order, from the first token on, for held-out text."""
         fitting = (len(self._tokens) - 1) // self.sequence
         if fitting < 1:
             raise UserError(
@@ -79,8 +79,8 @@ class TokenWindows:
 
 
 class PackedRows:
-    """Rows of whole documents (`packing.best_fit`), in another order every epoch. `marks` (tokens,) as in `shards.py`:
-    which tokens are no targets, and with `pairs` which answer they belong to: documents 2 i and 2 i + 1 are a pair."""
+    """Rows of whole documents (`packing.best_fit`), in another order every epoch. `marks` (tokens,): see `TokenSplit`;
+    bit 0 excludes a token from the targets. With `pairs`, bit 1 selects the answer: documents 2 i and 2 i + 1."""
 
     def __init__(
         self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int, marks: TokenArray | None = None,
@@ -96,7 +96,7 @@ class PackedRows:
         self.per_epoch = packed.number
 
     def locate(self, first: int, number: int) -> np.ndarray:
-        """Which row."""
+        """Return the row of each sample."""
         result = np.empty(number, dtype=np.int64)
         for epoch, here, positions in _by_epoch(first, number, self.per_epoch):
             result[here] = permuted(positions, self.per_epoch, mix(self._seed, epoch))
@@ -114,7 +114,7 @@ class PackedRows:
             for document, (start, length, opens) in enumerate(pieces):
                 end = at + length
                 if opens:
-                    batch.inputs[row, at] = self._end_of_text  # what stands before every document
+                    batch.inputs[row, at] = self._end_of_text  # the separator before every document
                     batch.inputs[row, at + 1 : end] = self._tokens[start : start + length - 1]
                 else:
                     batch.inputs[row, at:end] = self._tokens[start - 1 : start + length - 1]
@@ -144,9 +144,9 @@ class PackedRows:
 class Batches:
     """Random access to the training batches.
 
-    An epoch visits every sample once, in a permutation of its own, and batches run on across its end.
-    `sequences_per_batch` is the global batch: rank r of `world` gets its slice of it, and the global order is the same
-    for any number of ranks.
+    Each epoch visits every sample once, in its own permutation; a batch may span the end of an epoch.
+    `sequences_per_batch` is the global batch. Each of the `world` ranks gets a slice of it, so that the global order
+    does not depend on the number of ranks.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Batches:
         self._ahead: tuple[int, np.ndarray] = (0, np.empty(0, dtype=np.int64))
 
     def keys(self, step: int) -> np.ndarray:
-        """(sequences of this rank,) int64: what `samples` calls each sample of this step; of windows, their start."""
+        """Return (sequences of this rank,) int64: the keys of this step's samples; for windows, their first tokens."""
         first = step * self.sequences_per_batch + self._first
         begin, ahead = self._ahead
         if not begin <= first <= begin + len(ahead) - self.share:
@@ -170,7 +170,7 @@ class Batches:
         return ahead[first - begin : first - begin + self.share]
 
     def batch(self, step: int) -> Batch[np.ndarray]:
-        """This rank's share of step `step`; targets are one token ahead."""
+        """Return this rank's share of step `step`. Each target is the token after its input."""
         start = time.perf_counter()
         keys = self.keys(step)
         located = time.perf_counter()
@@ -184,7 +184,7 @@ class Batches:
 def fill_window(
     batch: Batch[np.ndarray], row: int, window: np.ndarray, bounds: np.ndarray | None, start: int
 ) -> None:  # fmt: skip
-    """`window` (sequence + 1,): tokens from `start` on of a text whose documents `bounds` separates."""
+    """Fill a row with `window` (sequence + 1,): tokens from `start` on of a text with documents at `bounds`."""
     batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
     if batch.documents is not None:
         assert bounds is not None
@@ -218,9 +218,9 @@ def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) ->
 def evaluation_batches(
     samples: TokenWindows | PackedRows, sequences_per_batch: int, limit: int | None, documents: bool
 ) -> Iterator[Batch[np.ndarray]]:
-    """Held-out text in order, each sample once, the last batch perhaps smaller; at most `limit` sequences.
+    """Yield held-out text in order, each sample once. The last batch may be smaller.
 
-    Spread over the whole split when limited, so that a few batches do not stand for its first documents only.
+    At most `limit` sequences, spread over the whole split so that a few batches represent more than its beginning.
     """
     keys = samples.in_order()
     wanted = len(keys) if limit is None else min(len(keys), limit)
@@ -233,9 +233,9 @@ def evaluation_batches(
 
 
 def documents_of(bounds: np.ndarray, start: int, length: int) -> np.ndarray:
-    """(length,) int32: the document of each position's target, counted from the row's first.
+    """Return (length,) int32: the document of each position's target, counted from the row's first.
 
-    A separator stands before the document that it opens, so no target is in another document than its input.
+    A separator counts as part of the document after it, so that an input and its target are in one document.
     """
     first = int(np.searchsorted(bounds, start + 1, side="right"))
     last = int(np.searchsorted(bounds, start + length, side="right"))
@@ -248,12 +248,12 @@ def documents_of(bounds: np.ndarray, start: int, length: int) -> np.ndarray:
 
 
 def plain(tokens: TokenArray) -> TokenArray:
-    """Without the memory map's class: slicing a plain array is several times cheaper."""
+    """Return the tokens without the memory map's class: slicing a plain array is several times cheaper."""
     return tokens if isinstance(tokens, Tokens) else np.asarray(tokens)
 
 
 def _by_epoch(first: int, number: int, per_epoch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(epoch, which of the samples belong to it, their positions in it)"""
+    """Yield (epoch, mask of the samples that belong to it, their positions in it)."""
     epochs, positions = np.divmod(np.arange(first, first + number), per_epoch)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch

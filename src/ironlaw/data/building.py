@@ -1,4 +1,4 @@
-"""A folder in the making: finished shards survive whatever ends the process, and the next call goes on behind them."""
+"""Folders of shards under construction: finished shards survive an interruption, and the next call continues there."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PROGRESS = "progress.json"
 
 @dataclass
 class FinishedShards:
-    """What is finished in a folder: its shards in order and the seconds they cost, and what they were made with."""
+    """The finished shards of a folder in order, the seconds spent on them, and the settings they were made with."""
 
     folder: Path
-    head: dict[str, Any]  # tokenizer and split: shards made with others must not be mixed
+    head: dict[str, Any]  # tokenizer and split: shards made with other settings must not be mixed with these
     shards: list[dict[str, Any]] = field(default_factory=list)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -45,13 +45,13 @@ class FinishedShards:
         return int(number), int(position)
 
     def save(self) -> None:
-        """Whole or not at all: a shard counts once it is in here."""
+        """Write the progress file atomically: only the shards listed in it count as finished."""
         document = {"schema": shards.SCHEMA_VERSION, "head": self.head, "shards": self.shards}
         write_json(self.folder / PROGRESS, document | {"seconds": dict(self.seconds)})
 
 
 def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
-    """The work left in `folder`, when it was made with `head` and its files are intact; an empty one otherwise.
+    """Return the finished shards in `folder` if they were made with `head` and are intact, otherwise none of them.
 
     Files that belong to no finished shard are removed: they may be half-written.
     """
@@ -62,7 +62,7 @@ def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
             width = np.dtype(head["dtype"]).itemsize
             for shard in document["shards"]:
                 if shards.damage(folder, shard, width, checksums=True) is not None:
-                    break  # what follows a damaged shard is made again with it
+                    break  # this shard and those after it are made again
                 work.shards.append(shard)
             work.seconds.update(document["seconds"])
     finished = {name for shard in work.shards for split in SPLITS for name, _ in shards.files_of(shard[split])}
@@ -76,10 +76,10 @@ def build(
     work: FinishedShards, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
     progress: shards.Progress | None,
 ) -> dict[Split, np.ndarray]:  # fmt: skip
-    """Make the shards that are missing; how often each id occurs in all of them, (vocab,) by split. It is counted as
-    the tokens are made, while other cores make the next.
+    """Make the missing shards and return the token counts of all shards, (vocab,) by split. Tokens are counted as they
+    are made, while other cores make the next.
 
-    Interrupted or out of space, it leaves the finished ones and no others.
+    When interrupted or out of disk space, the folder keeps the finished shards and no others.
     """
     dtype = np.dtype(work.head["dtype"])
     total, chat = corpus.bytes, corpus.chat is not None
@@ -87,7 +87,7 @@ def build(
     begun = dict(work.seconds)
     vocab = work.head["tokenizer"]["vocab"]
     counts = {split: np.zeros(vocab, dtype=np.int64) for split in SPLITS}
-    if work.shards:  # of an earlier call
+    if work.shards:  # finished by an earlier call
         index = {**work.head, "shards": work.shards}
         for split in SPLITS:
             made = shards.open_split(work.folder, index, split)
@@ -129,14 +129,14 @@ def build(
     finally:
         if writer is not None:
             writer.close()
-            for file in work.folder.glob(f"*-{writer.number:05d}*"):  # on a full disk their space is wanted
+            for file in work.folder.glob(f"*-{writer.number:05d}*"):  # frees space when the disk is full
                 file.unlink(missing_ok=True)
 
 
 def remake(
     folder: Path, index: dict[str, Any], number: int, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser
 ) -> None:
-    """Make one damaged shard again, next to it, and put it in its place if it has the checksums it should have."""
+    """Make one damaged shard again beside the old one and replace that if the checksums are the recorded ones."""
     entry = index["shards"][number]
     before = index["shards"][number - 1]["next"] if number else START
     if entry["next"] is None or before is None:
@@ -174,10 +174,10 @@ def _flat(
 
 
 def make(final: Path, fill: Callable[[Path], Any]) -> None:
-    """A folder that `fill` makes where there is none yet, for one process at a time; the others wait, and find it made.
+    """Make the folder `final` with `fill` if it does not exist. One process makes it while the others wait for it.
 
-    Once filled, the folder has its final name. One that fails stays when it holds a finished shard, and vanishes if
-    not. Full disks and folders that cannot be written to are one line.
+    The folder gets its final name once it is filled. After a failure it is kept if it holds a finished shard and
+    removed otherwise. A full disk or a read-only folder raises a UserError of one line.
     """
     if final.exists():
         return
@@ -185,7 +185,7 @@ def make(final: Path, fill: Callable[[Path], Any]) -> None:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".lock-{final.name}", _lock):
-            if final.exists():  # made by the process that was waited for
+            if final.exists():  # another process made it meanwhile
                 return
             partial.mkdir(exist_ok=True)
             try:
@@ -200,7 +200,7 @@ def make(final: Path, fill: Callable[[Path], Any]) -> None:
 
 
 def in_the_making(final: Path) -> bool:
-    """Whether a process is making `final` now. Without locks on this file system: never."""
+    """Return whether a process is making `final` now. False on file systems without locks."""
     try:
         import fcntl
 
@@ -214,7 +214,7 @@ def in_the_making(final: Path) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Waits for other processes. Without locks on this file system, or on Windows: for nobody."""
+    """Wait for the lock of other processes. Does nothing on Windows and on file systems without locks."""
     with suppress(ImportError, OSError):
         import fcntl
 

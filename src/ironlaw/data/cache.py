@@ -1,4 +1,4 @@
-"""What the cache of prepared data holds, and taking things out of it."""
+"""Listing the cache of prepared data and removing entries from it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PARTIAL = ".partial-"
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One folder of the cache. `kind`: prepared, unfinished, stream (where its blocks begin) or tokenizer."""
+    """One folder of the cache. `kind`: prepared, unfinished, stream (positions of its blocks) or tokenizer."""
 
     path: Path
     kind: str
-    source: str | None  # as data.path was written; None where nobody noted it
+    source: str | None  # as data.path was written; None if it was not recorded
     bytes: int
-    used: float  # when it was written or, where the file system tells, last read; seconds since the epoch
+    used: float  # time of the last write or, if the file system records it, the last read; seconds since the epoch
     busy: bool = False  # a process is making it now
 
     @property
@@ -37,14 +37,14 @@ class CacheEntry:
 
 
 def entries(folder: Path) -> list[CacheEntry]:
-    """Everything in the cache that preparation made, the largest first. What is not ours is left out."""
+    """Return all cache entries that preparation made, the largest first. Other files are left out."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         kind = _kind(path)
         if kind is None or path.is_symlink():
             continue
         files = {file.name: file.stat() for file in path.rglob("*") if file.is_file()}
-        # Listing reads the index, training the rest.
+        # Listing the cache reads the index; only training reads the other files.
         times = [max(status.st_mtime, status.st_atime) for name, status in files.items() if name != INDEX]
         used = max(times, default=path.stat().st_mtime)
         size = sum(status.st_size for status in files.values())
@@ -54,7 +54,7 @@ def entries(folder: Path) -> list[CacheEntry]:
 
 
 def chosen(found: list[CacheEntry], names: list[str], unused_days: float | None) -> list[CacheEntry]:
-    """Those named (as listed, or the beginning of one name), else all; of them those unused for so long."""
+    """Return the entries with these names (whole, or the beginning of one), or all; only those unused for that long."""
     picked = found
     if names:
         picked = []
@@ -69,10 +69,10 @@ def chosen(found: list[CacheEntry], names: list[str], unused_days: float | None)
 
 
 def remove(entry: CacheEntry) -> bool:
-    """Delete it; False, and nothing is done, while a process is making it."""
+    """Delete an entry. Return False, and delete nothing, while a process is making it."""
     if in_the_making(entry.path.parent / entry.name):
         return False
-    # Away under its name at once: whoever opens it next finds nothing instead of half of it.
+    # Renamed first, so that a process that opens the entry now finds nothing instead of half of it.
     doomed = entry.path.with_name(f".removed-{entry.path.name}")
     with suppress(OSError):
         shutil.rmtree(doomed, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Conversations as a model's chat template writes them: for prompts, and for training, where answers alone are learned.
+"""Conversations rendered with a model's chat template: for prompts, and for training, where only answers are learned.
 
-A template is a Jinja2 program that came with a model, that is, from anywhere: it runs in a sandbox.
+A template is a Jinja2 program that came with a model, from an untrusted source, so that it runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from ironlaw.data.tokenizer import Tokenizer, read_tokenizer
 from ironlaw.errors import UserError
 from ironlaw.files import at_home, read_json, read_text, write_json
 
-# Private use: a message in the rendered text, and where what the assistant says begins and ends.
+# Private-use characters: a message in the rendered text, and where the assistant's text begins and ends.
 _MARK, _BEGIN, _END = "\ue000{}\ue001", "\ue002", "\ue003"
 _MARKS = re.compile("(\ue000\\d+\ue001|[\ue002\ue003])")
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 Messages = Sequence[dict[str, Any]]
-ROLES = {"system", "developer", "user", "assistant", "tool", "function"}  # OpenAI's; others are a template's own
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}  # of OpenAI's API; templates may add others
 
 
-LONG = 20_000  # characters, which take a tokenizer milliseconds
+LONG = 20_000  # characters; encoding longer texts takes milliseconds
 
 
 def ids_of(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
     try:
         if len(text) < LONG:
             return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
-        # Batches alone leave the interpreter to other threads, and without offsets take half the time.
+        # Only batch calls release the interpreter's lock, and without offsets they take half the time.
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-    except TypeError:  # halves of a surrogate pair, in JSON's escapes or bytes of a command line that are no UTF-8
+    except TypeError:  # an unpaired surrogate, from a JSON escape or command-line bytes that are not UTF-8
         raise UserError("the text is not valid Unicode: write it in UTF-8") from None
 
 
 class Text:
-    """A tokenizer for prompts and answers, and the model's chat template if it has one."""
+    """A tokenizer for prompts and answers, with the model's chat template if it has one."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None, special: dict[str, str]) -> None:
         self.file, self._end = tokenizer.path, tokenizer.end_of_text
-        self._plain = tokenizer.inner  # a special token that a user spells is text about it
+        self._plain = tokenizer.inner  # encodes special tokens spelt by a user as plain text
         self.tokenizer = read_tokenizer(tokenizer.path)
         special_tokens = (str(t) for t in self.tokenizer.get_added_tokens_decoder().values() if t.special)
         self._quoted = [*special_tokens, "\ue000", "\ue001", _BEGIN, _END]
@@ -63,14 +63,14 @@ class Text:
         self.template_names = special
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Of a prompt; special tokens may be spelt, as in all servers of this API."""
+        """Return the ids of a prompt. Special tokens may be spelt in it, as in other servers of this API."""
         return ids_of(self.tokenizer, text, add_special)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def chat(self, messages: Messages, more: dict[str, Any] | None = None) -> list[int]:
-        """Tokens of a conversation, up to where the assistant speaks next."""
+        """Return the tokens of a conversation, up to where the assistant's next answer begins."""
         if self.template is None:
             raise UserError("this model has no chat template: use /v1/completions")
         for role in {m["role"] for m in messages} - ROLES:
@@ -80,31 +80,31 @@ class Text:
         return self._tokens(self._render(marked, True, more), messages, quoted)[0].tolist()
 
     def turn_ends(self) -> frozenset[int]:
-        """The special token that the template writes behind what the assistant says, where it writes one."""
+        """Return the special token that the template writes after an answer, if it writes one."""
         if self.template is None:
             return frozenset()
         said = [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}]
         try:
             after = self._render(said, False).rpartition("\ue001")[2].replace(_END, "").lstrip()
-        except UserError:  # it wants another conversation
+        except UserError:  # the template does not accept this conversation
             return frozenset()
         first = self.encode(after, add_special=False)[:1]
         special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         return frozenset(special.intersection(first))
 
     def conversation(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (N,) of a whole conversation, and (N,) bool: which of them the assistant says.
+        """Return the token ids (N,) of a whole conversation, and (N,) bool: which of them the assistant wrote.
 
-        These are the tokens within the template's `{% generation %}` blocks, as in transformers; of a template without
-        them, those that an answer adds to the prompt for it, which end with the end of its turn.
+        These are the tokens within the template's `{% generation %}` blocks, as in transformers. For a template without
+        such blocks, they are the tokens that an answer adds to its prompt, including the end of its turn.
         """
         marked, quoted = self._marked(messages)
         whole = self._render(marked, False)
         return self._tokens(whole if _BEGIN in whole else self._by_turns(marked, whole), messages, quoted)
 
     def preference(self, pair: Preference) -> np.ndarray:
-        """Ids (N,) with marks of a prompt with the chosen answer and behind it with the rejected one. Text is taken as
-        it stands, each answer with the end of text; messages go through the template."""
+        """Return ids (N,) with marks: the prompt with the chosen answer, then with the rejected one. Text is encoded
+        as it is, each answer with the end of text; messages are rendered with the template."""
         prompt, halves = pair["prompt"], []
         for name, mark in (("chosen", 0), ("rejected", REJECTED)):
             answer = pair[name]
@@ -124,7 +124,7 @@ class Text:
         return np.concatenate(halves)
 
     def _marked(self, messages: Messages) -> tuple[Messages, list[int]]:
-        """Whoever writes a special token in a message must not end it by that: such messages are encoded apart."""
+        """Replace messages that spell a special token with marks. They are encoded apart, as plain text."""
         quoted = [i for i, m in enumerate(messages) if any(s in m["content"] for s in self._quoted)]
         return [m | {"content": _MARK.format(i)} if i in quoted else m for i, m in enumerate(messages)], quoted
 
@@ -144,7 +144,7 @@ class Text:
         return result + whole[at:]
 
     def _tokens(self, text: str, messages: Messages, quoted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a rendered text, and which of them reach into what the assistant says."""
+        """Return the ids of a rendered text, and which of them overlap the assistant's text."""
         ids: list[int] = []
         learned: list[bool] = []
         spans: list[tuple[int, int]] = []  # answers in `chunk`, the text since the last quoted message
@@ -180,13 +180,13 @@ class Text:
         _spent.set(Counter())
         try:
             return str(self.template.render(**names))
-        except Exception as error:  # a program from anywhere, with names from anybody
+        except Exception as error:  # an untrusted program, and variables from any request
             told = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(f"the model's chat template refuses: {told}") from None
 
 
 class _Generation(Extension):
-    """`{% generation %}` and `{% endgeneration %}`, which transformers' templates have around what is learned."""
+    """`{% generation %}` and `{% endgeneration %}`, which transformers' templates put around the text to learn."""
 
     tags = {"generation"}  # noqa: RUF012 as Jinja2 declares it
 
@@ -203,7 +203,7 @@ _spent: ContextVar[Counter[str]] = ContextVar("passes of the loops of a renderin
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox that also bounds all loops together and the length of texts. Jinja2's own bounds each `range` alone."""
+    """A sandbox that limits the passes of all loops together and the length of texts. Jinja2 limits each `range`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -246,8 +246,8 @@ def _bounded(function: Callable[..., Any], name: str, of: Any = None) -> Callabl
 
 
 def _most(name: str, values: list[Any]) -> int:
-    """Return how long the result may be, for calls whose result may be longer than all their arguments together. For
-    numbers, return how large the result may be."""
+    """Return an upper bound of the result's length, for calls whose result may be longer than all arguments together.
+    For numbers, the bound is the result's size."""
     if name in ("%", "format"):
         return max((int(width) for v in values if isinstance(v, str) for width in re.findall(r"\d+", v)), default=0)
     if name not in _PRODUCTS:
@@ -297,27 +297,27 @@ def _compiled(template: str) -> Any:
 
 
 def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template of a Hugging Face directory or a run, and the special tokens that it may name."""
+    """Return the chat template of a Hugging Face directory or a run, and the special tokens that it may name."""
     fields = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     special = {key: _token(value) for key, value in fields.items() if key.endswith("_token") and value}
     file = folder / TEMPLATE
     if file.is_file():
         return read_text(file, "template"), special
     template = fields.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates with names
         named = (t for t in template if isinstance(t, dict) and t.get("name") == "default")
         template = next(named, {}).get("template")
     return template if isinstance(template, str) else None, special
 
 
 def keep_template(folder: Path, text: Text) -> None:
-    """Beside a tokenizer, where `template_of` finds it."""
+    """Write the chat template beside a tokenizer, where `template_of` finds it."""
     write_json(folder / CONFIG, text.template_names | {"chat_template": text.source})
 
 
 def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = False) -> Text:
-    """With the template in the file `template`, else the one beside the tokenizer. UserError where there is none,
-    unless `plain` text will do."""
+    """Return the tokenizer with the template in the file `template`, or with the one beside the tokenizer. UserError
+    if there is none, unless `plain` text is enough."""
     source, special = template_of(tokenizer.path.parent)
     if template is not None:
         file = at_home(template)

@@ -1,4 +1,4 @@
-"""What a user may say about data. Importing this must stay cheap: `ironlaw plan` reads it too."""
+"""The settings of data. Importing this module must stay cheap: `ironlaw plan` reads it too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", 
 CHATS = {"chat": "messages", "pairs": "chosen"}  # formats of conversations, and the fields that hold them
 Packing = Literal["concat", "best_fit"]
 
-# How fast and from where the same samples come: a run may be resumed with others.
+# Settings that only decide how fast the samples come and from where: a run may be resumed with others.
 _NOT_THE_SAMPLES = frozenset({"cache", "workers", "loader_processes", "prefetch", "pin_memory"})
 
 
@@ -66,7 +66,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _chat_is_packed(cls, given: Any) -> Any:
-        """Conversations are packed whole unless said otherwise."""
+        """Pack conversations whole unless `packing` is given."""
         if not isinstance(given, dict):
             return given
         sources = given.get("sources")
@@ -80,7 +80,7 @@ class DataConfig(Section):
         return self
 
     def _refusals(self) -> Refusals:
-        # A run's saved config spells out the defaults too: they say nothing.
+        # A run's saved config also lists the defaults, so that a key equal to its default does not count as given.
         for key in ("path", "format", "field", "split") if self.sources else ():
             given = getattr(self, key) != type(self).model_fields[key].default
             yield given, f"data.{key} and data.sources are both given: move it into a [[data.sources]] table"
@@ -124,5 +124,5 @@ class DataConfig(Section):
         return files.cache_folder() / "data"
 
     def samples_key(self) -> dict[str, Any]:
-        """Everything that decides which samples a run sees; what only makes them come faster is left out."""
+        """Return all settings that decide which samples a run sees, without those that only make them come faster."""
         return self.model_dump(mode="json", exclude=set(_NOT_THE_SAMPLES))

@@ -1,4 +1,4 @@
-"""The documents of a source: which files hold some, in which order, and what was left out and why."""
+"""The documents of a source: the files that hold them, their order, and what was left out and why."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ironlaw.files import at_home, read_json
 if TYPE_CHECKING:
     from ironlaw.data.chat import Text
 
-Cursor = tuple[int, int]  # number of a file in the corpus, position in it: where to go on reading
+Cursor = tuple[int, int]  # a file's number in the corpus and the position in it from which to go on reading
 START: Cursor = (0, 0)
 
-# The same files on every machine: Debian ships neither `test` nor ctypes.macholib, and idlelib,
-# lib2to3, tkinter and ensurepip in packages of their own; Docker's Python images delete tests;
-# distutils left in 3.12.
+# Only modules with the same sources on every machine: Debian does not ship `test` and ctypes.macholib, and puts
+# idlelib, lib2to3, tkinter and ensurepip into packages of their own; Docker's Python images delete tests; Python 3.12
+# removed distutils.
 # `encodings` and `pydoc_data` are generated tables and prose, which a model would learn instead of Python.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _NOT_EVERYWHERE = frozenset({"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip", "macholib"})
@@ -44,14 +44,14 @@ _STDLIB_SKIPPED_FILES = (
 )
 
 
-_SAVED = ("state.json", "dataset_dict.json")  # by `save_to_disk`
+_SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes
 
 
 @dataclass(frozen=True)
 class File:
     """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes.
 
-    `kind` is the reader it wants (`readers.kind_of`). A text file is one document; every other holds many.
+    `kind` is the file's reader (`readers.kind_of`). A text file is one document; every other file holds many.
     """
 
     name: str
@@ -63,26 +63,26 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class CorpusDocument:
-    """One document, or with `content` None something that should have been one."""
+    """One document, or (`content` is None) one that could not be read."""
 
     content: readers.Content | None
     file: File
-    next: Cursor  # where the next one begins
+    next: Cursor  # where the next document begins
     done_bytes: int  # of the corpus, read so far
     reason: str = ""
 
 
 @dataclass
 class Corpus:
-    """Files in a fixed order, and why each file that is not among them was left out."""
+    """Files in a fixed order, and why other files were left out."""
 
     root: Path
     files: list[File]
     maximum_file_bytes: int
     field: str = "text"
     stdlib: bool = False
-    chat: Text | None = None  # what conversations are tokenised with
-    reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # name of a skipped file: why
+    chat: Text | None = None  # tokenises conversations
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # name of a skipped file -> why it was skipped
 
     @property
     def bytes(self) -> int:
@@ -90,22 +90,22 @@ class Corpus:
 
     @property
     def tokenised(self) -> bool:
-        """Whether the source holds token ids instead of text."""
+        """Whether the source gives token ids instead of text."""
         return any(file.kind in ("megatron", "chat", "pairs") for file in self.files)
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Skipped files by reason."""
+        """The number of skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
     def scan(
         self, see: Callable[[File, str], None] | None = None, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Read every text file once and keep those that hold text; `see(file, text)` is told of each, `progress` of the
-        bytes done and in all.
+        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these and
+        `progress` with the bytes done and the bytes in all.
 
-        The split needs to know which they are: held-out files that turn out to be pictures hold nothing out.
-        Reading costs little beside tokenising.
+        The split needs this: if held-out files turned out to be binary, nothing would be held out.
+        Reading costs little compared with tokenising.
         """
         kept = []
         done, total = 0, self.bytes
@@ -121,7 +121,7 @@ class Corpus:
         self.files = kept
 
     def fingerprint(self) -> str:
-        """Hex digest of place, names, sizes and modification times: changes when the documents could have."""
+        """Return a hex digest of place, names, sizes and modification times, to detect possible changes of the text."""
         digest = hashlib.sha256(str(self.root).encode("utf-8", "surrogateescape"))
         for file in self.files:
             line = f"\0{file.name}\0{file.size}\0{file.modified_ns}"
@@ -129,7 +129,7 @@ class Corpus:
         return digest.hexdigest()
 
     def text(self, file: File) -> str | None:
-        """A text file's text, or None (and a reason in `reasons`) when it holds none."""
+        """Return a text file's text, or None (with a reason in `reasons`) if it holds none."""
         try:
             data = file.path.read_bytes()
         except OSError:
@@ -150,7 +150,7 @@ class Corpus:
         return text
 
     def documents(self, start: Cursor = START) -> Iterator[CorpusDocument]:
-        """Every document from `start` on, in order; read as it is asked for."""
+        """Yield every document from `start` on, in order; files are read lazily."""
         before = sum(file.size for file in self.files[: start[0]])
         for number in range(start[0], len(self.files)):
             file = self.files[number]
@@ -181,7 +181,7 @@ class Corpus:
 
 
 def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
-    """List the files of a source. Contents are not read yet."""
+    """List the files of a source without reading their contents."""
     source = SourceConfig(path=source) if isinstance(source, str) else source
     if source.path == "stdlib" and source.format == "auto":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -219,7 +219,7 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
 
 
 def no_text(path: str, corpus: Corpus) -> UserError:
-    """The error of a corpus from which nothing readable came."""
+    """Return the error for a corpus without any readable text."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in corpus.skipped.items())
     found = f"skipped: {reasons}" if reasons else "it is empty"
     remedy = "data.maximum_file_bytes can be raised" if "too large" in corpus.skipped else "give UTF-8 text files"
@@ -227,13 +227,13 @@ def no_text(path: str, corpus: Corpus) -> UserError:
 
 
 def _walk(corpus: Corpus, root: Path, source: SourceConfig) -> None:
-    """Fill `corpus.files`, by name. A folder reached twice through links counts once, so loops end."""
+    """Fill `corpus.files`, sorted by name. A folder reached twice through links counts once, so that loops end."""
     pending, seen = [(root, "")], set()
     while pending:
         folder, prefix = pending.pop()
         try:
             status = folder.stat()
-            # Sorted, so that of two links to one folder the same one wins on every run.
+            # Sorted, so that of two links to one folder the same one is followed on every run.
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
             corpus.reasons[prefix] = "unreadable"
@@ -266,7 +266,7 @@ def _add(corpus: Corpus, path: Path, name: str, source: SourceConfig) -> None:
     kind = _kind(path, source)
     if kind is None:
         return
-    if not path.is_file():  # a pipe or a socket: reading it could wait for ever
+    if not path.is_file():  # a pipe or a socket: reading it could block for ever
         corpus.reasons[name] = "not a file"
     elif kind == "text" and status.st_size > corpus.maximum_file_bytes:
         corpus.reasons[name] = "too large"
@@ -278,9 +278,9 @@ def _add(corpus: Corpus, path: Path, name: str, source: SourceConfig) -> None:
 
 
 def _kind(path: Path, source: SourceConfig) -> str | None:
-    """The reader of a file; None: it belongs to another one."""
+    """Return the reader of a file, or None if the file belongs to another one."""
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and source.format in ("auto", "megatron"):
-        # Beside its index it is no text; named alone it stands for the pair.
+        # Beside its index a .bin is not text; if it is the source itself, it stands for the pair.
         return None if at_home(source.path).name != path.name else "megatron"
     if source.format == "auto":
         return readers.kind_of(path)
@@ -292,7 +292,7 @@ def _kind(path: Path, source: SourceConfig) -> str | None:
 
 
 def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> None:
-    """What `datasets.Dataset.save_to_disk` wrote: Arrow streams, in the order of its state.json."""
+    """Add the files that `datasets.Dataset.save_to_disk` wrote: Arrow streams, in the order of its state.json."""
     if (folder / "dataset_dict.json").is_file():
         names = read_json(folder / "dataset_dict.json").get("splits", [])
         wanted = source.split or "train"
@@ -322,7 +322,7 @@ _SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<af
 
 
 def _check_shards(corpus: Corpus) -> None:
-    """`train-00001-of-00003.parquet` says that there are two more: half of a data set would pass for the whole."""
+    """Raise if a numbered file is missing: `train-00001-of-00003.parquet` alone is not the whole data set."""
     there = {file.name for file in corpus.files} | corpus.reasons.keys()
     for file in corpus.files:
         if found := _SHARD.fullmatch(file.name):
@@ -339,17 +339,17 @@ def _missing_shard(path: Path) -> UserError:
 
 
 def tail_cut(text: str, fraction: float) -> int:
-    """Where the held-out tail of a single file begins: at the next line, or right there if there is none."""
+    """Return where the held-out tail of a single file begins: at a line's start unless it is inside the last line."""
     cut = max(1, int(len(text) * (1 - fraction)))
     newline = text.find("\n", cut - 1)
     return cut if newline in (-1, len(text) - 1) else newline + 1
 
 
 def pieces(text: str, characters: int = 2**18) -> Iterator[str]:
-    """Cut a long document so that every core gets work.
+    """Cut a long document into pieces, so that every core gets work.
 
-    Only between a line's end and the next line's first character, both neighbours not blank: a byte-level
-    BPE never merges across that place, so the tokens are those of the whole text.
+    Pieces end only between a line's end and the next line's first character, if both neighbours are not blank: a
+    byte-level BPE never merges across such a place, so the tokens are those of the whole text.
     """
     start = 0
     while len(text) - start > characters:

@@ -1,4 +1,4 @@
-"""What preparation gives: tokens of two splits or a source to make them from, and what is known about them."""
+"""The result of preparation: the tokens of two splits, or a source to tokenise while training, and their statistics."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ironlaw.errors import UserError
 
 @dataclass(frozen=True)
 class Stream:
-    """A source that is tokenised as it is read."""
+    """A source that is tokenised while it is read."""
 
     corpus: corpora.Corpus
     splitter: splitting.Splitter
     tokenizer: tokenizers.Tokenizer
     workers: int
-    folder: Path  # of the notes
+    folder: Path  # holds the positions of its blocks
 
     def files(self, seed: int, epoch: int) -> corpora.Corpus:
-        """The corpus with its files in the order of an epoch."""
+        """Return the corpus with its files in the order of an epoch."""
         files = self.corpus.files
         order = permuted(np.arange(len(files)), len(files), mix(seed, epoch, 3)).tolist()
         return dataclasses.replace(self.corpus, files=[files[i] for i in order], reasons={})
@@ -36,35 +36,35 @@ class Stream:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Tokens ready to train on, and what preparation found and cost."""
+    """Tokens ready for training, and what preparation found and cost."""
 
     train: TokenSplit
     validation: TokenSplit
-    vocab: int  # entries of the tokenizer: every id is below
+    vocab: int  # size of the vocabulary: every id is smaller
     end_of_text: int  # the id that closes each document
     end_of_text_token: str | None  # its name in the tokenizer; None for mock data and tokens made elsewhere
     tokenizer_path: Path | None  # None for mock data and tokens made elsewhere
     skipped: dict[str, int] = field(default_factory=dict)  # files and records by reason
-    # read, train_tokenizer, tokenise, write, unigram: what each takes by itself; with worker processes they overlap
+    # Seconds of read, train_tokenizer, tokenise, write and unigram, each alone; with worker processes they overlap.
     seconds: dict[str, float] = field(default_factory=dict)
     shards: int = 1
     folder: Path | None = None  # None for mock data, mixtures and streams
     unigram_loss: float | None = None  # nats per validation token of the trivial baseline
-    reused: bool = False  # True when nothing had to be done
+    reused: bool = False  # found in the cache: nothing had to be done
     name: str = ""  # the source's path
-    sources: tuple[Dataset, ...] = ()  # of a mixture, whose `train` and `validation` are theirs behind one another
+    sources: tuple[Dataset, ...] = ()  # of a mixture, whose `train` and `validation` concatenate theirs
     weights: tuple[float, ...] = ()  # of the sources, as given
     stream: Stream | None = None  # tokenised while training: `train` is empty
 
     @property
     def stage_bytes_per_second(self) -> dict[str, float]:
-        """What reading, tokenising and writing could each deliver."""
+        """The rate that each of reading, tokenising and writing could reach alone."""
         total = self.train.bytes + self.validation.bytes
         stages = {stage: self.seconds.get(stage, 0.0) for stage in ("read", "tokenise", "write")}
         return {stage: total / seconds for stage, seconds in stages.items() if seconds > 0 and total}
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A validation loss in nats per token as bits per byte of text, which no tokenizer can flatter."""
+        """Convert a validation loss from nats per token to bits per byte of text, which no tokenizer can flatter."""
         if not self.validation.bytes:
             return None
         return loss * len(self.validation.tokens) / (self.validation.bytes * math.log(2))
@@ -76,7 +76,7 @@ class Dataset:
 
 
 def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = True) -> Dataset:
-    """A prepared folder. `checksums` reads every byte (True), sizes only (False), or what is quick (None)."""
+    """Open a prepared folder. `checksums`: hash all files (True), compare sizes only (False), hash if quick (None)."""
     index = read_index(folder, checksums)
     return Dataset(
         train=open_split(folder, index, "train"),

@@ -1,4 +1,4 @@
-"""From a dataset and its settings to batches: which samples, which order, made by whom.
+"""From a dataset and its settings to batches: the choice of samples, their order, and the threads and processes.
 
 A thread makes batches ready while the step runs, and measures what each stage of making them could deliver.
 """
@@ -31,9 +31,9 @@ from ironlaw.errors import UserError
 
 
 class BatchSource(Protocol):
-    """What a prefetcher reads: the batch of any step, as a function of the step alone."""
+    """A source of batches for a prefetcher. The batch of a step is a function of the step alone."""
 
-    share: int  # sequences of this rank
+    share: int  # sequences per batch on this rank
     sequence: int
     seconds: dict[str, float]  # spent so far, by stage: read, tokenise, pack
 
@@ -44,7 +44,7 @@ def _reopen(
     config: DataConfig, vocab: int, folders: list[Path], weights: tuple[float, ...], sequence: int,
     *batches_of: Any,
 ) -> BatchSource:  # fmt: skip
-    """In another process, which gets no tokens, only where they are; without `folders` the data are mock data."""
+    """Open the batches in another process, from the tokens' folders; mock data has no `folders` and is made again."""
     if not folders:
         return Loader(prepare(config, vocab), config, sequence).training(*batches_of)
     parts = [open_dataset(folder, checksums=False) for folder in folders]
@@ -52,7 +52,7 @@ def _reopen(
 
 
 class Loader:
-    """The batches of one run. Packing is found once and kept."""
+    """The batches of one run. The packing is computed once and kept."""
 
     def __init__(self, dataset: Dataset, config: DataConfig, sequence: int):
         self.dataset, self.config, self.sequence = dataset, config, sequence
@@ -61,7 +61,7 @@ class Loader:
         self._stream: StreamBatches | None = None
 
     def training(self, global_batch: int, seed: int, rank: int = 0, world: int = 1) -> BatchSource:
-        """This rank's batches; UserError when the text is too short for one."""
+        """Return this rank's batches. UserError if the text is too short for one batch."""
         dataset, masked = self.dataset, self.config.masks_documents
         if dataset.stream is not None:
             self._stream = StreamBatches(dataset.stream, self.sequence, global_batch, seed, rank, world, masked)
@@ -79,7 +79,7 @@ class Loader:
         return Batches(self._samples, global_batch, rank, world, masked)
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
-        """Held-out text packed as the training text is; mixtures one source behind the other."""
+        """Yield held-out text, packed as the training text is; the sources of a mixture follow one another."""
         held_out = self.dataset.validation
         samples: PackedRows | TokenWindows = TokenWindows(held_out.tokens, self.sequence, 0, 0, held_out.bounds)
         if self.config.packing == "best_fit":
@@ -87,7 +87,7 @@ class Loader:
         return batches.evaluation_batches(samples, sequences_per_batch, limit, self.config.masks_documents)
 
     def facts(self) -> dict[str, Any]:
-        """How the text became rows, for the ledger: fractions of positions and documents."""
+        """Return how the text became rows, for the ledger: fractions of positions and documents."""
         config = self.config
         facts: dict[str, Any] = {"packing": config.packing, "document_mask": config.masks_documents}
         facts |= {"source": self.dataset.name, "streaming": config.streaming, "mock": config.mock}
@@ -101,7 +101,7 @@ class Loader:
         parts = self.dataset.sources
         if not parts:
             return self._samples_of(self.dataset, global_batch, seed)
-        # Each source has an order of its own, so that two of one length do not march in step.
+        # Each source has its own order, so that two sources of one length do not run in parallel.
         samples = [self._samples_of(part, 1, seed + 2**32 * number) for number, part in enumerate(parts, 1)]
         return Mixture(samples, self.dataset.weights, seed)
 
@@ -140,10 +140,10 @@ Prepared = TypeVar("Prepared")
 class Prefetcher(Generic[Prepared]):
     """Iterates over the batches of steps `start`, `start + 1`, ... before `stop` (None: without end).
 
-    `step` is the step of the batch that comes next, which is all there is to save: batches waiting in the
-    queue are made again on resume. `apply(batch)` runs in the thread, for example to copy into pinned memory.
-    `number_of` a step says which of the batches it takes, where some are left out. An exception in the thread is
-    raised by the consumer's next call.
+    `step` is the step of the next batch, and the only state to save: batches waiting in the queue are made again on
+    resume. `apply(batch)` runs in the thread, for example to copy into pinned memory. `number_of(step)` is the number
+    of the batch that a step takes, where some batches are left out. The consumer's next call raises an exception of
+    the thread.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Prefetcher(Generic[Prepared]):
         number_of: Callable[[int], int] | None = None,
     ):
         self.step = start
-        self.wait_seconds = 0.0  # the consumer waited for a batch, since the start
+        self.wait_seconds = 0.0  # that the consumer waited for batches, since the start
         self._batches = batches
         self._number_of = number_of or (lambda step: step)
         self._apply = apply or (lambda batch: cast(Prepared, batch))
@@ -170,24 +170,24 @@ class Prefetcher(Generic[Prepared]):
 
     @property
     def batches_per_second(self) -> float | None:
-        """What the thread could deliver if nobody slowed it; None before the first batch."""
+        """Batches per second that the thread makes while it is busy; None before the first batch."""
         return self._made / self._busy_seconds if self._busy_seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The same in tokens of this rank."""
+        """The same rate in tokens of this rank."""
         rate = self.batches_per_second
         return None if rate is None else rate * self._batches.share * self._batches.sequence
 
     @property
     def stage_tokens_per_second(self) -> dict[str, float]:
-        """What each stage (read, tokenise, pack, copy) could deliver by itself: the lowest is the bottleneck."""
+        """Tokens per second of each stage (read, tokenise, pack, copy) alone: the lowest is the bottleneck."""
         tokens = self._made * self._batches.share * self._batches.sequence
         stages = self._batches.seconds | {"copy": self._copy_seconds}
         return {stage: tokens / seconds for stage, seconds in stages.items() if seconds > 0 and tokens}
 
     def facts(self) -> dict[str, Any]:
-        """For the ledger: what the loader could deliver, where it is slowest, and what was waited for."""
+        """Return the loader's rates, its slowest stage and the seconds that the consumer waited, for the ledger."""
         stages = self.stage_tokens_per_second
         return {
             "tokens_per_second": self.tokens_per_second,
@@ -218,7 +218,7 @@ class Prefetcher(Generic[Prepared]):
         if not self._waiting:
             raise StopIteration
         start = time.perf_counter()
-        batch = self._waiting[0].result()  # one that failed stays: whoever asks again is told again
+        batch = self._waiting[0].result()  # a failed batch stays, so that the next call raises again
         self.wait_seconds += time.perf_counter() - start
         self._waiting.popleft()
         self.step += 1
@@ -229,7 +229,7 @@ class Prefetcher(Generic[Prepared]):
         """End the thread. Safe to call twice."""
         self._waiting.clear()
         self._thread.shutdown(cancel_futures=True)
-        end = getattr(self._batches, "close", None)  # processes and pools that the batches come from
+        end = getattr(self._batches, "close", None)  # worker processes and pools
         if end is not None:
             end()
 

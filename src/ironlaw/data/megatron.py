@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets: `NAME.bin` holds token ids and nothing else, `NAME.idx` where each sequence begins.
+"""Megatron-LM's indexed data sets: `NAME.bin` holds token ids only, `NAME.idx` where each sequence begins.
 
 Layout of the index, little-endian (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`): nine bytes MMIDIDX and
 two zeros, uint64 version 1, uint8 code of the ids' type, uint64 sequences, uint64 entries of the document table, then
@@ -26,7 +26,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7
 
 @dataclass(frozen=True)
 class Indexed:
-    """An open data set: arrays are memory-mapped."""
+    """An open data set with memory-mapped tokens."""
 
     tokens: np.ndarray  # (bytes / width,) of the file's own type
     bounds: np.ndarray  # (documents + 1,) int64: where each document begins in `tokens`, and the end
@@ -45,7 +45,7 @@ class Indexed:
 
 
 def open_indexed(path: Path) -> Indexed:
-    """`path` is the .bin, the .idx, or their common prefix. UserError when they are not what they should be."""
+    """Open a data set. `path` is the .bin, the .idx, or their common prefix. UserError if one is missing or damaged."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     index_file, token_file = (prefix.with_name(prefix.name + suffix) for suffix in (".idx", ".bin"))
     for file in (index_file, token_file):
@@ -77,7 +77,7 @@ def open_indexed(path: Path) -> Indexed:
 
 
 def write_indexed(prefix: Path, documents: Iterable[np.ndarray], dtype: np.dtype[Any]) -> int:
-    """Write PREFIX.bin and PREFIX.idx, a sequence per document; returns how many. Ids up to 65,499 as uint16."""
+    """Write PREFIX.bin (uint16 if `dtype` has two bytes, else int32) and PREFIX.idx; return the number of documents."""
     kind = np.dtype("<u2") if dtype.itemsize == 2 else np.dtype("<i4")
     lengths = []
     with replacing(Path(f"{prefix}.bin")) as file:

@@ -1,8 +1,8 @@
-"""Several sources by weight: which sample comes from which is a function of its index, as everything else is.
+"""Mixtures of several sources by weight. The source of a sample is a function of the sample's index.
 
-The global order is cut into blocks of 4,096 samples. Each source has a fixed number of places in a block, its weight
-rounded, and every block shuffles its places anew; a source's own samples follow one another in its own order, from
-epoch to epoch, each source at its own pace.
+The global order is cut into blocks of 4,096 samples. Each source has a fixed number of places in a block (its rounded
+weight), and each block shuffles its places anew. Each source's samples follow one another in the source's own order,
+epoch after epoch, at the source's own pace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ironlaw.data.stats import unigram_loss
 from ironlaw.errors import UserError
 
 BLOCK = 4096
-_KEY = 2**48  # a sample's key is its source times this, plus the source's own key
+_KEY = 2**48  # a sample's key is the source's number times this, plus the source's own key
 
 
 class Mixture:
@@ -40,7 +40,7 @@ class Mixture:
         self._seed = seed
         self.places = np.array(places(weights))
         self._ends = np.cumsum(self.places)
-        # An epoch ends when every source has been seen whole; smaller ones have been repeated by then.
+        # An epoch ends when every source has been seen whole; shorter sources have been repeated by then.
         self.per_epoch = max(math.ceil(part.per_epoch * BLOCK / n) for part, n in zip(parts, self.places, strict=True))
 
     def locate(self, first: int, number: int) -> np.ndarray:
@@ -50,7 +50,7 @@ class Mixture:
             here = blocks == block
             slots[here] = permuted(positions[here], BLOCK, mix(self._seed, block, 2))
         which = np.searchsorted(self._ends, slots, side="right")
-        # The n-th sample that this source gives.
+        # The number of each sample within its source's order.
         numbers = blocks * self.places[which] + slots - (self._ends - self.places)[which]
         keys = np.empty(number, dtype=np.int64)
         for source, part in enumerate(self.parts):
@@ -77,7 +77,7 @@ class Mixture:
 
 
 def places(weights: Sequence[float]) -> list[int]:
-    """Places of each source in a block, which they fill: shares rounded by largest remainder, at least one each."""
+    """Return each source's places in a block: shares rounded by largest remainder, at least one each, to fill it."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     if min(exact) < 0.5:
         raise UserError(
@@ -86,7 +86,7 @@ def places(weights: Sequence[float]) -> list[int]:
     whole = [max(1, math.floor(value)) for value in exact]
     rest = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
     for i in range(abs(BLOCK - sum(whole))):
-        # What raising tiny weights to one place took away is taken from the largest.
+        # Places that were added to round tiny weights up to one are taken from the largest.
         whole[rest[i % len(rest)] if sum(whole) < BLOCK else whole.index(max(whole))] += 1 if sum(whole) < BLOCK else -1
     return whole
 
@@ -95,12 +95,12 @@ def prepare_mixture(
     config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]],
     given: tokenizers.Tokenizer | None, progress: Progress | None, say: Any,
 ) -> Dataset:  # fmt: skip
-    """Every source in a folder of its own, all with one tokenizer."""
+    """Prepare each source in its own folder, all with one tokenizer."""
     tokenised = [source.path for source, corpus in sources if corpus.tokenised]
     if tokenised and given is None:
         raise UserError(f"{tokenised[0]} is tokenised already: name the tokenizer that made it in data.tokenizer")
     weights = tuple(source.weight for source, _ in sources)
-    places(weights)  # refused before any work
+    places(weights)  # raises before any work
     tokenizer = given or shared_tokenizer(config, vocab, sources)
     total, done = sum(corpus.bytes for _, corpus in sources), 0
     parts: list[Dataset] = []
@@ -117,7 +117,7 @@ def prepare_mixture(
 
 
 def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = False) -> Dataset:
-    """The dataset of several sources; `baseline`: with the trivial baseline, which reads all their tokens."""
+    """Return the dataset of several sources. `baseline` computes the unigram loss, which reads all their tokens."""
     train = join_splits([part.train for part in parts])
     validation = join_splits([part.validation for part in parts])
     vocab = max(part.vocab for part in parts)
@@ -131,7 +131,7 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
         skipped=_sums([part.skipped for part in parts]),
         seconds=_sums([part.seconds for part in parts]),
         shards=sum(part.shards for part in parts),
-        # Of answers alone it would be another one.
+        # The baseline is not defined for data of which only answers are learned.
         unigram_loss=unigram_loss(train.tokens, validation.tokens, vocab) if baseline and train.marks is None else None,
         reused=all(part.reused for part in parts),
         name=" + ".join(part.name for part in parts),
@@ -141,5 +141,5 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
 
 
 def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By name, of all parts."""
+    """Sum the values of all parts by key."""
     return {key: sum(part.get(key, 0) for part in parts) for key in sorted({key for part in parts for key in part})}

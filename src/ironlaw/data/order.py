@@ -1,4 +1,4 @@
-"""Pseudo-random orders that are functions of a few numbers: any position without those before it."""
+"""Pseudo-random orders as functions of a few numbers: each position is computed without those before it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(size) takes `positions`; int64, same shape.
+    """Return where a pseudo-random permutation of range(size) takes `positions`; int64, same shape.
 
-    A Feistel network: any position without the others, so an epoch of any size needs no memory and a resumed
-    run no replay, and, unlike a library's shuffle, the order cannot change with a version of numpy.
+    A Feistel network computes each position without the others, so that an epoch of any size needs no memory and a
+    resumed run no replay. Unlike a library's shuffle, the order cannot change with a version of numpy.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = [np.uint64(mix(key, turn)) for turn in range(8)]
     values = positions.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
-    # The network permutes a power of four below 4 x `size`: from a value outside, walk on to one inside.
+    # The network permutes a power of four below 4 x `size`: it is applied again until the value is below `size`.
     while outside.any():
         left, right = values[outside] >> half, values[outside] & mask
         for k in keys:
@@ -29,7 +29,7 @@ def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def mix_array(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
+    """Apply the finaliser of splitmix64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     result: np.ndarray = x ^ (x >> np.uint64(31))
@@ -37,7 +37,7 @@ def mix_array(x: np.ndarray) -> np.ndarray:
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit hash of a few integers: the same finaliser, on Python's integers, quicker for single ones."""
+    """Return a 64-bit hash of a few integers: the same finaliser on Python's integers, quicker for single values."""
     x = 0
     for number in numbers:
         x = (x + 0x9E3779B97F4A7C15 + number) % 2**64

@@ -1,8 +1,8 @@
-"""Documents into rows of one length: best-fit packing (arXiv 2404.10830), and what each way of packing loses.
+"""Packing of documents into rows of one length: best-fit packing (arXiv 2404.10830), and what each packing loses.
 
-A row holds whole documents wherever they fit; only a document longer than a row is cut. A document gives one position
-per token: the inputs are the separator before it and its tokens but the last, the targets its tokens, so that every
-token is learned once and no target belongs to another document.
+A row holds whole documents wherever they fit; only a document longer than a row is cut. A document takes one position
+per token: its inputs are the separator before it and all its tokens but the last, its targets are its tokens. So every
+token is learned once, and no target belongs to another document.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packed:
-    """Which piece of which document lies in which row. Pieces are in the order of their rows."""
+    """Which piece of which document lies in which row. Pieces are sorted by row."""
 
     starts: np.ndarray  # (pieces,) int64: where the piece's targets begin in the tokens
     lengths: np.ndarray  # (pieces,) int64
@@ -31,14 +31,14 @@ class Packed:
 
     @property
     def padded_fraction(self) -> float:
-        """Share of all positions that hold nothing."""
+        """Share of all positions that are padding."""
         return 1 - float(self.lengths.sum()) / max(1, self.number * self.sequence)
 
 
 def best_fit(bounds: np.ndarray, sequence: int) -> Packed:
     """Pack the documents that `bounds` separates (documents + 1,) into rows of `sequence` positions.
 
-    Pieces go in from the longest to the shortest, each into the fullest row that has room (best-fit decreasing).
+    Pieces are placed from the longest to the shortest, each into the fullest row that has room (best-fit decreasing).
     """
     starts, lengths, opens, cut = _pieces(np.asarray(bounds), sequence)
     row_of = np.empty(len(lengths), dtype=np.int64)
@@ -50,7 +50,7 @@ def best_fit(bounds: np.ndarray, sequence: int) -> Packed:
 
 
 def _pieces(bounds: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Documents cut to at most `sequence` tokens: full pieces and a rest."""
+    """Cut documents to at most `sequence` tokens: full pieces and a remainder."""
     sizes = np.diff(bounds)
     counts = -(-sizes // sequence)
     document = np.repeat(np.arange(len(sizes)), counts)
@@ -61,10 +61,10 @@ def _pieces(bounds: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _assign(lengths: np.ndarray, sequence: int, row_of: np.ndarray, order: np.ndarray) -> int:
-    """Fill `row_of[order]` for lengths that only fall; returns how many rows there are.
+    """Fill `row_of[order]` for lengths in descending order, and return the number of rows.
 
-    Pieces of one length and rows with one amount of room are alike, so they are dealt with by the group: a row takes
-    as many pieces of a length as it has room for before another row would be a better fit.
+    Pieces of one length are alike, and so are rows with the same room, so they are placed in groups: a row takes as
+    many pieces of a length as fit, before another row would be a better fit.
     """
     room: list[list[np.ndarray]] = [[] for _ in range(sequence + 1)]  # by free positions: groups of rows
     number, first = 0, 0
@@ -83,7 +83,7 @@ def _assign(lengths: np.ndarray, sequence: int, row_of: np.ndarray, order: np.nd
                     waiting = waiting[full * fits :]
                     _give_back(room, free - fits * length, group[:full])
                 if full < len(group):
-                    if len(waiting):  # fewer than one row holds
+                    if len(waiting):  # fewer pieces than one row holds
                         row_of[waiting] = group[full]
                         _give_back(room, free - len(waiting) * length, group[full : full + 1])
                         waiting, full = waiting[:0], full + 1
@@ -109,12 +109,12 @@ def _give_back(room: list[list[np.ndarray]], free: int, rows: np.ndarray) -> Non
 
 
 def concatenated(bounds: np.ndarray, sequence: int) -> dict[str, Any]:
-    """What windows of `sequence` tokens do to the same documents: an epoch's windows begin at the first token."""
+    """Return what windows of `sequence` tokens lose of the same documents; an epoch starts at the first token."""
     bounds = np.asarray(bounds)
     tokens = int(bounds[-1])
     windows = max(0, (tokens - 1) // sequence)
     kept = windows * sequence
-    # A document whose first and last token fall into different windows was cut.
+    # A document whose first and last tokens are in different windows was cut.
     cut = int(((bounds[:-1] // sequence) != ((bounds[1:] - 1) // sequence)).sum())
     return {
         "rows": windows,

@@ -1,4 +1,4 @@
-"""From a DataConfig to the data of a run: random tokens, one source, a mixture of several, or a stream."""
+"""From a DataConfig to the data of a run: random tokens, one source, a mixture of sources, or a stream."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ironlaw.data.stream import open_stream
 from ironlaw.errors import UserError
 
 _MOCK_TOKENS = 2**24
-_MOCK_DOCUMENT = 512  # tokens, on average: where documents are masked, so is mock data
+_MOCK_DOCUMENT = 512  # mean tokens of a document, so that mock data can be masked as text is
 
 
 def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, say: Say | None = None) -> Dataset:
-    """The dataset of `config` for a model of `vocab` entries, tokenised now or found in the cache.
+    """Return the dataset of `config` for a model of `vocab` entries, tokenised now or found in the cache.
 
-    Safe to call from several processes at once. Interrupted, or out of space, it keeps its finished shards and goes
-    on behind them next time; damaged shards are made again. `say` is told of both in a line.
+    Safe to call from several processes at once. When interrupted or out of disk space, it keeps its finished shards,
+    and the next call continues after them. Damaged shards are made again. `say` gets a line about both.
     """
     say = say or (lambda message: None)
     if config.mock:
@@ -45,7 +45,7 @@ def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, sa
 
 
 def folders_of(config: DataConfig, vocab: int) -> list[Path]:
-    """Where the sources' tokens are or would be kept. A mixture's depend on its tokenizer, which must be there."""
+    """Return the folders of the sources' tokens. A mixture's folders depend on its tokenizer, trained if missing."""
     given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
     sources = _found(config, given)
     if given is None and len(sources) > 1:
@@ -54,7 +54,7 @@ def folders_of(config: DataConfig, vocab: int) -> list[Path]:
 
 
 def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple[SourceConfig, corpora.Corpus]]:
-    """The sources with their files; conversations with what tokenises them."""
+    """Return the sources with their files. Conversations also get what tokenises them."""
     sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
     chats = [corpus for source, corpus in sources if source.format in CHATS]
     if chats and given is None:
@@ -69,7 +69,7 @@ def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple
 
 
 def _mock(config: DataConfig, vocab: int) -> Dataset:
-    """Uniformly random tokens in memory: no files, no tokenizer, and ln(vocab) is the best loss there is."""
+    """Return uniformly random tokens in memory: no files, no tokenizer, and ln(vocab) is the lowest possible loss."""
     generator = np.random.default_rng(config.seed)
     dtype = token_dtype(vocab)
     tokens = generator.integers(0, vocab, _MOCK_TOKENS, dtype=dtype.newbyteorder("="))
@@ -89,7 +89,7 @@ def _mock(config: DataConfig, vocab: int) -> Dataset:
 
 
 def _mock_documents(generator: np.random.Generator, tokens: int) -> np.ndarray:
-    """Boundaries of documents whose lengths are spread as widely as those of text are: exponentially."""
+    """Return bounds of documents with exponentially distributed lengths, which spread as widely as those of text."""
     lengths = 1 + generator.exponential(_MOCK_DOCUMENT, max(1, 2 * tokens // _MOCK_DOCUMENT)).astype(np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     return np.concatenate([bounds[bounds < tokens], [tokens]])

@@ -1,8 +1,8 @@
-"""Work ahead of whoever wants its results, which come in the order of the work; processes to do it; and batches that
-they make, for when the training process has no time for it.
+"""Work that runs ahead of its consumer, with results in the order of the work; worker processes; and batches made in
+processes, for when the training process has no time for them.
 
-A process does not import the program's main module, leaves Ctrl-C to its parent and ends when that does. Whichever is
-free makes the next batch: the order is a function of the step, so who makes one changes nothing.
+A worker process does not import the program's main module, leaves Ctrl-C to its parent and ends with its parent. Any
+idle worker makes the next batch: the order is a function of the step, so the batches do not depend on the worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 def in_order(
     items: Iterable[Item], submit: Callable[[Item], Future[Result]], ahead: int
 ) -> Iterator[tuple[Item, Result]]:
-    """Every item with its result; while one is waited for, `ahead` more are under way."""
+    """Yield every item with its result. While one result is waited for, `ahead` more are in progress."""
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     for item in items:
         waiting.append((item, submit(item)))
@@ -46,21 +46,21 @@ def in_order(
 
 
 class ProcessPool:
-    """`processes` that call `start(*arguments)` before anything else. `setting` is the key that says how many."""
+    """`processes` that call `start(*arguments)` before anything else. `setting` is the config key of their number."""
 
     def __init__(self, processes: int, setting: str, start: Callable[..., None], *arguments: Any) -> None:
         self.setting = setting
-        # Not forked: the threads of PyTorch and of libraries do not survive it.
+        # Not forked: the threads of PyTorch and of libraries do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(start, arguments))
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        with _without_main():  # a process may be started for it
+        with _without_main():  # the call may start a process
             return self._pool.submit(function, *arguments)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around whatever waits for results. UserError where a process was killed."""
+        """A context for code that waits for results. UserError if a process was killed."""
         try:
             yield
         except BrokenProcessPool:
@@ -74,7 +74,7 @@ class ProcessPool:
 
 
 def _begin(start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     start(*arguments)
 
@@ -82,15 +82,15 @@ def _begin(start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()  # also when it was killed
+        parent.join()  # returns also when the parent was killed
         os._exit(1)
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes that are started here do not import the program's main module again, which they have no use for.
+    """Processes that are started here do not import the program's main module again, which they do not need.
 
-    It takes time, and a script without `if __name__ == "__main__":` would run a second time.
+    The import takes time, and a script without `if __name__ == "__main__":` would run a second time.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -100,17 +100,17 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-Made = tuple[Batch[np.ndarray], dict[str, float]]  # and the seconds of its stages
-Open = Callable[[], Any]  # gives a BatchSource; pickled, so a function of a module or a partial of one
+Made = tuple[Batch[np.ndarray], dict[str, float]]  # a batch and the seconds of its stages
+Open = Callable[[], Any]  # returns a BatchSource; pickled, so a function of a module or a partial of one
 
 
 class ProcessBatches:
-    """The batches of `opener()`, made `depth` ahead by each of `processes`, so many at a time: handing over a few costs
-    hardly more than handing over one. Steps are asked for in order."""
+    """The batches of `opener()`, made by `processes`. Each makes `depth` batches at a time, because sending several
+    costs hardly more than sending one. Steps are requested in order."""
 
     def __init__(self, opener: Open, share: int, sequence: int, processes: int, depth: int):
         self.share, self.sequence = share, sequence
-        self.seconds = {"read": 0.0, "pack": 0.0}  # of all processes, by how many there are
+        self.seconds = {"read": 0.0, "pack": 0.0}  # sum over all processes divided by their number
         self._opener, self._processes, self._depth = opener, processes, depth
         self._pool: ProcessPool | None = None
         self._next = -1
@@ -139,7 +139,7 @@ class ProcessBatches:
 
 
 _opener: Open
-_batches: Any = None  # what this process makes batches of, from the first one on
+_batches: Any = None  # this process's source of batches, from its first batch on
 
 
 def _start(opener: Open) -> None:
@@ -148,14 +148,14 @@ def _start(opener: Open) -> None:
 
 
 def _make(first: int, number: int) -> list[Made]:
-    """The batches of `number` steps from `first` on."""
+    """Return the batches of `number` steps from `first` on."""
     global _batches
-    _batches = _batches or _opener()  # not in `_start`: what goes wrong here is raised by whoever wants the batch
+    _batches = _batches or _opener()  # not in `_start`: errors here are raised in the parent, as those of the batch
     made = []
     for step in range(first, first + number):
         start, before = time.perf_counter(), dict(_batches.seconds)
         batch = _batches.batch(step)
         seconds = {stage: spent - before[stage] for stage, spent in _batches.seconds.items()}
         seconds["read"] += time.perf_counter() - start - sum(seconds.values())
-        made.append((batch.map(lambda array: array.astype(np.int32)), seconds))  # half of what is sent
+        made.append((batch.map(lambda array: array.astype(np.int32)), seconds))  # halves the bytes to send
     return made

@@ -1,7 +1,7 @@
-"""One file, one reader: text, JSONL (plain, gzip, zstandard), Parquet, Arrow streams, Megatron's `.bin/.idx`.
+"""One reader per kind of file: text, JSONL (plain, gzip, zstandard), Parquet, Arrow streams, Megatron's `.bin/.idx`.
 
-A reader gives documents in the file's order and, with each, the position to go on from: bytes of JSONL before
-compression, rows of Parquet and Arrow, documents of Megatron. Starting there gives the rest and nothing twice.
+A reader yields documents in the file's order, each with the position from which to continue: uncompressed bytes of
+JSONL, rows of Parquet and Arrow, documents of Megatron. Starting there yields the remaining documents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ironlaw.data import megatron
 from ironlaw.errors import UserError
 
 Content = str | np.ndarray
-"""Text, or token ids of a source that is tokenised already; those of conversations carry marks in their high bits."""
+"""Text, or token ids of a source that is tokenised already; ids of conversations carry marks in their high bits."""
 MARKS = 40
 UNLEARNED, REJECTED, IDS = 1 << MARKS, 2 << MARKS, (1 << MARKS) - 1
 Messages = list[dict[str, Any]]  # a conversation before it is tokenised
@@ -33,24 +33,23 @@ Raw = Content | Messages | Preference
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One document of a file, or a place where there should have been one."""
+    """One document of a file, or (`content` is None) one that could not be read."""
 
-    content: Raw | None  # None: left out, for `reason`
-    next: int  # where the next one begins
+    content: Raw | None  # None: left out, because of `reason`
+    next: int  # where the next document begins
     done_bytes: int  # of the file, on disk, read so far
     reason: str = ""
 
 
 LINE_LIMIT_BYTES = 2**26
-"""Of a document of JSONL, which is read and tokenised whole in some forty times its size."""
+"""Limit of one JSONL document, which is read whole and takes some forty times its size while it is tokenised."""
 
-# suffix -> (kind, what opens it)
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 
 
 def kind_of(path: Path) -> str:
-    """Which reader a file wants, by its name: text for all that no other reader knows."""
+    """Return the kind of reader for a file's name: text unless the name is that of another kind."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     last = suffixes[-1] if suffixes else ""
     if last in _JSONL or (last in _COMPRESSED and suffixes[0] in _JSONL | {".json"}):
@@ -63,7 +62,7 @@ def kind_of(path: Path) -> str:
 
 
 def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
-    """The documents of a file from position `start`; `kind` is one of `kind_of`'s except text."""
+    """Yield the documents of a file from position `start` on; `kind` is one that `kind_of` returns, except text."""
     readers: dict[str, Callable[[Path, str, int], Iterator[Record]]] = {
         "jsonl": _read_jsonl,
         "chat": partial(_read_jsonl, take=_conversation),
@@ -76,7 +75,7 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
 
 
 def spots(kind: str, path: Path, number: int) -> list[int]:
-    """Up to `number` positions spread over a file, to sample it without reading all of it."""
+    """Return up to `number` positions spread over a file, to sample it without reading all of it."""
     if kind in ("jsonl", "chat", "pairs"):
         if path.suffix.lower() in _COMPRESSED:
             return [0]  # cannot be entered in the middle
@@ -88,7 +87,7 @@ def spots(kind: str, path: Path, number: int) -> list[int]:
 
 
 def usable(text: str) -> str:
-    """`text`, with half of a surrogate pair (which JSON can spell, and UTF-8 cannot) replaced."""
+    """Return `text` with unpaired surrogates replaced: JSON can contain them, UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -100,7 +99,7 @@ def usable(text: str) -> str:
 
 
 Take = Callable[[dict[str, Any], str], tuple[Raw | None, str]]
-"""What the fields of a line hold in the one that is asked for, or None and what they lack; "": it is empty."""
+"""Returns the content of a field of a line, or None and what the line lacks; "": the field is empty."""
 
 
 def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
@@ -124,7 +123,7 @@ def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
 
 
 def _preference(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
-    """A prompt and two answers to it, all as text or all as messages."""
+    """Return a prompt and two answers to it, all as text or all as messages."""
     take = _conversation if isinstance(fields.get("prompt"), list) else _text
     parts: Preference = {}
     for name in ("prompt", "chosen", "rejected"):
@@ -152,7 +151,7 @@ def _from_line(line: bytes, path: Path, field: str, position: int, done: int, fi
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
-        if first:  # a file of something else altogether, where one bad line among millions is only counted
+        if first:  # the whole file is something else; later, one bad line among millions is only counted
             raise UserError(f"{path} is not JSONL: its first line is no JSON object") from None
         return Record(None, position, done, "not JSON")
     if first and not isinstance(document, dict):
@@ -192,7 +191,7 @@ def _next_line(path: Path, position: int) -> int:
 
 
 def _rest_of_line(lines: IO[bytes]) -> int:
-    """Pass over it, piece by piece; how many bytes it has."""
+    """Read past the rest of a line in blocks and return its number of bytes."""
     passed = 0
     while piece := lines.readline(2**20):
         passed += len(piece)
@@ -203,7 +202,7 @@ def _rest_of_line(lines: IO[bytes]) -> int:
 
 @contextmanager
 def _intact(path: Path) -> Iterator[None]:
-    """What gzip and pyarrow raise of a damaged file, as one line."""
+    """Turn errors of gzip and pyarrow about a damaged file into a UserError of one line."""
     try:
         yield
     except Exception as error:
@@ -250,7 +249,7 @@ def _read_arrow(path: Path, field: str, start: int) -> Iterator[Record]:
 
 
 def _arrow_batches(pyarrow: Any, file: Any) -> Iterator[Any]:
-    """Of a stream, as `save_to_disk` writes it, or of a file with a footer (Feather), which begins with ARROW1."""
+    """Return the batches of a stream, as `save_to_disk` writes it, or of a Feather file, which begins with ARROW1."""
     if file.read(6) == b"ARROW1":
         reader = pyarrow.ipc.open_file(file)
         return (reader.get_batch(i) for i in range(reader.num_record_batches))
@@ -293,7 +292,7 @@ def _rows(kind: str, path: Path) -> int:
 
 
 def _extra(module: str, path: Path) -> Any:
-    """An optional library, or the one line that says how to get it."""
+    """Import an optional library, or raise a UserError that says how to install it."""
     import importlib
 
     try:

@@ -1,4 +1,4 @@
-"""Text to learn a tokenizer from: training documents only, from all over the source, the same ones every time; and one
+"""Text to train a tokenizer on: training documents only, from all over the source, the same ones every time. And one
 tokenizer for several sources, or for a source that is read while training."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ironlaw.data.config import DataConfig, SourceConfig
 from ironlaw.data.corpus import Corpus, CorpusDocument, File, no_text
 from ironlaw.data.splits import Splitter, number, split
 
-_SHARE = 2**20  # characters that any place may give
-_SPOTS = 64  # places at which the files of records are entered
+_SHARE = 2**20  # characters that any place may contribute
+_SPOTS = 64  # places in all files of records together
 
 
 def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]:
-    """Up to `characters` of text in a fixed shuffled order.
+    """Yield up to `characters` of text in a fixed shuffled order.
 
-    No place gives more than its share or 1 MB, so that one huge document does not stand for all.
+    No place contributes more than its share or 1 MB, so that one huge document does not dominate the sample.
     """
     places = list(_places(corpus))
     places.sort(
@@ -42,7 +42,7 @@ def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]
 
 
 def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
-    """(file, where to begin in it, where the next place begins)"""
+    """Yield (file, position to begin at, position of the next place or None)."""
     records = sum(file.kind != "text" for file in corpus.files)
     for file in corpus.files:
         if file.kind == "text":
@@ -66,7 +66,7 @@ def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, 
 
 def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
     for record in records:
-        yield None if isinstance(record.content, list | dict) else record.content  # conversations come with a tokenizer
+        yield None if isinstance(record.content, list | dict) else record.content  # conversations have a tokenizer
         if stop is not None and record.next >= stop:
             return
 
@@ -74,7 +74,7 @@ def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[re
 def shared_tokenizer(
     config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, Corpus]], all_text: bool = True
 ) -> tokenizers.Tokenizer:
-    """Trained on text of every source by its weight, once."""
+    """Return a tokenizer trained once, on text of every source by its weight."""
     from tokenizers import __version__
 
     key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]

@@ -1,9 +1,9 @@
-"""Token files: what tokenising a source leaves on disk, how they are written, checked and read back.
+"""Token files that tokenising a source leaves on disk: writing, checking and reading them.
 
 A folder holds `index.json`, `tokenizer.json` and, for shard NNNNN and each split, `SPLIT-NNNNN.bin` (token ids,
 little-endian, nothing else) and `SPLIT-NNNNN_documents.npy` (int64, one more than documents: where each begins in the
-shard, and the end). Of conversations `SPLIT-NNNNN_marks.bin` has a byte per token (`TokenSplit.marks`). Schema 1
-had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it is still read.
+shard, and the end). For conversations, `SPLIT-NNNNN_marks.bin` has a byte per token (`TokenSplit.marks`). Schema 1
+had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it can still be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ironlaw.files import read_json, replacing, sha256
 SCHEMA_VERSION = 2
 INDEX = "index.json"
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-# Checked whole at every start up to here (about a second); beyond, the sizes are, and the rest on request.
+# Up to this size all checksums are compared at every start (about a second); above it, only sizes unless requested.
 CHECKSUM_LIMIT_BYTES = 2**30
 
 
@@ -40,13 +40,13 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
 
 
 def files_of(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, checksum) of the files that a split has in a shard; the tokens' first."""
+    """Return (name, checksum) of each file that a split has in a shard, the token file first."""
     return [(entry[f"{what}file"], entry[f"{what}sha256"]) for what in ("", "documents_", "marks_")
             if f"{what}file" in entry]  # fmt: skip
 
 
 class SplitWriter:
-    """Appends documents to one split's files of one shard; `marked`: and what their tokens are marked with."""
+    """Appends documents to one split's files of one shard. `marked`: also writes the marks of the tokens."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any], marked: bool = False):
         self._folder = folder
@@ -64,7 +64,7 @@ class SplitWriter:
             self._marks.append((ids >> MARKS).astype(np.uint8))
             ids = ids & IDS
         data = ids.astype(self._dtype).tobytes()
-        # Written, not mapped: a full disk is then an error, where a mapping would kill the process.
+        # Written instead of memory-mapped: a full disk is then an error, but would kill a process that maps the file.
         self._file.write(data)
         self._digest.update(data)
         self.tokens += len(ids)
@@ -74,7 +74,7 @@ class SplitWriter:
         self._ends.append(self.tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Close the files and describe them for the index."""
+        """Close the files and return their entry of the index."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -101,7 +101,7 @@ class SplitWriter:
 
 
 class ShardWriter:
-    """One shard of both splits. `finish` gives its entry of the index."""
+    """Writes one shard of both splits. `finish` returns its entry of the index."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int, marked: bool = False):
         self.number = number
@@ -125,9 +125,9 @@ class ShardWriter:
             if len(ids):
                 self._last = int(ids[-1])
             if piece.last:
-                # Text never ends in the separator; tokens made elsewhere usually do.
+                # Text never ends in the separator; documents tokenised elsewhere usually do.
                 if isinstance(piece.content, str) or self._last & IDS != self._end_of_text:
-                    # Of a conversation it is not learned: the template says what ends an answer.
+                    # In a conversation it is not learned: the template decides what ends an answer.
                     writer.write(np.array([self._end_of_text | self._marked * UNLEARNED]), 0)
                 writer.end_document()
         if piece.next is not None:
@@ -143,7 +143,7 @@ class ShardWriter:
 
 
 class Tokens:
-    """Several token arrays read as one, without copying them together."""
+    """Several token arrays read as one, without copying them into one."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self._arrays = [np.asarray(array) for array in arrays]  # slicing a memmap costs several times as much
@@ -155,7 +155,7 @@ class Tokens:
         return int(self._ends[-1])
 
     def __getitem__(self, where: slice) -> np.ndarray:
-        """A slice of step 1: a view inside a shard, a copy across shards."""
+        """Return a slice of step 1: a view inside a shard, a copy across shards."""
         start, stop, step = where.indices(len(self))
         assert step == 1
         shard = int(np.searchsorted(self._ends, start, side="right"))
@@ -176,16 +176,16 @@ TokenArray = np.ndarray | Tokens
 
 
 def join(arrays: Sequence[TokenArray]) -> TokenArray:
-    """One array stays itself; several are read as one."""
+    """Return several arrays as one; a single array is returned as it is."""
     flat = [part for array in arrays for part in (array._arrays if isinstance(array, Tokens) else [array])]
     full = [array for array in flat if len(array)] or flat[:1]
     return full[0] if len(full) == 1 else Tokens(full)
 
 
 def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
-    """The index of a prepared folder, its files checked: sizes always, checksums where asked or quick.
+    """Return the index of a prepared folder after checking its files: always sizes, checksums if requested or quick.
 
-    Damage to shards alone is a `DamagedShards`, which preparation answers by making them again.
+    Raises DamagedShards if only shards are damaged; preparation then makes these shards again.
     """
     try:
         index = read_json(folder / INDEX)
@@ -209,7 +209,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
             raise _damaged(folder, "tokenizer.json does not have the checksum it was written with")
     if checksums is None:
         checksums = sum(expected.values()) <= CHECKSUM_LIMIT_BYTES
-    with ThreadPoolExecutor(min(8, usable_cores())) as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor(min(8, usable_cores())) as pool:  # hashing releases the interpreter's lock
         found = list(pool.map(lambda shard: damage(folder, shard, width, checksums), shards))
     wrong = {number: what for number, what in enumerate(found) if what is not None}
     if wrong:
@@ -218,7 +218,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
 
 
 def damage(folder: Path, shard: dict[str, Any], width: int, checksums: bool) -> str | None:
-    """What is wrong with a shard's files, if anything. Boundaries are small and always checked whole."""
+    """Return what is wrong with a shard's files, or None. Document bounds are small and always checked whole."""
     for split in SPLITS:
         entry = shard[split]
         for name, digest in files_of(entry):
@@ -234,7 +234,7 @@ def damage(folder: Path, shard: dict[str, Any], width: int, checksums: bool) -> 
 
 
 def _from_schema_1(index: dict[str, Any]) -> dict[str, Any]:
-    """One shard without a number, as the first release wrote it."""
+    """Convert the first release's index, which had one shard without a number."""
     names = {split: {"file": f"{split}.bin", "documents_file": f"{split}_documents.npy"} for split in SPLITS}
     shard: dict[str, Any] = {split: index["splits"][split] | names[split] for split in SPLITS}
     return index | {"shards": [shard | {"next": None, "skipped": {}}]}
@@ -245,7 +245,7 @@ def _damaged(folder: Path, what: str) -> UserError:
 
 
 class DamagedShards(UserError):
-    """Shards whose files are not what was written; all the rest of the folder is in order."""
+    """Damage to the files of some shards; the rest of the folder is intact."""
 
     def __init__(self, folder: Path, wrong: dict[int, str], index: dict[str, Any]):
         first = next(iter(wrong.values()))
@@ -259,12 +259,12 @@ class DamagedShards(UserError):
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The documents of a split, behind one another."""
+    """The concatenated documents of a split."""
 
     tokens: TokenArray  # (tokens,) unsigned, memory-mapped, read-only; the end-of-text tokens included
     bounds: np.ndarray  # (documents + 1,) int64: where each document begins in `tokens`, and the end
     bytes: int = 0  # of UTF-8 text; 0: the source held tokens, not text
-    # (tokens,) uint8: 1 is not learned, 2 belongs to the answer that was rejected; None: all are 0
+    # (tokens,) uint8: bit 0: not learned; bit 1: part of the rejected answer; None: all are 0
     marks: TokenArray | None = None
 
     @property
@@ -276,7 +276,7 @@ class TokenSplit:
 
 
 def open_split(folder: Path, index: dict[str, Any], split: Split) -> TokenSplit:
-    """A split of a folder with this index; its shards as one."""
+    """Open a split of a folder with this index; its shards are read as one."""
     dtype, parts = np.dtype(index["dtype"]), []
     for entry in (shard[split] for shard in index["shards"]):
         marks = _map(folder / entry["marks_file"], np.dtype(np.uint8)) if "marks_file" in entry else None
@@ -286,7 +286,7 @@ def open_split(folder: Path, index: dict[str, Any], split: Split) -> TokenSplit:
 
 
 def join_splits(parts: Sequence[TokenSplit]) -> TokenSplit:
-    """Of tokens behind one another."""
+    """Concatenate splits without copying their tokens."""
     if len(parts) == 1:
         return parts[0]
     before = np.cumsum([0] + [int(part.bounds[-1]) for part in parts])

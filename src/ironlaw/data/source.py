@@ -1,4 +1,4 @@
-"""One source to tokens on disk, once: later calls with the same source and settings reuse them."""
+"""Preparation of one source: tokenised to disk once, reused by later calls with the same source and settings."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def prepare_source(
     config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
     progress: shards.Progress | None, say: Say,
 ) -> Dataset:  # fmt: skip
-    """One source; without a tokenizer given one is trained on it."""
+    """Prepare one source. Without `given`, a tokenizer is trained on the source."""
     folder = config.cache_folder / folder_name(config, vocab, source, corpus, given)
     reused = folder.exists()
     building.make(folder, lambda place: _build(config, vocab, source, corpus, given, place, progress, say))
     try:
-        # What was written just now was hashed on its way: only sizes are looked at.
+        # Files written just now were hashed while they were written: only their sizes are compared.
         dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)
     except shards.DamagedShards as damage:
         say(str(damage).split(":")[0] + ": making them again")
         _remake(config, corpus, folder, damage)
         dataset = open_dataset(folder, reused=False)
-    if dataset.vocab > vocab:  # only tokens made elsewhere can be
+    if dataset.vocab > vocab:  # possible only for tokens made elsewhere
         raise _too_many(corpus, dataset.vocab, vocab)
     return dataset
 
@@ -69,9 +69,9 @@ def _remake(config: DataConfig, corpus: corpora.Corpus, folder: Path, damage: sh
 def folder_name(
     config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None
 ) -> str:
-    """Readable, and different whenever any token could be."""
+    """Return a readable name that differs whenever any token could differ."""
     key: dict[str, Any] = {
-        # The standard library's tokens are those of schema 1, so that what is in the cache is found.
+        # The standard library keeps schema 1 here: its tokens are the same, so that cached ones are found.
         "schema": 1 if corpus.stdlib else shards.SCHEMA_VERSION,
         "corpus": corpus.fingerprint(),
         "fraction": config.validation_fraction,
@@ -97,7 +97,7 @@ def _build(
     config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
     folder: Path, progress: shards.Progress | None, say: Say,
 ) -> None:  # fmt: skip
-    """Fill `folder` with everything `open_dataset` reads."""
+    """Fill `folder` with everything that `open_dataset` reads."""
     spent: defaultdict[str, float] = defaultdict(float)
     start = time.perf_counter()
     splitter = splitting.split(corpus, config.validation_fraction, config.seed, progress=_scanning(say))
@@ -135,7 +135,7 @@ def _build(
         from ironlaw.data.chat import keep_template
 
         keep_template(folder, corpus.chat)
-    for split in SPLITS if corpus.chat is None else ():  # separators were written beside what was counted
+    for split in SPLITS if corpus.chat is None else ():  # separators were written but not counted
         written = sum(shard[split]["tokens"] for shard in work.shards)
         counts[split][end] += written - counts[split].sum()
     baseline = loss_of_counts(*(counts[split] for split in SPLITS))
@@ -147,7 +147,7 @@ def _build(
 
 
 def _scanning(say: Say) -> shards.Progress:
-    """Told of a first reading of everything, says a line now and then: a few seconds' worth of text needs none."""
+    """Return a callback that reports the progress of the first reading every few seconds."""
     last = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -162,7 +162,7 @@ def _scanning(say: Say) -> shards.Progress:
 def _tokenizer(
     vocab: int, corpus: corpora.Corpus, splitter: splitting.Splitter, given: tokenizers.Tokenizer | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer | None, dict[str, Any]]:
-    """The tokenizer and its entry of the index; its file is copied, trained, or left over from an interrupted call."""
+    """Return the tokenizer and its index entry. It is given, trained, or kept from an interrupted call."""
     file = folder / "tokenizer.json"
     if corpus.tokenised and given is None:
         return None, _elsewhere(corpus, vocab)
@@ -182,7 +182,7 @@ def _tokenizer(
 
 
 def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer that the finished shards of an interrupted call were made with."""
+    """Return the tokenizer of the finished shards of an interrupted call, if there is one."""
     with suppress(OSError, ValueError, KeyError, TypeError, UserError):
         described = read_json(folder / building.PROGRESS)["head"]["tokenizer"]
         if sha256(folder / "tokenizer.json") == described["sha256"]:
@@ -191,7 +191,7 @@ def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
 
 
 def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
-    """What can be known of a tokenizer from its tokens: the largest id, and what documents end in."""
+    """Return what the tokens tell of their tokenizer: the largest id, and the id that ends documents."""
     largest, ends = 0, set()
     for file in corpus.files:
         indexed = megatron.open_indexed(file.path)
@@ -225,7 +225,7 @@ def _check(source: SourceConfig, index: dict[str, Any], folder: Path) -> None:
     documents = {split: sum(shard[split]["documents"] for shard in index["shards"]) for split in SPLITS}
     if documents["train"] and documents["validation"]:
         return
-    (folder / building.PROGRESS).unlink()  # nothing here can be used by another attempt
+    (folder / building.PROGRESS).unlink()  # nothing here is of use to another attempt
     if not any(documents.values()):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
         raise UserError(f'data.path = "{source.path}" has no text (skipped: {reasons}): give documents with text')

@@ -1,7 +1,7 @@
-"""Which documents are held out: a number of the document's own decides, so the splits never share one.
+"""The split into training and held-out documents. It depends on each document alone, so the splits share no document.
 
-The number is a hash of the text (without surrounding blanks) and the seed. Duplicates have the same number and fall
-into the same split, adding documents moves no other, and workers need not know of each other.
+The split compares a hash of the text (without surrounding blanks) and the seed with a threshold. Duplicates have the
+same hash and are in the same split; new documents move no others; and workers need not coordinate.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ironlaw.errors import UserError
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _ALL = 2**64
-# Up to here records are read once beforehand, so that a handful of them still gives both splits something.
+# Smaller records are read once beforehand, so that both splits get some even of a handful of documents.
 _SMALL_BYTES = 2**24
 
 
 def number(key: bytes, seed: int) -> int:
-    """A fixed pseudo-random number in [0, 2**64) for a document."""
+    """Return a fixed pseudo-random number in [0, 2**64) for a document."""
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + key).digest()[:8], "big")
 
 
 def content_key(content: Content) -> bytes:
-    """What two documents share when they are the same."""
+    """Return the bytes that identify a document's content: equal for duplicates."""
     if isinstance(content, np.ndarray):
         return content.astype("<i8").tobytes()
     return content.strip().encode("utf-8")
@@ -38,16 +38,16 @@ def content_key(content: Content) -> bytes:
 
 @dataclass(frozen=True)
 class Splitter:
-    """Says of each document of a corpus where it belongs. Those with numbers below `threshold` are held out."""
+    """Assigns each document of a corpus to a split. Documents with numbers below `threshold` are held out."""
 
     seed: int
     threshold: int
     fraction: float
-    tail: bool  # there is but one document: its tail is held out
-    names: dict[str, int] | None = None  # numbers by file name, where names decide
+    tail: bool  # there is only one document: its tail is held out
+    names: dict[str, int] | None = None  # numbers by file name, where the name decides instead of the text
 
     def parts(self, document: CorpusDocument) -> list[tuple[Split, Content]]:
-        """The document with its split; in two parts where the tail is held out."""
+        """Return the document with its split; two parts where the tail is held out."""
         content = document.content
         assert content is not None
         if self.tail:
@@ -69,9 +69,9 @@ def split(
     corpus: Corpus, fraction: float, seed: int, all_text: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Splitter:  # fmt: skip
-    """Scan the corpus (files without text leave it) and find what to hold out.
+    """Scan the corpus, removing files without text from it, and decide what to hold out.
 
-    `all_text = False` spares a large corpus the scan: its documents are then held out as they come.
+    `all_text = False` skips the scan of a large corpus; its documents are then assigned as they are read.
     """
     if not all_text and corpus.bytes > _SMALL_BYTES and not corpus.stdlib:
         return Splitter(seed, int(fraction * _ALL), fraction, tail=False)
@@ -100,7 +100,7 @@ def split(
 
 
 def threshold(numbers: Iterable[int], fraction: float) -> int:
-    """The number below which documents are held out: about `fraction` of them, at least one of two, never all."""
+    """Return the number below which documents are held out: about `fraction`, at least one of two, never all."""
     ranked = sorted(set(numbers))
     if len(ranked) < 2:
         return 0

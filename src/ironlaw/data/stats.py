@@ -1,6 +1,6 @@
-"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose, the loss
-of a model that knows how often each token occurs and nothing else; and a batch taken apart again, each row's documents
-as text where there is a tokenizer."""
+"""Statistics of prepared data: counts, lengths, vocabulary in use, losses of each packing, and the loss of a model that
+only has the frequency of each token. Also the rows of a batch taken apart into their documents, as text where there is
+a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
-    """A document for `--json` and for printing; packing is that of the training split at `sequence` tokens."""
+    """Return a document for `--json` and for printing. Packing is that of the training split at `sequence` tokens."""
     parts = dataset.sources or (dataset,)
     bounds = dataset.train.bounds
     return {
@@ -68,11 +68,11 @@ def _split(split: TokenSplit, vocab: int) -> dict[str, Any]:
 
 
 def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: int) -> list[dict[str, Any]]:
-    """One entry per row. Documents are the batch's own where it says them, and parted by the separator otherwise."""
+    """Return one entry per row. Documents are the batch's own if it has any, otherwise those between separators."""
     rows = []
     for number, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
         learned = targets != IGNORED
-        used = np.flatnonzero(learned | (inputs != end_of_text))  # what follows is padding
+        used = np.flatnonzero(learned | (inputs != end_of_text))  # positions after the last of these are padding
         real = np.arange(len(inputs)) <= used.max(initial=-1)
         if batch.documents is not None:
             owner = batch.documents[number]
@@ -90,7 +90,7 @@ def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: 
 
 
 def token_counts(tokens: TokenArray, vocab: int) -> np.ndarray:
-    """(vocab,) int64: how often each id occurs in `tokens` (any shape (n,), may be memory-mapped)."""
+    """Return (vocab,) int64: how often each id occurs in `tokens` (shape (n,), may be memory-mapped)."""
     counts = np.zeros(vocab, dtype=np.int64)
     for start in range(0, len(tokens), _CHUNK):
         counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab)
@@ -98,7 +98,7 @@ def token_counts(tokens: TokenArray, vocab: int) -> np.ndarray:
 
 
 def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float | None:
-    """Cross-entropy of the validation tokens in nats per token; None when there are none.
+    """Return the cross-entropy of the validation tokens in nats per token; None if there are none.
 
     Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
     """
@@ -106,7 +106,7 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float
 
 
 def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
-    """The same from how often each id occurs."""
+    """Return the same loss from the counts (vocab,) of each id."""
     total = int(validation.sum())
     if total == 0:
         return None

@@ -1,9 +1,9 @@
 """Tokenising while training: nothing is prepared, and the order is still a function of (seed, step).
 
-The source is read in blocks of some megabytes, files in another order every epoch. A block's tokens are cut into
-windows, and its windows are shuffled; what is left of a block after its last window is dropped and counted. Where a
-block begins and how many samples came before it are noted in the cache as they become known, so that a resumed run
-tokenises one block again and not all before it; without the notes it gives the same batches, later.
+The source is read in blocks of some megabytes, its files in another order every epoch. A block's tokens are cut into
+windows, and the windows of a block are shuffled; the tokens after its last window are dropped and counted. The cache
+keeps notes of where each block begins and how many samples precede it, so that a resumed run tokenises one block again
+instead of all blocks before it. Without the notes it gives the same batches, but later.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import append_json_line, read_json_lines, sha256
 
-BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
+BLOCK_BYTES = 2**23  # of text; windows are shuffled within a block
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
 
 
 @dataclass(frozen=True, order=True)
 class _Start:
-    """Where a block begins: everything that is needed to go on from there."""
+    """The start of a block: everything that is needed to continue from there."""
 
-    samples: int  # in all blocks before it
+    samples: int  # in all blocks before this one
     epoch: int
     file: int
     position: int
 
 
 class _Joined:
-    """Documents behind one another, the end of text after each."""
+    """Concatenated documents, with the end of text after each."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self.bounds, self.length = [0], 0
@@ -69,7 +69,7 @@ class _Joined:
 
 
 class StreamBatches:
-    """The batches of a stream; quick in the order of the steps, and right in any."""
+    """The batches of a stream. Steps may be requested in any order; ascending order is quick."""
 
     def __init__(
         self, stream: Stream, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1,
@@ -90,10 +90,10 @@ class StreamBatches:
         self._dropped = self._seen = 0
 
     def batch(self, step: int) -> Batch[np.ndarray]:
-        """This rank's share of step `step`."""
+        """Return this rank's share of step `step`."""
         batch = empty(self.share, self.sequence, self.documents)
         first = step * self.sequences_per_batch + self._rank * self.share
-        # Ranks hold on to the blocks of the whole global batch: the next one begins behind it.
+        # Each rank keeps the blocks of the whole global batch: the next global batch begins after it.
         for row in range(self.share):
             self._fill(first + row, row, batch)
         while len(self._held) > 1 and self._held[1][0].samples <= (step + 1) * self.sequences_per_batch:
@@ -133,13 +133,13 @@ class StreamBatches:
                 return block
 
     def _ends_before(self, start: _Start) -> bool:
-        """Whether a block that the notes know is behind the one at hand."""
+        """Return whether the notes have a block that starts after the last block held."""
         return start.samples > self._held[-1][0].samples + len(self._held[-1][1]) // self.sequence
 
     def _read(self, start: _Start) -> Generator[tuple[_Start, np.ndarray, np.ndarray], None, None]:
-        """Blocks from `start` on, epoch after epoch: where each begins, its tokens and its documents' bounds."""
+        """Yield the blocks from `start` on, epoch after epoch: start, tokens and document bounds of each."""
         tokeniser = Tokeniser(self._stream.tokenizer, self._stream.workers, min(2**19, BLOCK_BYTES // 8), by_block=True)
-        ends: deque[tuple[int, int, int]] = deque()  # (epoch, file, position) behind each block that was read
+        ends: deque[tuple[int, int, int]] = deque()  # (epoch, file, position) after each block that was read
         joined, whole = _Joined(self._stream.tokenizer), 0
         chunks = tokeniser.encode(self._pieces(start, ends))
         try:
@@ -167,7 +167,7 @@ class StreamBatches:
             chunks.close()
 
     def _pieces(self, start: _Start, ends: deque[tuple[int, int, int]]) -> Iterator[TextPiece]:
-        """Training text without end; `next` is set on the last piece of a block only, and `ends` says where it is."""
+        """Yield training text without end. Only the last piece of a block has a `next`; `ends` gets its position."""
         epoch, cursor = start.epoch, (start.file, start.position)
         while True:
             held, found = 0, 0
@@ -199,7 +199,7 @@ class StreamBatches:
 
 
 def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:
-    """A dataset whose training tokens are made as they are asked for; held-out text is tokenised now."""
+    """Return a dataset whose training tokens are made on request; held-out text is tokenised now."""
     if corpus.tokenised:
         raise UserError(f"{corpus.root} is tokenised already: leave data.streaming out, preparing it only copies it")
     source = config.all_sources[0]
@@ -228,7 +228,7 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
 def _held_out(
     corpus: corpora.Corpus, splitter: splitting.Splitter, tokenizer: tokenizers.Tokenizer, path: str
 ) -> TokenSplit:
-    """The first held-out documents."""
+    """Return the first held-out documents, tokenised: about `_VALIDATION_BYTES` of text."""
     chosen: list[TextPiece] = []
     held = 0
     for piece in pieces_of(corpus, splitter):

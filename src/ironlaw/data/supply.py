@@ -1,9 +1,9 @@
-"""What the loader was measured to supply, remembered beside the prepared tokens, so that the next plan knows it.
+"""The measured supply rate of the loader, stored beside the prepared tokens for the next plan.
 
     remember(config, sequence, facts)       # at the end of a run, with what its loader reported
-    recall(config, sequence)                # before the next: the same, or None
+    recall(config, sequence)                # before the next run: the same facts, or None
 
-A small file of numbers; losing it costs nothing but the comparison of supply and demand before the first run.
+Losing this small file only costs the comparison of supply and demand before the first run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from ironlaw.data.config import DataConfig
 from ironlaw.files import known_json, write_json
 
-MOST = 256  # settings remembered; the oldest goes first
-# What changes the work per token, where it is done, or how fast the source is read.
+MOST = 256  # settings remembered; the oldest are dropped first
+# Settings that change the work per token, where it is done, or how fast the source is read.
 _KEYS = ("path", "format", "sources", "packing", "mask_documents", "streaming", "mock", "loader_processes", "workers")
 
 
@@ -28,7 +28,7 @@ def supply_path(config: DataConfig) -> Path:
 
 
 def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
-    """Keep what the loader of a finished run reported: tokens per second in all and of each stage."""
+    """Store what the loader of a finished run reported: tokens per second in all and of each stage."""
     if not facts.get("tokens_per_second"):
         return
     kept = known_json(supply_path(config))
@@ -40,13 +40,13 @@ def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
         "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     path = supply_path(config)
-    with suppress(OSError):  # nothing depends on it
+    with suppress(OSError):  # the file is optional
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, dict(list(kept.items())[-MOST:]))
 
 
 def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
-    """`tokens_per_second`, `stages` and when that was `measured`; None where no run has loaded this way."""
+    """Return `tokens_per_second`, `stages` and the time `measured`; None if no run has loaded with these settings."""
     found = known_json(supply_path(config)).get(_key(config, sequence))
     complete = isinstance(found, dict) and {"tokens_per_second", "stages", "measured"} <= found.keys()
     return found if complete else None

@@ -1,7 +1,7 @@
 """Documents to token ids on all cores: in this process by the library's threads, or by worker processes.
 
-Threads cost no start, no copies between processes and share the library's memory of words. From some cores on, this
-process's own part (reading, hashing, taking ids over, which one thread at a time can do) would hold them up.
+Threads need no start and no copies between processes, and share the library's cache of words. With many cores, however,
+they would wait for this process's own part (reading, hashing, receiving ids), which runs on one thread at a time.
 
 The order of the results is the order of the documents, whatever the number of workers.
 """
@@ -22,23 +22,23 @@ from ironlaw.data.processes import ProcessPool, in_order
 from ironlaw.data.readers import Content
 from ironlaw.data.splits import Split, Splitter
 
-# Below this, starting processes would take longer than they save.
+# Below this size, starting processes would take longer than they save.
 _WORTH_PROCESSES_BYTES = 2**25
-# A core makes 0.75 million tokens per second (BPE of 32,000 entries, EPYC), this process's part takes about 70 ns each.
+# A core makes 0.75 million tokens per second (BPE of 32,000 entries, EPYC); this process needs about 70 ns per token.
 _WORTH_PROCESSES_CORES = 8
-_BATCHES_AHEAD = 2  # given to the threads: one ends while the next keeps them busy
-_CHUNK_BYTES = 2**19  # what a worker gets at a time: a fraction of a second of work
+_BATCHES_AHEAD = 2  # batches in the threads: when one ends, the next keeps them busy
+_CHUNK_BYTES = 2**19  # sent to a worker at a time: a fraction of a second of work
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A document, one of the pieces of a long one, or (`content` None) something left out, for `reason`."""
+    """A document, a piece of a long document, or (`content` is None) one that was left out for `reason`."""
 
     split: Split
     content: Content | None
     bytes: int  # of UTF-8 text
     last: bool  # the document ends here
-    next: Cursor | None  # where reading goes on; None in the middle of a file's document
+    next: Cursor | None  # where reading continues; None in the middle of a file's document
     done_bytes: int
     reason: str = ""
 
@@ -47,7 +47,7 @@ Chunk = list[tuple[TextPiece, np.ndarray]]
 
 
 def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[TextPiece]:
-    """The corpus from `start` on, cut for the workers."""
+    """Yield the corpus from `start` on, cut into pieces for the workers."""
     for document in corpus.documents(start):
         if document.content is None:
             yield TextPiece("train", None, 0, True, document.next, document.done_bytes, document.reason)
@@ -63,7 +63,7 @@ def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iter
 
 
 def worker_count(asked: int | None, corpus_bytes: int) -> int:
-    """Processes to tokenise with; 0: this one's threads."""
+    """Return the number of processes to tokenise with; 0: the threads of this process."""
     cores = usable_cores()
     if asked is not None:
         return asked
@@ -71,9 +71,9 @@ def worker_count(asked: int | None, corpus_bytes: int) -> int:
 
 
 class Tokeniser:
-    """Encodes pieces in order. `seconds` is what the stage alone takes: busy time by the workers there are.
+    """Encodes pieces in order. `seconds` is the time of this stage alone: busy time divided by the number of workers.
 
-    A tokenizer of None passes token ids through: the source is tokenised already.
+    Without a tokenizer, token ids pass through unchanged: the source is tokenised already.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Tokeniser:
         by_block: bool = False,
     ):
         self.seconds = 0.0
-        self.read_seconds = 0.0  # taken by the iterator of pieces: reading, hashing, cutting
+        self.read_seconds = 0.0  # in the iterator of pieces: reading, hashing, cutting
         self._tokenizer = tokenizer
         self._chunk_bytes = chunk_bytes
-        self._by_block = by_block  # a chunk ends where a piece says where to go on
-        # Several cores share a chunk. What the library makes of a text takes some forty times its size.
+        self._by_block = by_block  # a chunk ends at each piece whose `next` is set
+        # Several cores share a chunk. The library takes some forty times a text's size to encode it.
         self._here_bytes = chunk_bytes * max(2, usable_cores())
         self._workers = workers if tokenizer is not None else 0
 
     def encode(self, source: Iterator[TextPiece]) -> Generator[Chunk, None, None]:
-        """Lists of pieces with their ids; whatever was begun is finished or dropped when the caller stops."""
+        """Yield lists of pieces with their ids. When the caller stops, work in progress is finished or dropped."""
         if self._tokenizer is None:
             for chunk in self._chunks(source, self._here_bytes):
                 yield list(zip(chunk, _ids_of(chunk, []), strict=True))
@@ -103,7 +103,7 @@ class Tokeniser:
             yield from self._by_threads(source, self._tokenizer)
 
     def _by_threads(self, source: Iterator[TextPiece], tokenizer: tokenizers.Tokenizer) -> Iterator[Chunk]:
-        """The library lets go of the interpreter: two batches are under way while this thread reads and writes."""
+        """Encode in threads. The library releases the interpreter's lock: two batches run while this thread reads."""
 
         def timed(texts: list[str]) -> tuple[list[np.ndarray], float]:
             start = time.perf_counter()
@@ -156,7 +156,7 @@ def _texts(chunk: list[TextPiece]) -> list[str]:
 
 
 def _ids_of(chunk: list[TextPiece], encoded: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """The ids of each piece: those of its text, or those it holds already."""
+    """Yield the ids of each piece: those of its text, or those that it already holds."""
     ids = iter(encoded)
     for piece in chunk:
         if isinstance(piece.content, np.ndarray):

@@ -1,7 +1,7 @@
 """Tokenizers: a byte-level BPE trained on the corpus, or any Hugging Face tokenizer.json.
 
-Older Hugging Face directories hold a vocabulary and its merges, or a SentencePiece model. How text is split before that
-is code of the tokenizer's class, so that only the library that has the class converts it: `transformers`, once, kept.
+Older Hugging Face directories hold a vocabulary with its merges, or a SentencePiece model. The code that splits text
+before that is in the tokenizer's class, so that only `transformers` can convert it; the result is kept.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SLOW = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.mod
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there are files of one, usable or not."""
+    """Return whether the folder has files of a tokenizer, usable or not."""
     names = (FAST, *(name for name in _SLOW if name.startswith("vocab") or name.endswith(".model")))
     return any((folder / name).is_file() for name in names)
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The `tokenizer.json` of a model's directory, or what its other files were converted to; UserError: neither."""
+    """Return the `tokenizer.json` of a model's directory, converted if needed. UserError without one."""
     if (folder / FAST).is_file():
         return folder / FAST
     there = [folder / name for name in _SLOW if (folder / name).is_file()]
@@ -53,21 +53,21 @@ def tokenizer_file(folder: Path) -> Path:
 
 def _converted(folder: Path, files: list[Path], names: str) -> Path:
     digest = hashlib.sha256()
-    for path in (*files, folder / "config.json"):  # whose model_type may decide the class
+    for path in (*files, folder / "config.json"):  # its model_type may select the tokenizer's class
         digest.update(path.name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
     kept = cache_folder() / "tokenizers" / f"{digest.hexdigest()[:16]}.json"
     if kept.is_file():
         return kept
     from transformers import AutoTokenizer, logging
 
-    logging.set_verbosity_error()  # what goes wrong is said below, in one line
+    logging.set_verbosity_error()  # errors are reported below, in one line
     try:
         inner = AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True).backend_tokenizer
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
         inner.save(str(partial))
         partial.replace(kept)
-    except Exception as error:  # each class raises its own
+    except Exception as error:  # each tokenizer class raises its own exceptions
         reason = " ".join(str(error).split())[:200]
         if ".model" in names and importlib.util.find_spec("sentencepiece") is None:
             reason = "most need another library: pip install sentencepiece"
@@ -80,9 +80,9 @@ def _converted(folder: Path, files: list[Path], names: str) -> Path:
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # 256 bytes and the end of text
-# Merges learned from 10 MB hardly differ from those of more text, and take seconds.
+# Merges learned from 10 MB hardly differ from those of more text, and training takes seconds.
 SAMPLE_BYTES = 10_000_000
-# What the common families call the token that ends a document.
+# The names that common model families give to the token that ends a document.
 _USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
@@ -95,7 +95,7 @@ class Tokenizer:
     def __init__(self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None):
         self.path = path
         self.inner = inner
-        # A document that spells a special token is text about it, not a command.
+        # A document that spells a special token contains text about it, not the token.
         inner.encode_special_tokens = True
         self.vocab: int = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_text_token, self.end_of_text = self._find_end(end_of_text)
@@ -112,14 +112,14 @@ class Tokenizer:
         )
 
     def _named_ends(self) -> list[str]:
-        """What the files beside it call the end: the `eos_token` of a Hugging Face directory or of a run of chats."""
+        """The end-of-text token named in the files beside the tokenizer: the `eos_token` of a model or a chat run."""
         named = known_json(self.path.parent / "tokenizer_config.json").get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         return [named] if isinstance(named, str) else []
 
     @property
     def ends(self) -> set[int]:
-        """Ids at which a text is over: the end of text and, of a Hugging Face directory, those its model stops at."""
+        """Ids that end a text: the end of text and, in a Hugging Face directory, the ids at which its model stops."""
         found = {self.end_of_text} | {
             end for name in self._named_ends() if (end := self.inner.token_to_id(name)) is not None
         }
@@ -129,15 +129,15 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """`special`: with the tokens that the tokenizer puts around a text (Llama's first one)."""
+        """Return the ids of `text`. `special` adds the tokens that the tokenizer puts around a text (Llama's first)."""
         return list(self.inner.encode(text, add_special_tokens=special).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One array of ids per text, of the C unsigned int, encoded on all cores."""
+        """Return one array of ids (C unsigned int) per text, encoded on all cores."""
         _allow_parallelism()
-        # The fast variant leaves out the character offsets, which nothing here needs.
+        # The fast variant leaves out the character offsets, which are not needed here.
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        # By way of `array`, three times as quick as numpy's own reading of a list.
+        # `array` reads the list of ids three times as fast as numpy does.
         return [np.frombuffer(array("I", encoding.ids), dtype=np.uintc) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -160,7 +160,7 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
 
 
 def read_tokenizer(file: Path) -> HuggingFaceTokenizer:
-    """Without the padding and truncation of whoever saved it: both spoil a corpus."""
+    """Read a tokenizer without the padding and truncation that were saved with it: both spoil a corpus."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     inner = HuggingFaceTokenizer.from_file(str(file))
@@ -202,7 +202,7 @@ def check_vocab(vocab: int) -> None:
 
 
 def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
-    """A token id past the embedding table would be an index error in the middle of a step."""
+    """Raise if the tokenizer has ids past the embedding table: they would be index errors in the middle of a step."""
     if tokenizer.vocab > vocab:
         raise UserError(
             f"the tokenizer {tokenizer.path} has {tokenizer.vocab:,} entries but model.vocab = {vocab:,}: "
@@ -211,7 +211,7 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def _allow_parallelism() -> None:
-    # Left unset, the library prints a warning whenever the process forks later, as torch.compile does.
+    # If this is unset, the library prints a warning whenever the process forks later, as torch.compile does.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
@@ -219,14 +219,14 @@ _of_worker: Tokenizer | None = None
 
 
 def start_worker(path: Path, end_of_text: str) -> None:
-    """In a tokenising process, before its first text; it waits for this module alone."""
+    """Load the tokenizer in a tokenising process, before its first text. Processes import only this module."""
     global _of_worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
     _of_worker = load(path, end_of_text)
 
 
 def encode_in_worker(texts: list[str]) -> tuple[np.ndarray, np.ndarray, float]:
-    """All ids behind one another, how many each text has, and the seconds it took."""
+    """Return the concatenated ids, the number of ids of each text, and the seconds it took."""
     assert _of_worker is not None
     began = time.perf_counter()
     encoded = _of_worker.encode_many(texts)
@@ -236,7 +236,7 @@ def encode_in_worker(texts: list[str]) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def rate(sample_bytes: int = 2_000_000) -> float:
-    """Tokens per second that this machine's cores make of text: a small BPE on the standard library's sources."""
+    """Return this machine's tokens per second on all cores, with a small BPE on the standard library's sources."""
     texts: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         texts.append(path.read_text(encoding="utf-8", errors="ignore"))
