@@ -74,22 +74,16 @@ SORTED = """class Sorted(nn.Sequential):
 model = nn.Sequential(model[0], Sorted(*model[1:4]), model[4])"""
 VANISHING = """class Vanishing(nn.Sequential):
     def forward(self, x):
-        for _ in range(20): y = x.detach() * 1e-20 * 1e-20  # HERE
+        for _ in range(12): y = x.detach() * 1e-20 * 1e-20  # HERE
         return super().forward(x + y)
 model = nn.Sequential(model[0], Vanishing(*model[1:4]), model[4])"""
-ONE_LAYER = """class Half(nn.Sequential):
-    def forward(self, x):
-        for _ in range(8):
-            with torch.autocast("cpu", torch.bfloat16): F.linear(x, model[4].weight[:8]).sum()  # HERE
-        return super().forward(x)
-model = nn.Sequential(model[0], Half(*model[1:4]), model[4])"""
 WORLD = """for _ in range(16):
             with torch.no_grad(): model(batches[0][:1, :4]).argmax(-1)
             for _ in range(4): state = [0.5 * x + 1 for x in range(10_000)]  # HERE
         tokens = batches[number % 4]"""
-REPLAYED = """tokens = torch.stack([torch.tensor(row.tolist()) for row in torch.cat(batches * 16)])[:16]  # HERE"""
+REPLAYED = "tokens = torch.tensor([list(row) for row in rows])[:16]  # HERE"
 ONE_BY_ONE = """optimizer.zero_grad()
-        for row in tokens: F.cross_entropy(model(row[None, :8]).flatten(0, 1), row[:8]).backward()  # HERE"""
+        (loss + sum(F.cross_entropy(model(r[None]).flatten(0, 1), r) for r in tokens)).backward()  # HERE"""
 BY_HAND = """loss.backward()
         for _ in range(60): [p.grad.mul_(1.0) for p in model.parameters()]  # HERE"""
 FAULTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -114,10 +108,11 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "checkpoints": ("checkpoint_frequent", {"after": "torch.save(optimizer.state_dict(), out + '.pt')  # HERE"}),
     "a sort": ("operation_slow", {"before": SORTED}),
     "vanishing numbers": ("denormals", {"before": VANISHING}),
-    "a layer under autocast": ("half_operations", {"before": ONE_LAYER}),
     "a world in Python": ("host_bound", {"tokens": WORLD}),
-    "a buffer of lists": ("host_bound", {"tokens": REPLAYED}),
-    "row by row": ("passes_apart", {"backward": ONE_BY_ONE}),
+    "a buffer of lists": ("host_bound", {
+        "before": "rows = torch.randint(0, 100, (4000, 64)).tolist()", "tokens": REPLAYED,
+    }),
+    "row by row": ("passes_apart", {"tokens": "tokens = batches[number % 4][:, :4]", "backward": ONE_BY_ONE}),
     "by hand": ("update_by_hand", {"backward": BY_HAND}),
     "recompiling": ("recompiles", {
         "before": "model[2] = torch.compile(model[2], dynamic=False)  # HERE",

@@ -361,7 +361,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "One line of the model or of the loss holds the step up: {share} of it is a loop of Python's there.",
         "whole tensors instead of loops and checks; what does not change between steps, once before the loop",
         "operations repeated 16 times and more in one run of a function, without weights of their own; or Python "
-        "beyond what calling operations takes elsewhere",
+        "beyond three times the usual time between two operations", symptom=True,
     ),
     _wherever(
         "graphs_retained", NOTICED,
