@@ -12,7 +12,7 @@ from torch import nn
 
 import ironlaw
 from ironlaw.ledger import Ledger
-from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall
+from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall, is_work
 from ironlaw.observe.inputs import padding
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import clipping_line, padding_line
@@ -365,6 +365,12 @@ def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
     else:
         assert f"# {loop}" in line(found["place"]) and found["lines"][-1] == f"the same operations {times} times"
         assert 0.3 < found["forward"] <= 1 and 0.2 < found["backward"] <= 1
+
+
+@pytest.mark.parametrize(("index", "work"), [(torch.arange(4), True), (torch.arange(4) > 2, False)])
+def test_rows_by_number_are_work_and_masks_are_not(index: torch.Tensor, work: bool) -> None:
+    rows = torch.randn(4, 2)
+    assert is_work(CountedCall("a.py:1", "index", False, [rows, index], [rows[index]], None)) is work
 
 
 def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:

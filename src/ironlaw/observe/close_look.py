@@ -36,6 +36,7 @@ HIDDEN = -1e4  # added to a score that no token should see; half precision reach
 MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
 WORK = (*MATRIX_PRODUCTS, "mm", "attention", "rnn", "lstm", "gru", "fft")  # what a model is for; parts of names
 LEAST_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
+ROWS = ("index", "gather", "scatter", "embedding")
 SOME, LEAST_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
 COSTLY = ("svd", "eig", "qr", "inv", "matrix_exp", "householder")  # tens of times a product or a triangular solve
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
@@ -177,7 +178,7 @@ class CloseLook(TorchDispatchMode):
         kinds = [kind for kind, lines in blamed.items() if lines is not None]
         for kind in kinds:
             self._marked[kind] |= blamed[kind] or set()
-        kinds += [] if any(word in name for word in WORK) else [ONE + name]
+        kinds += [] if is_work(operation) else [ONE + name]
         lines = self._loops.count(operation, frames, seconds)
         for number in range(self._newest, newest):
             self._nodes[number] = line, kinds, seconds, lines
@@ -345,6 +346,12 @@ COUNTED: dict[str, Callable[[CloseLook, CountedCall], set[str] | None]] = {
     "decompositions": _decomposes, MASKED: _masked,
 }  # fmt: skip
 """Rule -> the lines to blame for an operation that counts there, None where it does not."""
+
+
+def is_work(one: CountedCall) -> bool:
+    """Return whether models are for such operations: products, and rows taken by number. Masks of truth values are not."""
+    by_number = one.name.startswith(ROWS) and all(t.dtype is not torch.bool for t in one.operands)
+    return by_number or any(word in one.name for word in WORK)
 
 
 def is_wide(operands: list[Tensor], made: list[Tensor]) -> bool:
