@@ -349,7 +349,7 @@ COUNTED: dict[str, Callable[[CloseLook, CountedCall], set[str] | None]] = {
 
 
 def is_work(one: CountedCall) -> bool:
-    """Return whether models are for such operations: products, and rows taken by number. Masks of truth values are not."""
+    """Return whether this is what models are for: products, and rows taken by number. Masks of truth values are not."""
     by_number = one.name.startswith(ROWS) and all(t.dtype is not torch.bool for t in one.operands)
     return by_number or any(word in one.name for word in WORK)
 
