@@ -46,13 +46,13 @@ def report(folder: Path, parts: bool) -> bool:
     planned, measured = plan.totals["step_seconds"], run.totals["step_seconds"]
     error = planned.value / measured.value - 1
     inside = planned.low is not None and planned.high is not None and planned.low <= measured.value <= planned.high
-    slowdown = interference.middle(interference.rounds(profile)) or {}
+    slowdown = interference.trimmed_mean(interference.rounds(profile)) or {}
     print(
         f"{folder.name}: planned {1e3 * planned.value:.1f} ms, measured {1e3 * measured.value:.1f}, {error:+.1%}"
         f"{'' if inside else ', outside its interval'}; planned with "
         + ", ".join(f"{kind} {ratio:.2f} x best" for kind, ratio in slowdown.items())
         + f"; run at {run.facts.get('machine_speed') or float('nan'):.2f} of the planned speed; others used "
-        f"{interference.others(interference.rounds(profile)) or 0.0:.0%} while measuring, "
+        f"{interference.other_load(interference.rounds(profile)) or 0.0:.0%} while measuring, "
         f"{run.facts.get('other_load') or 0.0:.0%} while running"
     )
     if parts:

@@ -41,16 +41,16 @@ def test_a_run_is_planned_at_the_speed_seen_right_before_it(
     slower = {kind: 1.5 * value for kind, value in usual.items()}
     calm, now = plan_run(tiny_config(), machine_profile), plan_run(tiny_config(), machine_profile, slower)
     before, after = calm.totals["step_seconds"], now.totals["step_seconds"]
-    assert 1.15 < after.value / before.value <= 1.5**interference.NOW_COUNTS * 1.001
+    assert 1.15 < after.value / before.value <= 1.5**interference.PROBE_WEIGHT * 1.001
     assert after.low is not None and after.high is not None and before.low is not None and before.high is not None
     assert after.low <= before.low * 1.001 and after.high >= before.high * 1.14  # it passes, or it stays so
     assert "0.67 of its usual speed" in after.basis and now.facts["pace"] == pytest.approx(1.5)
     assert now.decided == calm.decided
     probe = Probe(machine_profile.fp32_products)
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.05)
-    assert probe.now(machine_profile, 0.01)
+    assert probe.slowdown(machine_profile, 0.01)
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.5)
-    assert probe.now(machine_profile, 0.01) is None  # other programs come and go
+    assert probe.slowdown(machine_profile, 0.01) is None  # other programs come and go
 
 
 def test_plans_from_a_disturbed_measurement_have_wide_intervals_and_say_why(

@@ -141,19 +141,19 @@ def test_without_a_history_the_rounds_of_the_measurement_count(user_cache: Path,
 
 def test_the_middle_of_the_last_runs_counts(user_cache: Path, machine_profile: Profile) -> None:
     for slower in (2.0, 3.0):  # with the measurement's own 1.1, three looks
-        interference.remember(machine_profile, [{"compute": slower, "memory": slower}] * 50)
+        interference.append_observations(machine_profile, [{"compute": slower, "memory": slower}] * 50)
     assert interference.typical(machine_profile) == pytest.approx({"compute": 2.0, "memory": 2.0})
 
 
 def test_one_bad_run_does_not_change_the_plans_after_it(user_cache: Path, machine_profile: Profile) -> None:
     for slower in (1.1, 1.1, 9.0):
-        interference.remember(machine_profile, [{"compute": slower, "memory": 1.05}] * 200)
+        interference.append_observations(machine_profile, [{"compute": slower, "memory": 1.05}] * 200)
     assert interference.typical(machine_profile)["compute"] == pytest.approx(1.1)
 
 
 def test_what_is_older_than_the_last_runs_is_forgotten(user_cache: Path, machine_profile: Profile) -> None:
     for slower in (5.0,) * 40 + (1.2,) * interference.RUNS_COUNTED:
-        interference.remember(machine_profile, [{"compute": slower, "memory": slower}])
+        interference.append_observations(machine_profile, [{"compute": slower, "memory": slower}])
     assert interference.typical(machine_profile)["compute"] == pytest.approx(1.2)
     later = time.time() + 2 * interference.FORGOTTEN_AFTER_SECONDS
     assert interference.typical(machine_profile, now=later) == pytest.approx({"compute": 1.1, "memory": 1.05})
@@ -161,11 +161,12 @@ def test_what_is_older_than_the_last_runs_is_forgotten(user_cache: Path, machine
 
 def test_what_other_programs_disturbed_is_not_remembered(user_cache: Path, machine_profile: Profile) -> None:
     quiet, loud = {"compute": 1.2, "memory": 1.2, "others": 0.02}, {"compute": 4.0, "memory": 4.0, "others": 0.6}
-    interference.remember(machine_profile, [loud] * 20)
+    interference.append_observations(machine_profile, [loud] * 20)
     assert not interference.history_path().exists()
-    interference.remember(machine_profile, [quiet] + [loud] * 20)
+    interference.append_observations(machine_profile, [quiet] + [loud] * 20)
     assert json.loads(interference.history_path().read_text(encoding="utf-8"))["compute"] == 1.2
-    assert interference.others([quiet, loud]) == pytest.approx(0.31) and interference.others([{"compute": 1.0}]) is None
+    assert interference.other_load([quiet, loud]) == pytest.approx(0.31)
+    assert interference.other_load([{"compute": 1.0}]) is None
 
 
 def test_rounds_of_a_measurement_beside_other_programs_do_not_count(machine_profile: Profile, user_cache: Path) -> None:
@@ -177,20 +178,20 @@ def test_rounds_of_a_measurement_beside_other_programs_do_not_count(machine_prof
 
 
 def test_another_machine_does_not_count(user_cache: Path, machine_profile: Profile) -> None:
-    interference.remember(replace(machine_profile, threads=64), [{"compute": 9.0, "memory": 9.0}] * 50)
+    interference.append_observations(replace(machine_profile, threads=64), [{"compute": 9.0, "memory": 9.0}] * 50)
     assert interference.typical(machine_profile)["compute"] == pytest.approx(1.1)
 
 
 def test_what_was_seen_is_relative_to_the_best_of_then(user_cache: Path, machine_profile: Profile) -> None:
     """Twice the best of then is four times a best that has since halved."""
-    interference.remember(machine_profile, [{"compute": 2.0, "memory": 2.0}] * 100)
+    interference.append_observations(machine_profile, [{"compute": 2.0, "memory": 2.0}] * 100)
     best = {name: s / 2 if name.startswith("matmul") else s for name, s in machine_profile.best_seconds.items()}
     faster = replace(machine_profile, best_seconds=best, interference={"compute": [], "memory": []})
     assert interference.typical(faster) == pytest.approx({"compute": 4.0, "memory": 2.0})
 
 
 def test_a_torn_history_is_no_error(user_cache: Path, machine_profile: Profile) -> None:
-    interference.remember(machine_profile, [{"compute": 2.0, "memory": 2.0}])
+    interference.append_observations(machine_profile, [{"compute": 2.0, "memory": 2.0}])
     with interference.history_path().open("a", encoding="utf-8") as file:
         file.write('{"machine": "hal')
     assert interference.typical(machine_profile)["compute"] > 1.1  # the whole line before it still counts
@@ -228,6 +229,6 @@ def test_the_load_of_others_is_what_the_cores_did_less_what_we_did(
 
 def test_the_middle_leaves_out_rare_extremes() -> None:
     rounds = [{"compute": 1.0, "memory": 1.0}] * 19 + [{"compute": 100.0, "memory": 1.0}]
-    middle = interference.middle(rounds)
+    middle = interference.trimmed_mean(rounds)
     assert middle is not None and middle["compute"] == 1.0
-    assert interference.middle([]) is None
+    assert interference.trimmed_mean([]) is None

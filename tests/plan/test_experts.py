@@ -25,7 +25,7 @@ from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.requests.cluster import other_conventions
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import parse_layout
-from ironlaw.workload.messages import places_of_a_token
+from ironlaw.workload.messages import expert_parts_per_token
 from ironlaw.workload.moe import IMBALANCE
 from ironlaw.workload.program import training_operations
 from ironlaw.workload.sharding import of_experts, shard_of
@@ -339,7 +339,7 @@ def places(experts, per_token, parts, groups=1, groups_per_token=1):
             "experts": experts, "experts_per_token": per_token, "groups": groups, "groups_per_token": groups_per_token,
         }
     )  # fmt: skip
-    return float(places_of_a_token(moe, np.array([float(parts)]))[0])
+    return float(expert_parts_per_token(moe, np.array([float(parts)]))[0])
 
 
 def test_places_of_a_token_are_those_of_random_choices():

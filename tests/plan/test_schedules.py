@@ -10,7 +10,7 @@ from ironlaw.plan.cluster.memory import in_flight
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.schedule import ends_lighter, passes, pytorch_passes
+from ironlaw.workload.schedule import fewer_layers_at_ends, passes, pytorch_passes
 
 GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
 SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]
@@ -141,7 +141,7 @@ def test_the_ends_hold_one_layer_less_where_that_makes_it_even():
     assert counts(pp=16, virtual_stages=8) == [7, *[8] * 14, 7]
     assert counts(pp=4, virtual_stages=2, schedule="zbv") == [30, 32, 32, 32]  # both ends are on the first rank
     assert counts(pp=5) == [25, 26, 25, 25, 25]
-    assert ends_lighter(126, 128) == (1, 1) and ends_lighter(127, 128) == (0, 1) and ends_lighter(125, 128) is None
+    assert [fewer_layers_at_ends(n, 128) for n in (125, 126, 127)] == [None, (1, 1), (0, 1)]
 
 
 def test_virtual_stages_that_do_not_divide_the_layers_are_as_equal_as_can_be():

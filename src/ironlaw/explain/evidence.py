@@ -8,7 +8,7 @@ from typing import Any
 
 from ironlaw.explain.gap import Gap, OperationRow
 from ironlaw.ledger import Kind, Ledger, Phase
-from ironlaw.machine.interference import MOST_OTHERS
+from ironlaw.machine.interference import MAX_OTHER_LOAD
 from ironlaw.units import percent
 
 LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
@@ -53,7 +53,7 @@ class RunEvidence:
         """What exceeds it means nothing: ranks on one processor share its cores, and each one's plan has them all; with
         more threads than cores the plan is of as many as there are; other programs take turns with a loop."""
         ranks, threads, cores = (self.fact(name) or 1 for name in ("world_size", "threads", "cores"))
-        shared = self.fact("source") == "observe" and (self.fact("other_load") or 0.0) > MOST_OTHERS
+        shared = self.fact("source") == "observe" and (self.fact("other_load") or 0.0) > MAX_OTHER_LOAD
         crowded = ranks > 1 or (self.fact("cores") is not None and threads > cores)
         return self.fact("device") == "cpu" and (shared or crowded)
 

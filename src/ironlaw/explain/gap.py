@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, relative_error, subtract, summed
-from ironlaw.workload.recompute import AGAIN
+from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
-RUN_AGAIN = (AGAIN, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
+RUN_AGAIN = (RECOMPUTED_SUFFIX, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
 LEAST_HOST = 0.1  # of the host's profiled seconds: some calling there always is
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}

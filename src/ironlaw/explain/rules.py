@@ -12,7 +12,7 @@ from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.explain.rules_of_devices import DEVICE_RULES
 from ironlaw.ledger import Kind, Phase
-from ironlaw.machine.interference import MOST_OTHERS
+from ironlaw.machine.interference import MAX_OTHER_LOAD
 from ironlaw.units import count, percent, rate, seconds
 
 SHAPE, NEXT_TO = 0.25, 0.001  # of the step, that the shapes of a model cost; just below is a notice
@@ -68,7 +68,7 @@ def _slow(e: RunEvidence, neighbours: bool) -> float | None:
     """
     if e.machine_speed is None:
         return None
-    theirs = bool(e.fact("virtual")) and (e.fact("other_load") or 0.0) <= MOST_OTHERS
+    theirs = bool(e.fact("virtual")) and (e.fact("other_load") or 0.0) <= MAX_OTHER_LOAD
     return max(0.0, 1.0 - e.machine_speed) if theirs is neighbours else 0.0
 
 
@@ -86,7 +86,7 @@ def _others(e: RunEvidence) -> list[str]:
     if share is None:
         return []
     whose = f"other programs used {percent(share, 0)} of the cores meanwhile"
-    return [whose if share > MOST_OTHERS else f"{whose}: neighbours on the same host, or heat"]
+    return [whose if share > MAX_OTHER_LOAD else f"{whose}: neighbours on the same host, or heat"]
 
 
 STAGES = {

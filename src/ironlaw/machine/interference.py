@@ -21,49 +21,49 @@ from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
 OTHERS = "others"  # share of the cores that other programs used during an observation
-MOST_OTHERS = 0.10  # above this share kernels on all cores wait for other programs
+MAX_OTHER_LOAD = 0.10  # above this share kernels on all cores wait for other programs
 RUNS_COUNTED = 12
 FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
 # Weight of an observation right before a run against the typical slowdown: the later one is more relevant. Over all
 # moments of five first runs, 0.6 s with this weight left a mean error of 4.4%, the typical slowdown alone 7.6%.
-NOW_COUNTS = 2 / 3
+PROBE_WEIGHT = 2 / 3
 
 
 def history_path() -> Path:
     return cache_folder() / "machine" / "interference.jsonl"
 
 
-def remember(profile: Profile, looks: Iterable[Mapping[str, float]]) -> None:
+def append_observations(profile: Profile, observations: Iterable[Mapping[str, float]]) -> None:
     """Append one run's observations of the profile's machine, unless other programs disturbed all of them."""
-    seen = middle(undisturbed(looks))
+    seen = trimmed_mean(undisturbed(observations))
     if seen is None:
         return
-    about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": anchors(profile)}
+    about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": reference_seconds(profile)}
     append_json_line(history_path(), about | {"at": time.time()} | seen)
 
 
-def undisturbed(looks: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
+def undisturbed(observations: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return the observations without load from other programs, or all if the system does not report load."""
-    return [look for look in looks if (look.get(OTHERS) or 0.0) <= MOST_OTHERS]
+    return [observation for observation in observations if (observation.get(OTHERS) or 0.0) <= MAX_OTHER_LOAD]
 
 
 def rounds(profile: Profile) -> list[dict[str, float]]:
-    """Return the measurement's own rounds as observations, the input of `remember`."""
+    """Return the measurement's own rounds as observations, the input of `append_observations`."""
     columns = [profile.interference[kind] for kind in KINDS]
-    others = profile.interference.get(OTHERS) or [0.0] * len(columns[0])
-    return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, others, strict=True)]
+    other_load = profile.interference.get(OTHERS) or [0.0] * len(columns[0])
+    return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, other_load, strict=True)]
 
 
 def disturbed(profile: Profile) -> float | None:
     """Return the share of the cores used by other programs during the measurement if kernels had to wait for them, so
     that its best times may be too slow; None if they did not, or if the system does not report load."""
-    share = others(rounds(profile))
-    return share if share is not None and share > MOST_OTHERS else None
+    share = other_load(rounds(profile))
+    return share if share is not None and share > MAX_OTHER_LOAD else None
 
 
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Return the typical time over best time by kind of kernel: the median of this measurement and the last runs."""
-    own, anchor = middle(undisturbed(rounds(profile))), anchors(profile)
+    own, anchor = trimmed_mean(undisturbed(rounds(profile))), reference_seconds(profile)
     seen = [own] if own is not None else []
     now = time.time() if now is None else now
     for entry in reversed(read_json_lines(history_path())):
@@ -80,31 +80,31 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
 
 
 def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return the expected slowdown of a run that starts now: `typical` weighted with `now`, a result of `Probe.now`."""
+    """Return the expected slowdown of a run that starts now: `typical` weighted with `now`, from `Probe.slowdown`."""
     usual = typical(profile)
-    return {k: v ** (1 - NOW_COUNTS) * now[k] ** NOW_COUNTS for k, v in usual.items()} if now else usual
+    return {k: v ** (1 - PROBE_WEIGHT) * now[k] ** PROBE_WEIGHT for k, v in usual.items()} if now else usual
 
 
-def middle(looks: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
+def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
     """Return the mean of the middle 80% by kind, like a run's typical step; None without observations."""
-    known = list(looks)
+    known = list(observations)
     if not known:
         return None
     result = {}
     for kind in KINDS:
-        values = sorted(look[kind] for look in known)
+        values = sorted(observation[kind] for observation in known)
         cut = len(values) // 10
         result[kind] = fmean(values[cut : len(values) - cut])
     return result
 
 
-def others(looks: Iterable[Mapping[str, float]]) -> float | None:
+def other_load(observations: Iterable[Mapping[str, float]]) -> float | None:
     """Return the mean share of the cores used by other programs; None if the system does not report it."""
-    known = [look[OTHERS] for look in looks if look.get(OTHERS) is not None]
+    known = [observation[OTHERS] for observation in observations if observation.get(OTHERS) is not None]
     return fmean(known) if known else None
 
 
-def anchors(profile: Profile) -> dict[str, float]:
+def reference_seconds(profile: Profile) -> dict[str, float]:
     """Return the reference of ratios: the geometric mean of the kernels' best seconds, by kind of kernel."""
     logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for name, seconds in profile.best_seconds.items():

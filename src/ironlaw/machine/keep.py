@@ -18,11 +18,11 @@ ShowProgress = Callable[[str], AbstractContextManager[Any]]  # label -> context 
 
 
 @contextmanager
-def _unseen(label: str) -> Iterator[Any]:
+def _no_progress(label: str) -> Iterator[Any]:
     yield lambda fraction, what="": None
 
 
-def this_machine(say: Say = lambda text: None, progress: ShowProgress = _unseen) -> Profile:
+def this_machine(say: Say = lambda text: None, progress: ShowProgress = _no_progress) -> Profile:
     """Return this machine's profile; measure the machine first if there is none."""
     if not profile_path().is_file():
         say("This machine has not been measured yet: measuring first (`ironlaw measure`).")
@@ -31,7 +31,7 @@ def this_machine(say: Say = lambda text: None, progress: ShowProgress = _unseen)
 
 
 def measure_and_keep(
-    say: Say = lambda text: None, progress: ShowProgress = _unseen, threads: int | None = None
+    say: Say = lambda text: None, progress: ShowProgress = _no_progress, threads: int | None = None
 ) -> Profile:
     """Measure this machine and store the profile. UserError if the cache folder cannot be written."""
     from ironlaw.machine.measure import measure as measure_machine

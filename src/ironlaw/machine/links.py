@@ -26,7 +26,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 MEASURED_RANKS = 2
 REDUCE_ALL = ("all_reduce", "reduce_scatter")
 """PyTorch's reduce-scatter on gloo is an all-reduce and a scatter: both kinds send 2 (n - 1) / n of a buffer."""
-TAKING_TURNS = {"all_gather": 1.5, "all_to_all": 2.0}
+EXCHANGE_SLOWDOWN = {"all_gather": 1.5, "all_to_all": 2.0}
 """Time of an exchange between two ranks over that of one direction alone. Gloo sends once the receiver has signalled on
 the same connection that it is ready, and a signal queues behind the data sent before it. So the rank that starts later,
 if only by one message, receives everything before the other begins; an all-gather sends in two parts, of which only the
@@ -55,11 +55,11 @@ class RankCosts:
         start = curve.seconds[0]
         moved = max(0.0, curve.at(size) - start)
         if kind == "send":
-            return (start + moved) * self.turns(MEASURED_RANKS)
+            return (start + moved) * self.oversubscription(MEASURED_RANKS)
         # Rounds and bytes per rank, relative to two ranks.
-        return (start * (ranks - 1) + moved * 2 * (ranks - 1) / ranks) * self.turns(ranks)
+        return (start * (ranks - 1) + moved * 2 * (ranks - 1) / ranks) * self.oversubscription(ranks)
 
-    def turns(self, ranks: int) -> float:
+    def oversubscription(self, ranks: int) -> float:
         """Return the time of each rank's work with `ranks` concurrent ranks over that with two."""
         return max(1.0, ranks / self.cores) / max(1.0, MEASURED_RANKS / self.cores)
 
@@ -94,13 +94,14 @@ class RankFabric:
         if ranks < 2:
             return 0.0
         local = self.local_ranks(job)
-        scale = self.costs.turns(local) / self.costs.turns(ranks if kind != "send" else MEASURED_RANKS)
+        own = ranks if kind != "send" else MEASURED_RANKS
+        scale = self.costs.oversubscription(local) / self.costs.oversubscription(own)
         work = self.costs.collective_seconds(kind, size, ranks) * scale
         if inside >= ranks or self.between is None:
             return work
         # Groups on the same host share its link.
         wire = self.wire_bytes(kind, size, ranks) * max(1, local // inside) / self.between.bytes_per_second
-        wire *= TAKING_TURNS.get(kind, 1.0) if ranks == 2 else 1.0
+        wire *= EXCHANGE_SLOWDOWN.get(kind, 1.0) if ranks == 2 else 1.0
         start = self.costs.curves[kind].seconds[0] * (1 if kind == "send" else ranks - 1)
         return start + rounds(kind, ranks) * self.between.latency_seconds + max(wire, work - start)
 

@@ -28,7 +28,7 @@ from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
 from ironlaw.machine import host
 from ironlaw.machine.host import OtherLoad
-from ironlaw.machine.interference import OTHERS, middle, undisturbed
+from ironlaw.machine.interference import OTHERS, trimmed_mean, undisturbed
 from ironlaw.machine.kernels import (
     Call,
     Pool,
@@ -341,13 +341,15 @@ class Probe:
         times = {kind: [timed(call) for _ in range(repeats + 1)] for kind, call in self._calls.items()}
         return {kind: float(np.median(some[1:])) for kind, some in times.items()}
 
-    def now(self, profile: Profile, seconds: float) -> dict[str, float] | None:
-        """Return the middle of `ratios` over `seconds`; None if other programs, which come and go, use the cores."""
+    def slowdown(self, profile: Profile, seconds: float) -> dict[str, float] | None:
+        """Return the trimmed mean of `ratios` over `seconds`; None if other programs use the cores."""
         until = time.perf_counter() + seconds
-        looks = [self.ratios(profile)]
+        observations = [self.ratios(profile)]
         while time.perf_counter() < until:
-            looks.append(self.ratios(profile))
-        return middle(looks[1:] or looks) if undisturbed(looks[-1:]) else None  # the first call wakes the threads
+            observations.append(self.ratios(profile))
+        if not undisturbed(observations[-1:]):  # other programs come and go
+            return None
+        return trimmed_mean(observations[1:] or observations)  # the first call wakes the threads
 
     def ratios(self, profile: Profile) -> dict[str, float]:
         """Return by kind the present time over the best of the measurement (1.0: undisturbed).

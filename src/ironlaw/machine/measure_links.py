@@ -32,7 +32,7 @@ SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
 ROUNDS = 7
 QUANTILE = 25
 BLOCKS, WIDTH, ROWS = 6, 16, 8  # so small that wrapping them adds only the wrapper's overhead
-PASSED = 4  # micro-batches
+MICRO_BATCHES = 4  # micro-batches
 Call = Callable[[], Any]
 
 
@@ -85,7 +85,7 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
     fsdp = own("fsdp", "plain", {"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}, 3 * BLOCKS)
     tensor = own("tensor", "plain", {"all_reduce": 2 * BLOCKS}, 2 * BLOCKS)
     # Each rank sends and receives one message per micro-batch, as in a round trip.
-    passes = own("pipeline", "passes", {"send": PASSED}, 2 * PASSED)
+    passes = own("pipeline", "passes", {"send": MICRO_BATCHES}, 2 * MICRO_BATCHES)
     return RankCosts(**vars(costs) | {"unit_seconds": fsdp, "dtensor_seconds": tensor, "pass_seconds": passes})
 
 
@@ -210,10 +210,10 @@ def _wrappers(rank: int) -> dict[str, Call]:
     for block in divided:
         parallelize_module(block, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     part = layers(BLOCKS // 2)
-    micro = torch.zeros(ROWS // PASSED, WIDTH, requires_grad=True)
+    micro = torch.zeros(ROWS // MICRO_BATCHES, WIDTH, requires_grad=True)
     with contextlib.redirect_stderr(None):
         stage = PipelineStage(part, rank, 2, torch.device("cpu"), input_args=micro, output_args=micro)
-    schedule: Any = Schedule1F1B(stage, PASSED, loss_fn=lambda output, target: output.sum())
+    schedule: Any = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=lambda output, target: output.sum())
 
     def piped() -> None:
         given: dict[str, Tensor] = {"target": rows} if rank else {}
@@ -222,7 +222,7 @@ def _wrappers(rank: int) -> dict[str, Call]:
             parameter.grad = None
 
     def passed() -> None:
-        for _ in range(PASSED):
+        for _ in range(MICRO_BATCHES):
             part(micro).sum().backward()
         micro.grad = None
         for parameter in part.parameters():

@@ -26,7 +26,7 @@ from ironlaw.files import cache_folder, read_json, write_json
 from ironlaw.model.config import ModelConfig
 
 SCHEMA_VERSION = 3  # increased when plans need something that older profiles lack or name differently
-WORTH_IT = 0.95  # native attention rounds differently and saves more: it must gain more than the measurement's error
+MAX_NATIVE_TIME_RATIO = 0.95  # native attention rounds differently and saves more: its gain must exceed the error
 FP32Products = Literal["default", "onednn"]
 Stored = TypeVar("Stored")
 # So small that a block's time is the cost of calling it; measured, and divided into calls by the plan.
@@ -197,7 +197,7 @@ class Profile:
             )
             for way in (False, True)
         )
-        return native < WORTH_IT * fused
+        return native < MAX_NATIVE_TIME_RATIO * fused
 
     def attention_seconds_per_pair(
         self, precision: str, direction: str, sequence: int, head_size: int, native: bool = False

@@ -93,16 +93,16 @@ class MeasuredMachine:
     # -- operations ------------------------------------------------------------------------------------------
 
     def time(self, op: Operation) -> Timing:
-        timing = self._alone(op)
+        timing = self._time_alone(op)
         if self.fabric is None or self.at_once < 2:
             return timing
         kind = "compute" if op.matmul is not None or op.attention is not None else "memory"
         # A call's fixed cost is the work of one thread, and independent of other ranks.
         fixed = min(timing.seconds, self.profile.small_operation_seconds)
-        grown = (timing.seconds - fixed) * self.fabric.costs.slowdown(kind, self.at_once)
-        return replace(timing, seconds=fixed * self.turns + grown)
+        shared = (timing.seconds - fixed) * self.fabric.costs.slowdown(kind, self.at_once)
+        return replace(timing, seconds=fixed * self.oversubscription + shared)
 
-    def _alone(self, op: Operation) -> Timing:
+    def _time_alone(self, op: Operation) -> Timing:
         """Return the timing in a process that is alone on the machine."""
         profile = self.profile
         precision = measured_precision(op.precision or self.precision, profile)
@@ -140,7 +140,7 @@ class MeasuredMachine:
     # -- the host --------------------------------------------------------------------------------------------
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
-        return calls * self._call_seconds[phase] * self.turns
+        return calls * self._call_seconds[phase] * self.oversubscription
 
     @cached_property
     def _call_seconds(self) -> dict[Phase, float]:
@@ -157,7 +157,7 @@ class MeasuredMachine:
         return found
 
     @property
-    def turns(self) -> float:
+    def oversubscription(self) -> float:
         """The factor on one thread's work when there are more ranks than cores."""
         return 1.0 if self.fabric is None else max(1.0, self.at_once / self.fabric.costs.cores)
 

@@ -10,7 +10,7 @@ import torch
 
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.workload.optimizers import OptimizerName
-from ironlaw.workload.updates import LIKE, Update
+from ironlaw.workload.updates import EQUIVALENTS, Update
 
 
 def updates_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Update]:
@@ -23,7 +23,7 @@ def _update(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update |
     trained = [p for p in group["params"] if p.requires_grad]
     if not trained:
         return None
-    known = next((LIKE[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in LIKE), None)
+    known = next((EQUIVALENTS[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in EQUIVALENTS), None)
     like: OptimizerName | None = "momentum" if known == "sgd" and group.get("momentum") else known
     extra = bool(group.get("amsgrad")) + bool(group.get("centered")) + (like == "rmsprop" and group["momentum"] > 0)
     foreach = group.get("foreach")

@@ -386,8 +386,8 @@ class Watch:
             "rank": _rank(),
             "world_size": torch.distributed.get_world_size() if _distributed() else 1,
             "gradient_syncs_per_step": self.gradient_syncs / len(done),
-            "machine_slowdown": interference.middle(self.probes),
-            "other_load": interference.others(self.probes) if self.probes else self._load.share(),
+            "machine_slowdown": interference.trimmed_mean(self.probes),
+            "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
             "thread_gain": threads_unlike_cores(

@@ -35,7 +35,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import ELEMENTWISE, MATRIX_OPTIMIZERS, PAGED, QUANTIZED
 from ironlaw.workload.program import micro_batch_shape
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute import effective, keepable, kept_bytes, policies, recomputed_operations
+from ironlaw.workload.recompute import keepable, kept_bytes, kept_results, policies, recomputed_operations
 from ironlaw.workload.sections import KEEPABLE
 from ironlaw.workload.sharding import expert_dp
 
@@ -232,7 +232,8 @@ def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "bl
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32
     names = [name for name in KEEPABLE if name in keepable(shape.model, kind)]
-    sets = {effective(shape, frozenset(some)) for size in range(len(names) + 1) for some in combinations(names, size)}
+    subsets = (frozenset(some) for size in range(len(names) + 1) for some in combinations(names, size))
+    sets = {kept_results(shape, subset) for subset in subsets}
     found = [Choice(None, saved, 0.0)]
     for policy in sets:
         time = sum(seconds(op) for op in recomputed_operations(shape, policy, kind) if op.repeat)

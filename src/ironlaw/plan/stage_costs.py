@@ -247,7 +247,7 @@ def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> Iterato
     """What FSDP, DTensor and the pipeline add to a micro-batch beside their collectives: measured on tiny layers."""
     if machine.fabric is None:
         return
-    layout, costs, turns = program.layout, machine.fabric.costs, machine.turns
+    layout, costs, turns = program.layout, machine.fabric.costs, machine.oversubscription
     assert program.model is not None
     names = [layer.name for layer in program.stages[stage].layers]
     ends = sum(name in (EMBEDDING, HEAD) for name in names)

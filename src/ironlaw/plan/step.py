@@ -250,7 +250,7 @@ def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
 def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | None = None) -> Ledger:
     """Parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch needed.
 
-    `now`: what was seen of the machine right before (`Probe.now`); it changes times, and no decision.
+    `now`: what was seen of the machine right before (`Probe.slowdown`); it changes times, and no decision.
     UserError for what the machine cannot do, or was not measured with.
     """
     if config.train.threads not in (None, profile.threads):

@@ -15,11 +15,11 @@ from ironlaw.data.supply import recall
 from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
-from ironlaw.machine.interference import NOW_COUNTS
+from ironlaw.machine.interference import PROBE_WEIGHT
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import AS_MATMUL, COPY_RATE
 from ironlaw.workload.blocks import attention_score_pairs
-from ironlaw.workload.recompute import AGAIN
+from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 ENOUGH_RUNS = 8
 # Until there are enough runs of one's own: measured / planned over the configurations of `benchmarks/plan_error.py`
@@ -130,7 +130,7 @@ class PlannedOn:
 
         `pace`: how much longer kernels took than they typically do.
         """
-        (low, high), ends = self.time_factors, (1.0, pace**-NOW_COUNTS, pace ** (1 - NOW_COUNTS))
+        (low, high), ends = self.time_factors, (1.0, pace**-PROBE_WEIGHT, pace ** (1 - PROBE_WEIGHT))
         basis = f"{self.time_basis}; just now this machine runs at {1 / pace:.2f} of its usual speed"
         return replace(self, time_factors=(low * min(ends), high * max(ends)), time_basis=basis)
 
@@ -147,7 +147,7 @@ def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -
     step = sum(line.seconds or 0.0 for line in ledger.lines)
     low, high = _bounds(ledger, step, system)
     flops = model_flops(ledger)
-    again = sum(line.flops or 0 for line in ledger.lines if line.operation.endswith(AGAIN))
+    again = sum(line.flops or 0 for line in ledger.lines if line.operation.endswith(RECOMPUTED_SUFFIX))
     rate, tensors = system.peak_flops_per_second, sum(ledger.memory_bytes().values())
     totals["parameters"] = Estimate(parameters, calculated, "sum over the modules' shapes, shared ones once")
     totals["flops_per_step"] = Estimate(
@@ -194,7 +194,7 @@ def model_flops(ledger: Ledger) -> int:
 
 
 def _of_the_model(line: Line) -> bool:
-    return line.phase is not Phase.OPTIMIZER and not line.operation.endswith(AGAIN)
+    return line.phase is not Phase.OPTIMIZER and not line.operation.endswith(RECOMPUTED_SUFFIX)
 
 
 def _bounds(ledger: Ledger, step: float, system: PlannedOn) -> tuple[float, float]:

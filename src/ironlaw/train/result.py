@@ -85,7 +85,8 @@ def finished_ledger(
 ) -> Ledger:  # fmt: skip
     """Return the ledger of all sessions, on rank 0. `facts` describe the run's end and its data."""
     facts |= {
-        "machine_slowdown": interference.middle(observed.probes), "other_load": interference.others(observed.probes),
+        "machine_slowdown": interference.trimmed_mean(observed.probes),
+        "other_load": interference.other_load(observed.probes),
         "virtual": host.is_virtual(), "started": facts["sessions"][0]["started"], "finished": now(),
     }  # fmt: skip
     if step.device.type == "cuda":

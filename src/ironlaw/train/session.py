@@ -118,7 +118,7 @@ def _train(
         outcome.ledger.save(run.ledger_file)
     mesh.barrier()
     if mesh.size == 1:  # the records that improve later plans are of single processes only
-        interference.remember(profile, trainer.observed.probes)
+        interference.append_observations(profile, trainer.observed.probes)
         _remember(plan, outcome, profile, run)
         supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
@@ -161,7 +161,7 @@ def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirector
     """Record planned and measured step times of a complete run, from which intervals of later plans are computed."""
     measured = outcome.ledger.totals.get("step_seconds")
     others = outcome.ledger.facts.get("other_load") or 0.0  # other programs' load makes a run unfit for comparison
-    if others > interference.MOST_OTHERS or is_emulated(plan.decided.precision, profile):
+    if others > interference.MAX_OTHER_LOAD or is_emulated(plan.decided.precision, profile):
         return  # the plan does not include the rounding of emulated products
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         totals.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)

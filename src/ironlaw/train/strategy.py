@@ -37,7 +37,7 @@ class Strategy:
         worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
         if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
             torch.set_num_threads(self.mesh.threads(profile))
-            now = Probe(profile.fp32_products).now(profile, LOOK_SECONDS)
+            now = Probe(profile.fp32_products).slowdown(profile, LOOK_SECONDS)
             plan = plan_run(config, profile, now) if now is not None else plan
         if not fits(plan):
             raise UserError(

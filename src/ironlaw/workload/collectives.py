@@ -240,7 +240,7 @@ class _Stage:
             if communication.gradients == "powersgd":
                 compressed += sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32
             if self.ranks > 1:
-                gathers = self.unasked_gathers(unit) or self.gathers(root=unit == "root")
+                gathers = self.gathers_without_input_gradient(unit) or self.gathers(root=unit == "root")
                 yield "shard", "all_gather", gathers, gathers * padded
                 yield "shard", "reduce_scatter", self.reductions * bool(gradients), self.reductions * gradients
             if self.copies > 1 and not is_plain(layout) and gradients:
@@ -253,7 +253,7 @@ class _Stage:
         for bucket in bucket_bytes(self.parameters):
             yield "replicate", "all_reduce", 1, bucket // FP32 * self.gradient_bytes
 
-    def unasked_gathers(self, unit: str) -> int:
+    def gathers_without_input_gradient(self, unit: str) -> int:
         """Return the gathers of a unit whose input needs no gradient, or 0 for others. FSDP frees such a unit after the
         whole backward pass. An embedding is still prefetched, and stays until the next forward pass."""
         if not self.freezes_embedding or self.layout.pp > 1:

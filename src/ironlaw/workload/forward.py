@@ -156,10 +156,10 @@ def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = N
     )  # fmt: skip
     if shape.composes_attention:  # the module's variables are freed when it returns
         qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
-        dying = shape.rotated_bytes + (0 if shape.keeps_qkv else qkv)
+        freed = shape.rotated_bytes + (0 if shape.keeps_qkv else qkv)
         if model.latent is not None:
-            dying = latent.dying_after_attention(shape)
-        operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
+            freed = latent.freed_after_attention(shape)
+        operations[-1] = replace(operations[-1], frees_temporary_bytes=freed)
     return operations
 
 
@@ -343,14 +343,14 @@ def chunked_head(shape: Shape) -> list[Operation]:
     if rest:
         operations += _chunk(shape, rest, 1)
     turned = trained * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
-    dying = hidden * FP32 + (table * w if shape.casts_head else 0)
+    freed = hidden * FP32 + (table * w if shape.casts_head else 0)
     gradient = [
         replace(call("loss", "", 0, 0, kind=Kind.OTHER, frees_saved=gradients), repeat=0),
         call("loss", "add_in_place", hidden + trained, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
              parameters=trained * FP32),
     ]  # fmt: skip
     loss = call("loss", "add", max(1, turned // FP32), 2 * turned, kind=Kind.LOSS, temporary=turned,
-                frees_temporary=turned + dying, gradient=gradient)  # fmt: skip
+                frees_temporary=turned + freed, gradient=gradient)  # fmt: skip
     return [*operations, loss]
 
 

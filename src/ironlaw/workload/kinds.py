@@ -75,7 +75,7 @@ def has_experts(kind: str) -> bool:
 def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
     """Return the forward and the backward pass of one layer: a block of a kind, the "embedding" or the "head"."""
     alike = shape_of(shape, kind)
-    whole = _listed(alike, kind)
+    whole = _operations(alike, kind)
     shape.forward[kind] = _on_rank(alike, kind, whole)
     return shape.forward[kind], _on_rank(alike, kind, differentiate(whole))
 
@@ -84,7 +84,7 @@ def forward_of(shape: Shape, kind: str) -> list[Operation]:
     """Return the forward pass of one layer in order of execution, each repeated call listed once."""
     if kind not in shape.forward:
         alike = shape_of(shape, kind)
-        shape.forward[kind] = _on_rank(alike, kind, _listed(alike, kind))
+        shape.forward[kind] = _on_rank(alike, kind, _operations(alike, kind))
     return shape.forward[kind]
 
 
@@ -92,12 +92,12 @@ def _on_rank(shape: Shape, kind: str, operations: list[Operation]) -> list[Opera
     return [fast_replace(op, group=kind) for op in on_rank(shape, operations)]
 
 
-def _listed(shape: Shape, kind: str) -> list[Operation]:
-    whole = _whole(shape, kind)
+def _operations(shape: Shape, kind: str) -> list[Operation]:
+    whole = _full_layer(shape, kind)
     return list(frozen(shape, kind, whole)) if shape.adapters else whole
 
 
-def _whole(shape: Shape, kind: str) -> list[Operation]:
+def _full_layer(shape: Shape, kind: str) -> list[Operation]:
     if kind == "embedding":
         return embedding(shape)
     if kind == "head":

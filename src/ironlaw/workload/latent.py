@@ -82,11 +82,11 @@ def _rotated(shape: Shape, queries: Size, keys: Size, ups: Size, kept: Size) -> 
             shape, "rotary", "concatenate", ups // w, 2, temporary=ups, frees_saved=kept, frees_temporary=keys + values
         )
     copies = 0 if shape.composes_attention else queries + keys
-    dying = queries + (tokens * latent.down_size * w if shape.casts else 0)
+    freed = queries + (tokens * latent.down_size * w if shape.casts else 0)
     operations = [
         elementwise(
             shape, "rotary", "rotary", (queries + keys) // w, 2, saved=rotary_saved_bytes(shape),
-            temporary=queries + keys - copies, frees_temporary=dying, gradient=[back],
+            temporary=queries + keys - copies, frees_temporary=freed, gradient=[back],
         )
     ]  # fmt: skip
     if shape.pads_values:
@@ -94,7 +94,7 @@ def _rotated(shape: Shape, queries: Size, keys: Size, ups: Size, kept: Size) -> 
     return operations
 
 
-def dying_after_attention(shape: Shape) -> int:
+def freed_after_attention(shape: Shape) -> int:
     """Return the bytes of composed attention's inputs, which it copies and which are freed when the module returns."""
     return shape.tokens * sum(_sizes(shape.model)) * shape.matmul_bytes
 

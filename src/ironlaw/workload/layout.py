@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.schedule import V_SHAPED, ends_lighter
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends
 from ironlaw.workload.sections import KEPT, Recompute
 
 OFFLOAD = ("none", "optimizer", "activations", "both")
@@ -158,7 +158,7 @@ class Layout:
         if self.virtual_stages == 1 and self.pp > layers:
             return f"{layers} layers are fewer than pp {self.pp}"
         chunks = self.pp * self.virtual_stages
-        if self.virtual_stages > 1 and chunks > layers and ends_lighter(layers, chunks) is None:
+        if self.virtual_stages > 1 and chunks > layers and fewer_layers_at_ends(layers, chunks) is None:
             return f"{layers} layers are fewer than pp {self.pp} x virtual_stages {self.virtual_stages}"
         return None
 

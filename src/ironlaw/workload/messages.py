@@ -63,7 +63,7 @@ def context_buffers(model: ModelConfig, tokens: Size, tp: Size, cp: Size) -> dic
     return {"ring": 4 * block, "all_gather": 2 * block * cp, "all_to_all": tokens * (query + mixed) + block}
 
 
-def places_of_a_token(moe: MoEConfig, places: Size) -> Size:
+def expert_parts_per_token(moe: MoEConfig, places: Size) -> Size:
     """Return the mean number of `places` (equal parts of a layer's experts) hit by a token's choices, if even.
 
     If a token chooses from a few groups of experts only, just the places within these groups count.
@@ -75,13 +75,13 @@ def places_of_a_token(moe: MoEConfig, places: Size) -> Size:
     )
     open_groups = groups if moe.groups_per_token is None else moe.groups_per_token
     held = np.minimum(places, groups)  # parts of whole groups
-    of_groups = held * (1 - _missed(groups, groups / held, np.broadcast_to(open_groups, places.shape)))
+    of_groups = held * (1 - _miss_probability(groups, groups / held, np.broadcast_to(open_groups, places.shape)))
     open_share = np.where(open_groups < groups, of_groups / held, 1.0)
     pool, among = experts * open_share, np.maximum(places * open_share, 1.0)
-    return np.asarray(among * (1 - _missed(pool, pool / among, chosen)))
+    return np.asarray(among * (1 - _miss_probability(pool, pool / among, chosen)))
 
 
-def _missed(pool: Size, part: Size, draws: Size) -> Size:
+def _miss_probability(pool: Size, part: Size, draws: Size) -> Size:
     """Return the probability that `draws` draws without replacement from `pool` all miss a given `part` of it."""
     import numpy as np
 

@@ -31,7 +31,7 @@ from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, fast_replace, with_memory
 from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, check_patterns, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.recompute import dropped, freed_after_backward, recomputed_operations, weight_copies
+from ironlaw.workload.recompute import freed_after_backward, freed_after_forward, recomputed_operations, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
@@ -165,7 +165,7 @@ def step(
         layers_of_shape(replace(shape, micro_batch=rest)) if rest else (),
         tuple(
             tuple(
-                lasting_tensors(
+                persistent_tensors(
                     model, layout, batch, recipe, [n for stage in held for n in cut[stage]],
                     [p for stage in held for p in stages[stage].shards], sum(frozen[stage] for stage in held),
                 )
@@ -290,7 +290,7 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
     forward, backward = both_passes(shape, kind)
     if policy is None:
         return Layer("", kind, tuple(forward), tuple(backward))
-    drop, copies = dropped(shape, policy, kind), weight_copies(shape, kind)
+    drop, copies = freed_after_forward(shape, policy, kind), weight_copies(shape, kind)
     recomputed = recomputed_operations(shape, policy, kind)
     freed = freed_after_backward(drop, recomputed, copies)
     # The stream's gradient is cast for the last branch before that branch is recomputed.
@@ -338,7 +338,7 @@ class Tensor(NamedTuple):
     note: str = ""
 
 
-def lasting_tensors(
+def persistent_tensors(
     model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, layers: Sequence[int],
     shards: Sequence[Parameter], frozen: int = 0,
 ) -> Iterator[Tensor]:  # fmt: skip
@@ -389,12 +389,12 @@ def with_second_model(program: Program, objective: ObjectiveConfig, second: Mode
     does. `held`: its weights are in memory besides the model's, in fp32."""
     assert program.shape is not None
     stage = program.stages[0]
-    layers = _beside(program.shape, objective, second, stage.layers)
+    layers = _with_frozen_model(program.shape, objective, second, stage.layers)
     remainder: tuple[Layer, ...] = ()
     if program.remainder:
         assert program.batch is not None
         rest = program.batch.sequences % program.layout.micro_batch
-        remainder = _beside(replace(program.shape, micro_batch=rest), objective, second, program.remainder)
+        remainder = _with_frozen_model(replace(program.shape, micro_batch=rest), objective, second, program.remainder)
     tensors = program.tensors[0]
     if held:
         tensors = (*tensors, Tensor(FROZEN, second.parameters * FP32, "of the objective, in fp32"))
@@ -403,7 +403,7 @@ def with_second_model(program: Program, objective: ObjectiveConfig, second: Mode
     )
 
 
-def _beside(
+def _with_frozen_model(
     shape: Shape, objective: ObjectiveConfig, second: ModelConfig, layers: Sequence[Layer]
 ) -> tuple[Layer, ...]:
     here = replace(shape, model=second, recompute=(), loss_chunk=0, adapters=())
@@ -419,11 +419,11 @@ def _beside(
     *others, head = layers
     assert head.name == HEAD
     if distils:
-        head = _distilling(head, logits, shape.matmul_bytes)
+        head = _with_distillation(head, logits, shape.matmul_bytes)
     return (Layer(FROZEN, FROZEN, tuple(forward)), *others, head)
 
 
-def _distilling(head: Layer, logits: int, width: int) -> Layer:
+def _with_distillation(head: Layer, logits: int, width: int) -> Layer:
     """Add distillation to the loss: both models' logits of the trained rows are copied to fp32, three log-softmaxes are
     saved instead of one, and the divergence takes three more tensors of that size."""
     size = logits * FP32

@@ -19,7 +19,7 @@ from ironlaw.workload.operations import Operation, with_memory
 from ironlaw.workload.sections import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
-AGAIN = " again"  # suffix of the names of recomputed operations
+RECOMPUTED_SUFFIX = " again"  # suffix of the names of recomputed operations
 GENERATOR_BYTES = 5056  # state of PyTorch's CPU generator, kept per block so that dropout draws the same noise twice
 
 
@@ -43,7 +43,7 @@ def keepable(model: ModelConfig, kind: str = "block") -> frozenset[str]:
     return frozenset(KEEPABLE) if model.gated_ffn else frozenset(KEEPABLE) - {"ffn_gate"}
 
 
-def effective(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
+def kept_results(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
     """Return the results that are actually kept: composed attention has no single result."""
     return policy - {"attention"} if shape.composes_attention else policy
 
@@ -59,7 +59,7 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
     }
     if model.latent is not None:
         widths["qkv"] = model.query_size + model.latent.up_size(model.heads)
-    kept = effective(shape, policy)
+    kept = kept_results(shape, policy)
     total = sum(shape.tokens * widths[name] * w for name in kept if name != "attention")
     return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
 
@@ -69,12 +69,12 @@ def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "blo
 
     Operations whose result was kept do not run: they have `repeat` 0, and take memory but no time.
     """
-    kept = effective(shape, policy)
+    kept = kept_results(shape, policy)
     result = []
     for op in _operations_to_recompute(shape, kind):
-        name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
+        name, big = f"{op.name}{RECOMPUTED_SUFFIX}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
         op = replace(op, name=name, phase=Phase.BACKWARD)
-        result_of = op.name.removesuffix(AGAIN)
+        result_of = op.name.removesuffix(RECOMPUTED_SUFFIX)
         if big and ("qkv" if result_of in WIDE else result_of) in kept:
             # The result exists: it stays saved if the backward pass needs it, and becomes temporary otherwise.
             op = replace(
@@ -124,7 +124,7 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
     return sum(n * k * shape.matmul_bytes for _, n, k in products)
 
 
-def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
+def freed_after_forward(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
     """The end of a block's forward pass: frees everything but the result, the results kept and the cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 V_SHAPED = ("zbv", "dualpipe")
 
 
-def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
+def fewer_layers_at_ends(layers: int, chunks: int) -> tuple[int, int] | None:
     """Return how many layers fewer the first and the last chunk hold; None if the chunks cannot be made equal.
 
     The embedding and the output layer count as a layer each if that makes chunks equal (arXiv 2407.21783, 3.3.2).
@@ -31,7 +31,7 @@ def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
 @lru_cache(maxsize=1024)
 def layers_of(layers: int, stages: int, virtual: int) -> tuple[range, ...]:
     """Return the layers of each stage, as equal as possible. The last stage, then the first, hold fewer."""
-    less = ends_lighter(layers, stages)
+    less = fewer_layers_at_ends(layers, stages)
     if virtual > 1 and less is not None:
         counts = [(layers + sum(less)) // stages] * stages
         counts[0] -= less[0]

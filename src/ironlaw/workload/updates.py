@@ -21,7 +21,7 @@ LOOPED_CALLS = {"sgd": 1, "momentum": 3, "adam": 6, "adamw": 6}
 """Passes over three tensors in PyTorch's unfused updates: a third of the tensors touched (3, 8, 18). AdamW's calls are
 lerp, mul, addcmul, sqrt, division, add and addcdiv. Weight decay adds one pass."""
 
-LIKE: dict[str, OptimizerName] = {
+EQUIVALENTS: dict[str, OptimizerName] = {
     "SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RMSprop": "rmsprop", "Adafactor": "adafactor", "Muon": "muon",
     "Adam8bit": "adam8bit", "AdamW8bit": "adam8bit",
 }  # fmt: skip

@@ -30,7 +30,7 @@ from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.latent import gathered_share
-from ironlaw.workload.messages import context_buffers, context_messages, places_of_a_token
+from ironlaw.workload.messages import context_buffers, context_messages, expert_parts_per_token
 from ironlaw.workload.moe import is_exchanged, row_factor
 from ironlaw.workload.sizes import Size
 
@@ -193,7 +193,7 @@ def rows_sent_per_token(candidates: Candidates, system: ClusterSystem) -> Array:
         return moe.experts_per_token * factor
     island, ranks = float(system.fabric.island_ranks), candidates.ep * candidates.expert_tp
     places = np.where(ranks > island, np.maximum(ranks / island, 1.0), candidates.ep)
-    return places_of_a_token(moe, places) * factor
+    return expert_parts_per_token(moe, places) * factor
 
 
 @dataclass(frozen=True)

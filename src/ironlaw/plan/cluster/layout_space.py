@@ -23,7 +23,7 @@ from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engines
 from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
-from ironlaw.workload.schedule import V_SHAPED, ends_lighter
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends
 from ironlaw.workload.sizes import divisors
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
@@ -205,7 +205,7 @@ def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
     if pp == 1:
         return [(1, code("schedule", "1f1b"))]
     most = layers // pp + 1
-    even = [v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None]
+    even = [v for v in range(1, most + 1) if v == 1 or fewer_layers_at_ends(layers, pp * v) is not None]
     found = [(v, code("schedule", name)) for v in even for name in ("1f1b", "zb")]
     return found + [(2, code("schedule", name)) for name in V_SHAPED if 2 in even]
 

@@ -27,7 +27,7 @@ from ironlaw.workload.blocks import Shape
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, update_operations
 from ironlaw.workload.program import training_operations
-from ironlaw.workload.recompute import AGAIN
+from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 BOUND = {"matmul": "compute", "attention": "compute"}
 """What sets the time of a part; of every other one it is memory."""
@@ -50,7 +50,8 @@ def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts,
         yield line(op.phase, op.kind, op.name, repeats * seconds, bound, count)
         again = _times_again(cost, candidates)
         if again:
-            yield line(Phase.BACKWARD, op.kind, op.name + AGAIN, repeats * again * seconds, bound, round(count * again))
+            name = op.name + RECOMPUTED_SUFFIX
+            yield line(Phase.BACKWARD, op.kind, name, repeats * again * seconds, bound, round(count * again))
     share = _at(accumulated_share(candidates, system.engine))
     if share:
         accumulated = repeats * share * _at(costs.accumulate)

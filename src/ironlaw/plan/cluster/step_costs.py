@@ -44,7 +44,7 @@ from ironlaw.workload.conventions import whole_tiles
 from ironlaw.workload.kinds import IN_16_BITS, both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import AGAIN, recomputed_operations
+from ironlaw.workload.recompute import RECOMPUTED_SUFFIX, recomputed_operations
 from ironlaw.workload.sizes import Size, larger, smaller
 
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
@@ -150,7 +150,7 @@ def _ours_again(
     whole = frozenset[str]()
     run = {
         policy: {
-            (op.name.removesuffix(AGAIN), op.kernel)
+            (op.name.removesuffix(RECOMPUTED_SUFFIX), op.kernel)
             for op in recomputed_operations(shape, policy, kind)
             if op.repeat != 0
         }

@@ -10,7 +10,7 @@ from ironlaw.plan.emit import first_reason, given
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.schedule import ends_lighter
+from ironlaw.workload.schedule import fewer_layers_at_ends
 
 PRECISION_FLAGS = {
     "fp32": [],
@@ -35,7 +35,7 @@ OPTIMIZER_FLAGS = {
 def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Megatron-LM's flags cannot say this, or None."""
     chunk, every, zero = _chunk(model, layout), layout.recompute.stride, layout.zero
-    uneven = ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None
+    uneven = fewer_layers_at_ends(model.layers, layout.pp * layout.virtual_stages) is None
     return (
         _model_refused(model)
         or first_reason(
@@ -114,7 +114,7 @@ def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
 def _chunk(model: ModelConfig, layout: Layout) -> int:
     """Layers of a virtual stage that is not lighter than the others."""
     chunks = layout.pp * layout.virtual_stages
-    return (model.layers + sum(ends_lighter(model.layers, chunks) or (0, 0))) // chunks
+    return (model.layers + sum(fewer_layers_at_ends(model.layers, chunks) or (0, 0))) // chunks
 
 
 def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
@@ -260,7 +260,7 @@ OFFLOAD_FLAGS = [
 
 
 def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
-    first_less, last_less = ends_lighter(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
+    first_less, last_less = fewer_layers_at_ends(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
     again = RECOMPUTE_FLAGS.get(layout.recompute.mode, [])
     if layout.recompute.mode == "every":  # as many blocks, the first ones of every chunk
         blocks = _chunk(model, layout) // layout.recompute.every

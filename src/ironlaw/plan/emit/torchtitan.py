@@ -11,7 +11,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.schedule import ends_lighter
+from ironlaw.workload.schedule import fewer_layers_at_ends
 
 SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
 
@@ -62,7 +62,7 @@ def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
          "it splits experts over tp, or with ep > 1 not at all: use etp=1 with ep > 1, or leave it out"),
         (layout.offload != "none",
          "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"),
-        (layout.pp > 1 and ends_lighter(model.layers, stages) is None,
+        (layout.pp > 1 and fewer_layers_at_ends(model.layers, stages) is None,
          f"{model.layers} layers are not divisible by {stages} stages"),
         (layout.schedule == "zb" and layout.virtual_stages == 1,
          "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"),
@@ -145,7 +145,7 @@ def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:
         result["context_parallel_rotate_method"] = "alltoall" if layout.cp_kind == "ring" else "allgather"
     if layout.pp > 1:
         chunks = layout.pp * layout.virtual_stages
-        less = ends_lighter(request.model.layers, chunks)
+        less = fewer_layers_at_ends(request.model.layers, chunks)
         assert less is not None
         plain = "Interleaved1F1B" if layout.virtual_stages > 1 else "1F1B"
         result |= {

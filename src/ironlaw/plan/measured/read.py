@@ -29,7 +29,7 @@ from ironlaw.plan.measured.accelerator import accelerator_of, in_rack, named_exp
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import Cells, read_table
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.schedule import ends_lighter
+from ironlaw.workload.schedule import fewer_layers_at_ends
 from ironlaw.workload.sections import Recompute
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
@@ -182,7 +182,7 @@ def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
     if global_batch / (layout.dp * layout.micro_batch) % pp:
         return 1
     most = max((layers + 2) // pp // 2, 1)  # the first and the last may have one less
-    return max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None)
+    return max(v for v in range(1, most + 1) if v == 1 or fewer_layers_at_ends(layers, pp * v) is not None)
 
 
 def _engine(cells: Cells, attention: str) -> TrainingEngine:

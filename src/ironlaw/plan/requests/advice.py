@@ -18,7 +18,7 @@ from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_
 from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recompute import AGAIN
+from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 MOST_ACCELERATORS = 16_384
 STOP_BELOW = 0.5
@@ -62,7 +62,7 @@ ELEMENTWISE = ("norms, residuals and activations", "fused or compiled kernels")
 
 def term(line: Line) -> tuple[str, str]:
     """What a line of a cluster ledger is called, and what makes it smaller."""
-    if line.operation.endswith(AGAIN):
+    if line.operation.endswith(RECOMPUTED_SUFFIX):
         return RECOMPUTATION
     if line.kind is Kind.COLLECTIVE:
         return COLLECTIVES[line.operation.split()[0]]
