@@ -1,10 +1,10 @@
-"""Many ways to run one training step as columns of arrays: what search and validation evaluate at once.
+"""Many ways to run one training step, stored as columns of arrays for search and validation to evaluate at once.
 
     candidates_of(model, layouts, sequence=8192, global_batch=1024)
-    candidates.shape(engine)            # what `workload/` describes the operations of, sizes as arrays
+    candidates.shape(engine)            # input of the operations in `workload/`, sizes as arrays
 
-All candidates of one call have the same structure of model; sizes may differ from one to the next. What they share
-besides (accelerator, fabric, engine, precision) is in a `System`. Lengths are in elements.
+All candidates of one call have the same model structure; sizes may differ between them. A `ClusterSystem` holds the
+accelerator, fabric, engine and precision that they share. Lengths are in elements.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from ironlaw.workload.sizes import Size, divided, is_array, larger
 
 @dataclass(frozen=True)
 class Candidates:
-    """One entry per candidate in every array; those of the layout are as in `layout_table.py`."""
+    """Columns with one entry per candidate; those of the layout are encoded as in `layout_table.py`."""
 
-    model: ModelConfig  # whole; sizes are numbers, or arrays
+    model: ModelConfig  # undivided; sizes are numbers or arrays
     kinds: Mapping[str, Size]  # groups of layers (`workload/kinds.py`) and the share of each
-    flash: bool  # else attention's scores are materialised
-    launches: float  # kernels of a block with experts over those of a dense one, less 1
-    latent_launches: float  # kernels that latent attention adds, over those of a usual block
+    flash: bool  # False: attention scores are materialised
+    launches: float  # kernels that experts add to a block, over those of a dense block without latent attention
+    latent_launches: float  # kernels that latent attention adds, over those of the same block
     # batch
     sequence: Array  # tokens
     global_batch: Array  # sequences per step
@@ -72,18 +72,18 @@ class Candidates:
     etp: Array
     shard: Array
     recompute: Array
-    every: Array  # full recomputation of one block in so many
+    every: Array  # one block in this many is recomputed in full
     offload: Array
-    imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
-    narrow: int | None = None  # first layers that multiply in few bits; None: all
-    decided: tuple[Policy, ...] = ()  # by layer, in place of what selective recomputation of our trainer keeps
-    known: Known | None = None  # of a search under one system: what is known of blocks, in all of its parts
+    imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: the value assumed for training
+    narrow: int | None = None  # number of first layers with low-precision matmuls; None: all layers
+    decided: tuple[Policy, ...] = ()  # per layer: what our trainer keeps, instead of its selective default
+    known: Known | None = None  # cached block values of a search under one system, shared by its parts
 
     def __len__(self) -> int:
         return int(self.dp.size)
 
     def has(self, field: str, *words: str) -> npt.NDArray[np.bool_]:
-        """Where a field of the layout is one of these words."""
+        """Return a mask of the candidates whose layout has one of these words in `field`."""
         column = getattr(self, field)
         return np.logical_or.reduce([column == code(field, word) for word in words])
 
@@ -98,15 +98,15 @@ class Candidates:
         return [column for column in [*own, *self.kinds.values(), *_arrays(self.model)] if is_array(column)]
 
     def distinct(self, ignored: frozenset[str], *more: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """One candidate of every sort that differs in more than the ignored columns, and of every one its sort.
+        """Return the index of one candidate per group of equal ones, and the group of every candidate.
 
-        What does not hang on those columns need be worked out for few: `function(candidates.take(first))[sort]`.
-        `more`: columns in which they differ, too.
+        Candidates are equal if they differ in the ignored columns alone. A function that does not depend on those
+        columns runs once per group: `function(candidates.take(first))[sort]`. `more`: further columns to compare.
         """
         return distinct_rows([*self._columns(ignored), *more], len(self))
 
     def shape(self, engine: TrainingEngine) -> Shape:
-        """One micro-batch as one rank of each candidate has it: its part of heads, widths, words and experts."""
+        """Return the shape of one micro-batch on one rank: its part of heads, widths, vocabulary and experts."""
         if not engine.fused:
             return self._ours(engine)
         model, tp = self.model, self.tp
@@ -119,7 +119,7 @@ class Candidates:
             if model.moe.shared_experts:
                 widths["shared_ffn"] = model.shared_ffn_size / tp
             update["moe"] = model.moe.model_copy(update=widths)
-            # Fewer than its tokens' where experts are split over less than tp.
+            # A rank has fewer rows per token where experts are split over fewer than tp ranks.
             own = model.moe.experts_per_token * row_factor(model.moe, self.ep, self.imbalance)
             rows = own * divided(self.expert_tp, tp)
         return Shape(
@@ -129,7 +129,7 @@ class Candidates:
         )  # fmt: skip
 
     def _ours(self, engine: TrainingEngine) -> Shape:
-        """The same as our trainer divides it: the rewrite that an exact plan is made with, of arrays."""
+        """Return the shape as our trainer divides it, by the rewrite that exact plans use, here on arrays."""
         sp = bool((self.sp > 0).any())
         names = ("dp", "zero", "tp", "pp", "cp", "ep", "micro_batch")
         sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -138,7 +138,7 @@ class Candidates:
         return local_shape(whole, Layout(**sizes, sp=sp))
 
     def _division(self, engine: TrainingEngine) -> Array:
-        """Equal for candidates that can be described together: for all, or for our trainer those that divide alike."""
+        """Return equal numbers for candidates that share a description: all, or for our trainer those divided alike."""
         if engine.fused:
             return np.zeros(len(self))
         flags = [size > 1 for size in (self.tp, self.cp, self.ep)] + [self.sp > 0, self.model.tied & (self.pp > 1)]
@@ -146,16 +146,16 @@ class Candidates:
         return np.asarray(sum(flag * 2.0**i for i, flag in enumerate(flags)))
 
     def blocks(self, engine: TrainingEngine) -> tuple[Candidates, npt.NDArray[np.int64]]:
-        """One candidate of every block, and of every candidate which has its own."""
+        """Return one candidate per distinct block, and the index of every candidate's block among them."""
         first, sort = self.distinct(OF_THE_LAYOUT, self._division(engine))
         return self.take(first), sort
 
     def of_blocks(
         self, name: str, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
     ) -> dict[Any, Array]:
-        """What a function of a micro-batch's blocks gives, worked out once for all candidates that share them.
+        """Evaluate `function` once per distinct block and return its values for every candidate.
 
-        `name`: of the function, for what is `known`.
+        `name`: key of the function in the cache `known`.
         """
         few, sort = self.blocks(engine)
         division = few._division(engine)
@@ -179,12 +179,12 @@ class Candidates:
 
     @property
     def tokens(self) -> Array:
-        """Tokens of one micro-batch that a rank works on: the sequence is split over context parallel ranks."""
+        """Tokens of one micro-batch on a rank: context parallel ranks split the sequence."""
         return self.micro_batch * self.sequence / self.cp
 
     @property
     def shard_ranks(self) -> Array:
-        """Ranks over which ZeRO divides what it shards: the replicas of a group, and context parallel ranks."""
+        """Ranks over which ZeRO shards: the replicas of a group times the context parallel ranks."""
         return np.where(self.shard > 0, self.shard, self.dp) * self.cp
 
     @property
@@ -199,7 +199,7 @@ class Candidates:
         return np.where(self.has("recompute", "full"), 1 / self.every, decided)
 
     def policies(self, kind: str) -> dict[Policy, float]:
-        """Of the blocks of a kind under selective recomputation of our trainer, the share that keeps what."""
+        """Return the policies of our trainer's selective recomputation for a kind of block, with their shares."""
         if not self.decided:
             return {keepable(self.model, kind): 1.0}
         found = Counter(
@@ -219,12 +219,12 @@ class Candidates:
 
     @property
     def v_shaped(self) -> npt.NDArray[np.bool_]:
-        """Whether a rank holds the chunks i and 2 pp - 1 - i, so that the first one has both ends of the model."""
+        """Whether rank i holds the chunks i and 2 pp - 1 - i, so that the first rank has both ends of the model."""
         return self.has("schedule", *V_SHAPED)
 
     @property
     def stream_shards(self) -> Array:
-        """Ranks that share the residual stream: the tensor parallel ones when sequence parallelism is on."""
+        """Ranks that divide the residual stream: the tensor parallel ones under sequence parallelism, else one."""
         return np.where(self.sp > 0, self.tp, 1.0)
 
     @property
@@ -233,24 +233,24 @@ class Candidates:
 
     @property
     def expert_share(self) -> Size:
-        """Of the layers, those with experts."""
+        """Share of the layers that have experts."""
         return sum((share for kind, share in self.kinds.items() if kind.startswith(MOE_GROUP)), 0.0)
 
     @property
     def block_parameters(self) -> Size:
-        """Parameters of one transformer block, all ranks together; the mean over all layers."""
+        """Parameters of one transformer block over all ranks, as the mean over all layers."""
         dense = self.model.block_parameters
         return dense + self.expert_share * (self.model.moe_block_parameters - dense) if self.has_experts else dense
 
     @property
     def expert_parameters(self) -> Size:
-        """Of the routed experts of a layer, all of them; the mean over all layers."""
+        """Parameters of all routed experts of a layer, as the mean over all layers."""
         moe = self.model.moe
         return 0.0 if moe is None else self.expert_share * moe.experts * self.model.expert_parameters
 
     @property
     def expert_tp(self) -> Array:
-        """Ranks that an expert is split over."""
+        """Ranks over which an expert is split."""
         return np.where(self.etp > 0, self.etp, self.tp)
 
     @property
@@ -260,18 +260,18 @@ class Candidates:
 
     @property
     def expert_shard_ranks(self) -> Array:
-        """Of these, the ranks that ZeRO divides the experts over: all but those of other copies."""
+        """Ranks over which ZeRO divides an expert: the `expert_replicas` within one sharded copy."""
         return self.shard_ranks * self.tp / (self.ep * self.expert_tp)
 
     @property
     def local_expert_parameters(self) -> Array:
-        """Of the routed experts of a layer, on one rank; the mean over all layers."""
+        """Parameters of a layer's routed experts on one rank, as the mean over all layers."""
         return np.asarray(self.expert_parameters / (self.ep * self.expert_tp))
 
     @property
     def copied_parameters(self) -> Array:
-        """Of a block, on one rank: what it holds more than its part where key/value heads are fewer than tp, and of
-        narrow vectors, which are computed whole."""
+        """Parameters of a block that a rank holds beyond its 1/tp part: those of key/value heads where there are fewer
+        than tp, and those of latent attention's narrow vectors, which every rank computes whole."""
         model = self.model
         part = model.key_value_size / self.tp
         copied = 2 * model.hidden * (np.maximum(part, model.size_of_head) - part)
@@ -282,7 +282,7 @@ class Candidates:
 
     @property
     def local_block_parameters(self) -> Array:
-        """Of a block, on one rank, before ZeRO divides any."""
+        """Parameters of a block on one rank, before ZeRO divides them."""
         split = self.block_parameters / self.tp + self.copied_parameters
         return split - self.expert_parameters / self.tp + self.local_expert_parameters if self.has_experts else split
 
@@ -293,7 +293,7 @@ class Candidates:
         return np.broadcast_to(model.layers * self.block_parameters + ends, (len(self),))
 
     def forward_flops(self) -> tuple[Size, Size, Size]:
-        """Matrix FLOPs of one sequence, all layers: linear ones, attention without masked scores, the output layer."""
+        """Return the matrix FLOPs of one sequence: linear layers, attention without masked scores, output layer."""
         rows = self.model.moe.experts_per_token if self.model.moe else None
         shape = Shape(
             self.model, 1, self.sequence, conventions=TrainingEngine(""), fused_rmsnorm=True, rows_per_token=rows
@@ -306,11 +306,11 @@ class Candidates:
         return sums[False], sums[True], 2 * self.sequence * self.model.hidden * self.model.vocab
 
     def model_flops(self) -> Array:
-        """Matrix FLOPs of one step, forward and backward; masked scores of causal attention are not counted."""
+        """Return the matrix FLOPs of one step, forward and backward, without the masked scores of attention."""
         return np.asarray(3 * sum(self.forward_flops()) * self.global_batch)
 
     def hardware_flops(self) -> Array:
-        """The same with recomputation and, for standard attention, the masked half that is computed anyway.
+        """Return `model_flops` plus recomputation and, for standard attention, the masked scores that it computes.
 
         With full recomputation this is equation 3 of arXiv 2104.04473.
         """
@@ -327,14 +327,14 @@ class Candidates:
 OF_THE_LAYOUT = frozenset(
     ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
 )
-"""Columns on which neither seconds nor bytes of a block and micro-batch hang, but for how they divide it."""
+"""Columns that affect the seconds and bytes of a block and micro-batch only by how they divide it (`_division`)."""
 
 
 def candidates_of(
     model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True,
     known: Known | None = None, narrow: int | None = None,
 ) -> Candidates:  # fmt: skip
-    """One model under several layouts; `narrow`: how many of its first layers multiply in few bits."""
+    """Return one model under several layouts. `narrow`: number of its first layers with low-precision matmuls."""
     table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
     kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model, narrow)).items()}
     columns, batch = columns_of(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
@@ -347,13 +347,13 @@ def columns_of(table: Table) -> dict[str, Any]:
 
 
 def _arrays(model: ModelConfig) -> list[Array]:
-    """Sizes of a model that differ between candidates."""
+    """Return the sizes of a model that differ between candidates."""
     tables = [table for table in (model, model.moe, model.latent) if table is not None]
     return [value for table in tables for value in table.__dict__.values() if is_array(value)]
 
 
 def _taken(model: ModelConfig, index: Any) -> ModelConfig:
-    """The model with the sizes of some candidates."""
+    """Return the model with the sizes of the candidates at `index`."""
     if not _arrays(model):
         return model
 
@@ -369,13 +369,13 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
 
 
 def extra_launches(model: ModelConfig) -> tuple[float, float]:
-    """Kernels that experts, and that latent attention, add to a block, over those of a dense one with neither."""
+    """Return the kernels that experts and that latent attention add to a block, over those of a block with neither."""
     return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
 
 
 @lru_cache(maxsize=16)
 def _launches(document: str) -> tuple[float, float]:
-    model = ModelConfig.model_validate_json(document)  # not hashable itself
+    model = ModelConfig.model_validate_json(document)  # a document, because the config is not hashable
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
     dense = usual = _calls(shape, "block")
     if model.latent is not None:
@@ -389,7 +389,7 @@ def _calls(shape: Shape, kind: str) -> int:
     return sum(map(len, both_passes(shape, kind)))
 
 
-# -- measured or assumed runs, each with a model and a layout of its own --------------------------------------------
+# -- measured or assumed runs, each with its own model and layout ---------------------------------------------------
 
 
 MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "context")
@@ -400,19 +400,19 @@ LATENT_SIZES = ("key_value_rank", "query_rank", "rotary_size", "plain_size", "va
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training step: what it computes and how it is laid out."""
+    """One training step: its model, batch and layout."""
 
     model: ModelConfig
     layout: Layout
     sequence: float  # tokens
     global_batch: float  # sequences per step
-    flash: bool = True  # else attention's scores are materialised
-    imbalance: float = 0.0  # rows of the busiest expert parallel rank over the mean; 0: as in training
-    every: float | None = None  # full recomputation of one block in so many; None: as the layout says
+    flash: bool = True  # False: attention scores are materialised
+    imbalance: float = 0.0  # rows of the busiest expert parallel rank over the mean; 0: the value assumed for training
+    every: float | None = None  # one block in this many is recomputed in full; None: as in the layout
 
 
 def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
-    """Several models of one `structure`, each in a layout of its own."""
+    """Return candidates of several models with one `structure`, each with its own layout."""
     first = structure(jobs[0])
     assert len({structure(job) for job in jobs}) == 1
     columns: dict[str, Any] = columns_of(layout_table(job.layout for job in jobs))
@@ -425,7 +425,7 @@ def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
         share = np.array([job.model.moe_layers / job.model.layers for job in jobs])
         kinds = {"block": 1 - share, MOE_GROUP: share}
         moe = _stacked([job.model.moe for job in jobs], MOE_SIZES)
-        moe = moe.model_copy(update={"dense_layers": 0, "every": 1})  # which layers have them is in `kinds`
+        moe = moe.model_copy(update={"dense_layers": 0, "every": 1})  # `kinds` holds the share of layers with experts
         model = model.model_copy(update={"moe": moe})
     if model.latent is not None:
         model = model.model_copy(update={"latent": _stacked([job.model.latent for job in jobs], LATENT_SIZES)})
@@ -433,14 +433,14 @@ def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
 
 
 def _stacked(tables: Sequence[Any], sizes: Sequence[str]) -> Any:
-    """The first table with sizes as arrays, one entry per table; what the first leaves open all do."""
+    """Return the first table with arrays of sizes, one entry per table; all tables leave the same sizes unset."""
     given = [name for name in sizes if getattr(tables[0], name) is not None]
     arrays = {name: np.array([getattr(table, name) for table in tables], dtype=float) for name in given}
     return tables[0].model_copy(update=arrays)
 
 
 def structure(job: TrainingJob) -> tuple[bool, ...]:
-    """What jobs of one `Candidates` have in common: flash, and the arguments of `plain_model`."""
+    """Return what the jobs of one `Candidates` have in common: flash, then the argument of `plain_model`."""
     model, moe, latent = job.model, job.model.moe, job.model.latent
     experts = moe is not None, moe is not None and moe.shared_experts > 0
     queries = latent is not None and latent.query_rank is not None
@@ -449,7 +449,7 @@ def structure(job: TrainingJob) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=64)
 def plain_model(structure: tuple[bool, ...]) -> ModelConfig:
-    """A model of that structure whose sizes stand for others."""
+    """Return a model with this structure and placeholder sizes."""
     gated, tied, experts, shared, narrow, narrow_queries = structure
     biased = not (gated or narrow or experts)
     return ModelConfig(

@@ -1,19 +1,19 @@
-"""What the collectives of a layer cost, of many candidates at once.
+"""Costs of a layer's collectives, for many candidates at once.
 
-Tensor parallel ranks add up the residual stream twice per layer and pass; what context parallel ranks exchange is in
-`workload/messages.py`.
+Tensor parallel ranks sum the residual stream twice per layer and pass. `workload/messages.py` describes what context
+parallel ranks exchange.
 
-Expert parallel ranks are taken from the dp x cp group, next to each other around the tensor parallel ranks that an
-expert's matrices are split over like a dense network's. Folded (arXiv 2504.14960) experts are laid out over all
-dp x cp x tp ranks of a stage apart from the dense rest: split over `etp` ranks, ep of these next to each other. A rank
+Expert parallel ranks are neighbours in the dp x cp group, around the tensor parallel ranks over which an expert's
+matrices are split like a dense network's. Folded experts (arXiv 2504.14960) are laid out over all dp x cp x tp ranks
+of a stage, independently of the dense layers: each is split over `etp` ranks, and ep such groups are neighbours. A rank
 keeps E / ep experts of each layer and computes the rows that its group sends them. Layers with and without experts are
-averaged: stages are taken to hold the same mix.
+averaged: all stages are assumed to hold the same mix.
 
-    rows        T k etp / tp on a rank: T k where an expert is split like the rest, its own tokens' at etp = 1
-    dispatch    each token k times to the rank of its expert, T k H elements per rank (over tp under sequence
-                parallelism, gathered again over etp); combine the same way back; backward the same again
-    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp; under hybrid sharding ep
-                ranks are taken inside a copy of the state, so that every copy has all experts
+    rows        T k etp / tp on a rank: T k where experts are split like dense layers, its own tokens' at etp = 1
+    dispatch    sends each token to its k experts: T k H elements per rank (divided by tp under sequence parallelism,
+                then gathered over etp); combine sends them back; the backward pass repeats both
+    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, others over dp cp; under hybrid sharding the ep
+                ranks lie within one copy of the state, so that every copy has all experts
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ FP32, INT64 = 4.0, 8.0
 
 
 def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
-    """`function` on the distinct rows of the columns only: layouts share most of their shapes."""
+    """Evaluate `function` on the distinct rows of the columns only: layouts share most of their shapes."""
     spread = np.broadcast_arrays(*(np.atleast_1d(column) for column in columns))
-    if len(spread[0]) <= 64:  # finding out which are alike takes longer
+    if len(spread[0]) <= 64:  # finding equal rows takes longer
         return np.asarray(function(*spread))
     first, sort = distinct_rows(spread, len(spread[0]))
     return np.asarray(function(*(column[first] for column in spread)))[sort]
 
 
 def collective(kind: str, size: Array, ranks: Array, inside: Array, system: ClusterSystem) -> Array:
-    """One collective; `inside`: ranks of the group that share an island."""
+    """Return the seconds of one collective of `size` bytes. `inside`: ranks of the group that share an island."""
     fabric = system.fabric
 
     def seconds(s: Array, n: Array, g: Array) -> Array:
@@ -57,14 +57,14 @@ def collective(kind: str, size: Array, ranks: Array, inside: Array, system: Clus
 
 
 def layer_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Of a layer's collectives, of adding up its gradients, of a message between stages in and across islands."""
+    """Return the costs of a layer's collectives, of accumulating its gradients and of a message between stages."""
     island, model = float(system.fabric.island_ranks), candidates.model
     hardware, width = system.hardware, system.engine.element_bytes
     stream_bytes = candidates.tokens * model.hidden * width
     message = stream_bytes / candidates.stream_shards
     tp_inside = np.minimum(candidates.tp, island)
     one, two = np.ones(len(candidates)), np.full(len(candidates), 2.0)
-    # The fp32 buffer is read and written; the gradient read before, unless the product adds it.
+    # The fp32 buffer is read and written. The gradient is read first, unless the matmul itself accumulates.
     read = FP32 if system.engine.autocast else 0.0 if system.engine.fused_accumulation else width
     accumulated = candidates.local_block_parameters * (read + 2 * FP32)
     return {
@@ -84,10 +84,10 @@ def layer_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str
 
 
 def small_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Seconds per step of our trainer's small collectives, each waited for; of other software they are in constants.
+    """Return the seconds per step of our trainer's small collectives, all exposed; other engines' constants cover them.
 
-    Of divided logits, per micro-batch: maximum, sum of exponentials and the target's own of each token. Of all ranks:
-    loss, wish to stop, gradient norm. Of experts: their loads over replicas and, counted, over ranks of one sequence.
+    Divided logits: maximum, sum of exponentials and target logit of each token, per micro-batch. All ranks: loss,
+    stop request, gradient norm. Experts: their loads over replicas, and their counts over the ranks of one sequence.
     """
     if system.engine.fused:
         return {}
@@ -115,10 +115,10 @@ def small_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str
 
 
 def spared_collectives(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Of the two tensor parallel collectives of a layer, how many are not there under sequence parallelism; mean over
-    all layers: where the rows' exchange replaces one, and where narrow vectors are gathered instead of the stream."""
+    """Return how many of a layer's two tensor parallel collectives sequence parallelism saves, as the mean over all
+    layers: one where the exchange of rows replaces it, a part where narrow vectors are gathered, not the stream."""
     moe, spared = candidates.model.moe, np.zeros(len(candidates))
-    if moe is not None and not moe.shared_experts:  # which gather their tokens like a dense network
+    if moe is not None and not moe.shared_experts:  # shared experts gather their tokens like a dense network
         exchanged = is_exchanged(candidates.ep, candidates.expert_tp, candidates.tp)
         spared = np.where(exchanged, candidates.expert_share, 0.0)
     if candidates.model.latent is not None and system.engine.narrows_own_tokens:
@@ -134,13 +134,13 @@ DESCRIPTIONS = {
 
 
 def default_kind(engine: TrainingEngine, windowed: bool) -> str:
-    """The engine's own kind; one that can see a sliding window where the model has one."""
+    """Return the engine's first kind of context parallel attention; `windowed`: that supports a sliding window."""
     usable = [kind for kind in engine.cp_kinds if kind != "ring" or not windowed]
     return usable[0] if usable else "all_gather"
 
 
 def context_kinds(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Of every candidate, a code of `cp_kind`."""
+    """Return the code of every candidate's `cp_kind`, the engine's default where the layout leaves it unset."""
     plain, windowed = (code("cp_kind", default_kind(engine, w)) for w in (False, True))
     return np.where(
         candidates.cp_kind > 0, candidates.cp_kind, windowed if candidates.model.sliding_window is not None else plain
@@ -148,7 +148,7 @@ def context_kinds(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
-    """One exchange of one layer and micro-batch, forward; 0 without context parallelism."""
+    """Return the seconds of one forward exchange of a layer and micro-batch; 0 without context parallelism."""
     c, found = candidates, np.zeros(len(candidates))
     if not (c.cp > 1).any():
         return found
@@ -156,7 +156,7 @@ def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
     inside = np.clip(float(system.fabric.island_ranks) // c.tp, 1.0, c.cp)
     messages = context_messages(c.model, c.tokens, c.tp, c.cp, system.engine.element_bytes, padded)
     for name, sent in messages.items():
-        ring = name == "ring"  # goes at the pace of its slowest link
+        ring = name == "ring"  # a ring runs at the pace of its slowest link
         ranks = np.full(len(c), 2.0) if ring else c.cp
         near = np.where(inside >= c.cp, 2.0, 1.0) if ring else inside
         seconds = sum(m.calls * collective(m.kind, m.bytes, ranks, near, system) for m in sent)
@@ -165,13 +165,13 @@ def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
 
 
 def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Array, hidden: float) -> Array:
-    """Of all exchanges of a layer, what attention does not hide. `attention`: seconds of all its passes."""
+    """Return the seconds of a layer's exchanges that attention does not hide. `attention`: seconds of its passes."""
     beside = hidden * np.minimum(seconds, attention * (candidates.cp - 1) / candidates.cp)
     return np.where(kind == code("cp_kind", "ring"), seconds - beside, seconds)
 
 
 def buffer_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """At its widest, in the backward pass of one layer: keys, values and their gradients on the way."""
+    """Return the bytes of keys, values and their gradients in transfer at their peak, in a layer's backward pass."""
     c, elements = candidates, np.zeros(len(candidates))
     if (c.cp > 1).any():
         kind = context_kinds(c, engine)
@@ -181,10 +181,10 @@ def buffer_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def rows_sent_per_token(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Times that a token travels to its experts and back over what is slowest on the way.
+    """Return how often a token crosses the slowest link on the way to its experts, and as often on the way back.
 
-    Once per choice, or once per rank that holds some of its experts; where the exchange leaves the island once per
-    island, inside which it is handed on (DeepEP and its like: arXiv 2412.19437, section 3.2.2).
+    It is sent once per choice, or once per rank that holds some of its experts. If the exchange leaves the island, the
+    latter sends it once per island and forwards it inside (as DeepEP does: arXiv 2412.19437, section 3.2.2).
     """
     moe = candidates.model.moe
     assert moe is not None
@@ -198,17 +198,17 @@ def rows_sent_per_token(candidates: Candidates, system: ClusterSystem) -> Array:
 
 @dataclass(frozen=True)
 class SharedState:
-    """Parameters that the same ranks hold, as one of them has them before ZeRO divides any."""
+    """Parameters replicated over the same ranks, counted on one of them before ZeRO divides them."""
 
     held: Array  # on the fullest stage
     layer: Array  # of one layer: what ZeRO-3 gathers at a time
     replicas: Array  # ranks that average their gradients
-    sharing: Array  # of these, ranks that ZeRO divides them over: all but those of other copies
-    inside: Array  # neighbours among them that share an island
+    sharing: Array  # the replicas of one sharded copy, over which ZeRO divides them
+    inside: Array  # neighbouring replicas that share an island
 
 
 def shared_states(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> list[SharedState]:
-    """All that a rank holds; experts apart, which fewer ranks hold alike, by the factor ep."""
+    """Return a rank's parameters; those of experts apart, which have fewer replicas, by the factor ep."""
     c, model, island = candidates, candidates.model, float(system.fabric.island_ranks)
     ends = (model.embedding_parameters + model.head_parameters) / c.tp  # spread out over the layers
     held, layer = layers.largest_parameters, c.local_block_parameters + ends / model.layers
@@ -225,10 +225,10 @@ def shared_states(candidates: Candidates, system: ClusterSystem, layers: StageLa
 
 
 def exchange_of_rows(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Seconds of moving a micro-batch's rows to their experts, or back; the mean over all layers."""
+    """Return the seconds to send a micro-batch's rows to their experts, or back, as the mean over all layers."""
     island, split = float(system.fabric.island_ranks), candidates.expert_tp
 
-    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
+    # Sequence parallel ranks send their own tokens, then gather the rows received by all ranks that share an expert.
     rows = (
         candidates.tokens
         * rows_sent_per_token(candidates, system)

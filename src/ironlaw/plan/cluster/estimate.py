@@ -4,8 +4,8 @@
     plan = plan_cluster(asked, parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"))
     plan.fits, plan.step_seconds, plan.ledger
 
-Seconds of a line are those of an accelerator on the busiest pipeline stage and add up to the step; FLOPs are those of
-all accelerators together and add up to the model's. Both are per optimizer step.
+The seconds of a line are those of one accelerator on the busiest pipeline stage; they add up to the step. The FLOPs are
+those of all accelerators together; they add up to the model's. Both are per optimizer step.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.sections import Recompute
 
 DEFAULT_ENGINE = "nemo"
-"""The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
+"""Default engine of a plan: today's Megatron core with NVIDIA's tuning."""
 
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """One training step on a cluster, but for its layout."""
+    """A training step on a cluster, without its layout."""
 
     model: ModelConfig
     cluster: Cluster
@@ -69,26 +69,26 @@ class ClusterStep:
     precision: str = "bf16"
     engine: str | TrainingEngine = DEFAULT_ENGINE
     optimizer: str = "adamw"
-    flash: bool = True  # where the accelerator has it; else attention's scores are materialised
-    config: RunConfig | None = None  # of a run around the model, where there is one
-    recipe: tuple[StepBatch, Recipe] | None = None  # what has been decided of our own trainer's run
-    excluded: Callable[[Layout], str | None] | None = None  # why a search must leave a layout out, or None
+    flash: bool = True  # where the accelerator supports it; False: attention scores are materialised
+    config: RunConfig | None = None  # the run's config, where there is one
+    recipe: tuple[StepBatch, Recipe] | None = None  # decisions already made for our own trainer's run
+    excluded: Callable[[Layout], str | None] | None = None  # returns why a search must skip a layout, or None
 
     @cached_property
     def system(self) -> ClusterSystem:
-        """UserError where the catalogue lacks a figure that every plan needs."""
+        """The cluster with engine and precision. Raises UserError where the catalogue lacks a necessary figure."""
         engine = engine_named(self.engine) if isinstance(self.engine, str) else self.engine
         return system_of(self.cluster, engine, self.precision, update_cost(self.optimizer, self.model))
 
     def run(self, layout: Layout) -> tuple[StepBatch, Recipe]:
-        """Of our own trainer's run in a layout: what has been decided of it, or what the layout and the config say."""
+        """Return the batch and recipe of our own trainer's run: those decided, else those of layout and config."""
         return self.recipe or recipe_of_layout(
             self.model, layout, self.sequence, self.global_batch, self.precision, self.optimizer, self.config
         )
 
     @property
     def compared(self) -> tuple[Any, ...]:
-        """What the interval of its plan hangs on, as `distance` takes it."""
+        """Arguments of `distance` after the quantity; the interval of the plan depends on them."""
         cluster, model, engine = self.cluster, self.model, self.system.engine.name
         of_model = model.parameters, model.moe is not None
         return engine, cluster.accelerator.generation, cluster.count, *of_model, self.precision
@@ -107,7 +107,7 @@ class ClusterStep:
 
 @dataclass(frozen=True)
 class ClusterRequest(ClusterStep):
-    """`layout` is the one to plan, or None to search."""
+    """A request to plan `layout`, or to search for the best layout where it is None."""
 
     engine: str = DEFAULT_ENGINE
     steps: int = 1
@@ -122,14 +122,14 @@ class ClusterRequest(ClusterStep):
 
 @dataclass(frozen=True)
 class PlannedCandidates:
-    """What the core says of many candidates: one entry per job."""
+    """Planned times and memory of many candidates, one entry each."""
 
     step_seconds: Array
     peak: PeakMemory
     times: Times
     costs: StepCosts
     limit_bytes: float
-    host_bytes: Array  # of one accelerator's share of its host, where something is offloaded
+    host_bytes: Array  # used of one accelerator's share of its host, where something is offloaded
     host_limit_bytes: float
 
     @property
@@ -139,8 +139,8 @@ class PlannedCandidates:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """One layout's ledger, and what others decide by. `layout` is the one asked for with the way of context parallel
-    attention and, where it names a budget, the recomputation that this comes to (`recompute_choice`: why)."""
+    """The plan of one layout. `layout` is the requested one with the kind of context parallel attention filled in and,
+    except for our trainer, a recomputation budget replaced by the mode chosen for it (`recompute_choice`: why)."""
 
     ledger: Ledger
     layout: Layout
@@ -161,7 +161,7 @@ class ClusterPlan:
 
 
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
-    """Step seconds and peak bytes of many candidates in one setting: the fast path of search."""
+    """Plan step seconds and peak bytes of many candidates on one system: the fast path of search."""
     layers = stage_layers(candidates, where.engine.partition)
     costs = step_costs(candidates, where, layers)
     times = assemble(costs, candidates, where.engine, layers)
@@ -175,18 +175,18 @@ def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCand
 
 
 def least_seconds(candidates: Candidates, where: ClusterSystem) -> Array:
-    """Seconds that no step falls below, whatever it shards, recomputes or offloads: blocks, output layer, bubble."""
+    """Return a lower bound of the step seconds, whatever is sharded, recomputed or offloaded: blocks, ends, bubble."""
     first, kind = candidates.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
     zeros = np.zeros(len(first))
-    # Sharded in full and nothing done about it: no gradients are accumulated, none travel.
+    # Full sharding without the cost of its collectives: gradients are neither accumulated nor sent.
     bare = replace(candidates.take(first), zero=zeros + 3, shard=zeros, recompute=zeros, every=zeros + 1, offload=zeros)
     return assemble(block_costs(bare, where), bare, where.engine).step_seconds[kind]
 
 
 def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
-    """The plan of one training step. UserError when the layout cannot run or the cluster lacks a figure.
+    """Plan one training step. Raises UserError if the layout cannot run or the catalogue lacks a figure.
 
-    The memory of our own trainer is that of its program, walked pass by pass.
+    The memory of our own trainer comes from its program, walked pass by pass.
     """
     model, where, settled, decided = asked.model, asked.system, "", tuple[Policy, ...]()
     layout.check(model, sequence=asked.sequence, global_batch=asked.global_batch, accelerators=asked.cluster.count)
@@ -225,7 +225,7 @@ def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
 
 
 def _within_budget(asked: ClusterStep, layout: Layout, batch: StepBatch, recipe: Recipe) -> Recipe:
-    """Our trainer's: what each layer keeps, by what its calls take here."""
+    """Return our trainer's recipe within the layout's budget, chosen by the seconds of operations on this system."""
     where, candidates = asked.system, asked.candidates([layout])
     shape, factors = candidates.shape(where.engine), part_factors(candidates.flash, where.engine)
 
@@ -241,7 +241,7 @@ def _within_budget(asked: ClusterStep, layout: Layout, batch: StepBatch, recipe:
 def _walked(
     asked: ClusterStep, layout: Layout, outcome: PlannedCandidates, batch: StepBatch, recipe: Recipe
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
-    """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
+    """Return our trainer's outcome with its program's memory on the fullest rank, memory lines and peak's place."""
     position, highest, program = highest_peak(asked.model, batch, layout, recipe)
     notes = {t.component: t.note for t in program.tensors[position]}
     total = np.array([highest.total])
@@ -251,7 +251,7 @@ def _walked(
 
 
 def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequence: int) -> str:
-    """The engine's first way of context parallel attention that can run."""
+    """Return the engine's first kind of context parallel attention that can run."""
     windowed = model.sliding_window is not None and model.sliding_window < sequence
     first = default_kind(engine, windowed)
     able = [k for k in engine.cp_kinds if replace(layout, cp_kind=k).reason_context(model, sequence) is None]
@@ -259,7 +259,7 @@ def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequenc
 
 
 def check_host(cluster: Cluster, where: ClusterSystem) -> None:
-    """UserError where the catalogue does not know enough of the host to offload to it."""
+    """Raise UserError if the catalogue lacks figures of the host that offloading needs."""
     if where.host is None:
         raise UserError(
             f"offload on {cluster.accelerator.name} in {cluster.node.name}: the catalogue lacks the host's memory, its "
@@ -268,9 +268,9 @@ def check_host(cluster: Cluster, where: ClusterSystem) -> None:
 
 
 def _fastest_word(asked: ClusterStep, layout: Layout) -> tuple[Layout, str]:
-    """Of software that knows words alone: the layout with the one that takes least time within the layout's budget.
+    """Return the layout with the fastest recomputation mode within its budget, for software with fixed modes only.
 
-    And a sentence: what was tried, and what the next faster one would need. UserError where none stays within.
+    Also return a sentence: the modes tried, and what the next faster one would need. Raises UserError if none fits.
     """
     budget = layout.recompute.budget_bytes
     words = ["none", "selective", *(f"every:{k}" for k in range(asked.model.layers, 1, -1)), "full"]
@@ -316,7 +316,7 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
 
 
 def _few_bits(asked: ClusterStep, where: ClusterSystem) -> str:
-    """Which blocks multiply in few bits, and whose kernels they are timed as."""
+    """Describe which blocks multiply in 8 bits or fewer, and as whose kernels they are timed."""
     recipe, layers = where.engine.recipe(where.precision), asked.model.layers
     blocks = where.engine.narrow_blocks or "all blocks, as is assumed"
     if recipe is not None:
@@ -326,7 +326,7 @@ def _few_bits(asked: ClusterStep, where: ClusterSystem) -> str:
 
 
 def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, Any]]:
-    """The first candidate's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
+    """Return the first candidate's linear layers: shapes for one rank and micro-batch, seconds of the kernels alone."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for cost in operation_costs(candidates, where):
         op = cost.operation
@@ -341,13 +341,13 @@ def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, An
             m, n, k, times, share = (float(np.reshape(size, -1)[0]) for size in (*op.matmul, op.batch, cost.share))
             entry |= {"m": m, "n": n, "k": k, "times": times, "flops": 2 * m * n * k * times}
             entry["share_of_layers"] += share
-        if op.group == entry["of"]:  # blocks of other kinds have the same
+        if op.group == entry["of"]:  # other kinds of blocks repeat the same layer
             entry[f"{op.phase}_seconds"] += seconds
     return list(found.values())
 
 
 def _peak_at(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> str:
-    """Where the first job's peak is and when: all that is kept is there, and one thing more."""
+    """Describe the stage and moment of the first candidate's peak, when its largest temporary tensors are alive."""
     peak = outcome.peak
     flight = float(in_flight(candidates, peak.stage)[0])
     back = float(kept_activation_bytes(candidates, where.engine)[1][0])
@@ -383,7 +383,7 @@ def _totals(
 
 
 def bounded(value: float, quantity: str, asked: ClusterStep, basis: str) -> Estimate:
-    """A planned "time" or "memory" with its interval."""
+    """Return a planned value with its interval; `quantity`: "time" or "memory"."""
     low, high = interval_factors(quantity, *asked.compared)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 

@@ -1,10 +1,10 @@
-"""Every layout whose numbers divide: what a search plans, and why the others cannot be formed.
+"""Every layout whose numbers divide, for a search to plan; and the reasons why the others cannot be formed.
 
     constraints = {}
     table = possible_layouts(model, 64, sequence=8192, global_batch=1024, ruled_out=constraints)
-    saving(table, savings(model, offload=False)[0])     # the same layouts, saving memory for time
+    saving(table, savings(model, offload=False)[0])     # the same layouts, trading time for memory
 
-Whether a layout fits, and how long it takes, is found out later. What software lacks, its engine lists:
+Memory and step time of a layout are planned later. An engine lists the features that its software lacks:
 
     lacking(engine("composer-fsdp"), layout)        # "tensor parallelism, pipeline parallelism"; "" if nothing
     engines_for(layout)                             # names of the shipped engines that can run it
@@ -26,7 +26,7 @@ from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
 from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends
 from ironlaw.workload.sizes import divisors
 
-MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
+MAX_TP = 64  # and never beyond an island or a node: no measured run shows how much would be hidden there
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
 GRID_CONSTRAINTS = (
@@ -40,7 +40,7 @@ GRID_CONSTRAINTS = (
 """Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
 
 EXPERT_CONSTRAINT = "experts not divisible by ep, or their width by tp"
-"""The same for a grid with one degree of expert parallelism, folded or not."""
+"""Reason that rules out a grid with one degree of expert parallelism, folded or not."""
 
 MICRO_BATCH_CONSTRAINT = f"micro-batches above {MAX_MICRO_BATCH} sequences"
 SCHEDULE_CONSTRAINT = "number of micro-batches not what the pipeline schedule needs"
@@ -48,7 +48,7 @@ SCHEDULE_CONSTRAINT = "number of micro-batches not what the pipeline schedule ne
 
 
 def counted_in(constraint: str) -> str:
-    """What a constraint is counted in: whole grids, grids with a degree of expert parallelism, or single layouts."""
+    """Return the unit of a constraint's count: whole grids, grids with a degree of expert parallelism, or layouts."""
     return (
         "grids" if constraint in GRID_CONSTRAINTS else "grids with ep" if constraint == EXPERT_CONSTRAINT else "layouts"
     )
@@ -57,8 +57,8 @@ def counted_in(constraint: str) -> str:
 def grids(
     model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int
 ) -> Iterator[tuple[int, ...]]:
-    """Every (dp, tp, pp, cp) whose product is `count` and that can run; the others are counted by reason."""
-    # Inner widths that tensor parallelism splits whatever is done with the experts.
+    """Yield every (dp, tp, pp, cp) with product `count` that can run; count the others in `ruled_out` by reason."""
+    # Feed-forward widths that tensor parallelism splits however the experts are divided.
     widths = [*([model.ffn_size] if model.dense_layers else []), model.shared_ffn_size]
     for tp, pp, cp in product(divisors(count), repeat=3):
         if count % (tp * pp * cp):
@@ -92,15 +92,15 @@ def possible_layouts(
     groups: bool = True,
     cp_kinds: tuple[str, ...] = ("ring",),
 ) -> Table:
-    """Every combination that can run, without what saves memory for time (`savings`).
+    """Return every combination that can run, without those that trade time for memory (`savings`).
 
-    `cp_kinds`: ways of context parallel attention that are tried."""
+    `cp_kinds`: kinds of context parallel attention to try."""
     parts = [np.zeros(0, dtype=ROW)]
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
         experts = _expert_parallel(model, dp * cp, tp, ruled_out)
-        # The same for every micro-batch and schedule.
+        # These do not depend on the micro-batch or the schedule.
         ways = [
             (zero, shard, sp, kind, ep, etp)
             for (zero, shard), sp, kind, (ep, etp) in product(
@@ -127,7 +127,7 @@ _PIPELINE = ("virtual_stages", "schedule")
 
 
 def _rows(fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, int]]) -> Table:
-    """Every way with every pipeline, the columns of `fixed` the same in all rows."""
+    """Return every way with every pipeline; the columns of `fixed` are the same in all rows."""
     rows = np.empty(len(ways) * len(pipelines), dtype=ROW)
     for name, value in (fixed | NO_SAVING).items():
         rows[name] = value
@@ -144,10 +144,9 @@ def _count(ruled_out: dict[str, int], constraint: str, number: int) -> None:
 
 
 def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict[str, int]) -> list[tuple[int, int]]:
-    """(ep, etp) that `replicas` = dp x cp ranks of tp each allow; what the experts do not allow is counted.
+    """Return the (ep, etp) possible on `replicas` = dp x cp groups of tp ranks; count those the experts rule out.
 
-    An expert is split over tp like the rest (etp 0), or folded and whole (etp 1): what lies between is left to
-    `--layout`.
+    An expert is split over tp like the dense layers (etp 0), or folded and whole (etp 1); other values need `--layout`.
     """
     if model.moe is None:
         return [(1, 0)]
@@ -160,20 +159,20 @@ def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict
 
 
 def _context_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, usable: tuple[str, ...]) -> list[int]:
-    """Those of the usable ways that can run; the engine's own (0) where none is needed or known to."""
+    """Return the codes of the usable kinds that can run; the engine's default (0) if there is none or cp is 1."""
     tried = [Layout(cp=cp, tp=tp, cp_kind=kind) for kind in usable] if cp > 1 else []
     return [code("cp_kind", t.cp_kind) for t in tried if t.reason_context(model, sequence) is None] or [0]
 
 
 Saving = dict[str, int]
-"""Columns of a layout that save memory for time."""
+"""Columns of a layout that trade time for memory."""
 
 NO_SAVING: Saving = {"recompute": code("recompute", "none"), "every": 1, "offload": code("offload", "none")}
-MOST_EVERY = 8  # sparser recomputation saves less than the interval of the memory
+MOST_EVERY = 8  # sparser recomputation saves less memory than the width of the memory interval
 
 
 def savings(model: ModelConfig, offload: bool) -> list[Saving]:
-    """Columns of what saves memory for time."""
+    """Return every recomputation, with offloading or without, that trades time for memory."""
     partly = [("full", k) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
     again = [("none", 1), ("selective", 1), *partly, ("full", 1)]
     found = [
@@ -185,7 +184,7 @@ def savings(model: ModelConfig, offload: bool) -> list[Saving]:
 
 
 def saving(table: Table, columns: Saving) -> Table:
-    """The same layouts, saving memory so."""
+    """Return the same layouts with these columns."""
     result = table.copy()
     for name, value in columns.items():
         result[name] = value
@@ -193,7 +192,7 @@ def saving(table: Table, columns: Saving) -> Table:
 
 
 def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
-    """(zero, shard) of so many replicas: nothing, everything over all of them, or over groups of them."""
+    """Return the (zero, shard) of dp replicas: no sharding, over all of them, or (`hybrid`) over groups of them."""
     if dp * cp == 1:
         return [(0, 0)]
     groups = [0] + [d for d in divisors(dp)[:-1] if hybrid and d * cp > 1]
@@ -201,7 +200,7 @@ def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
 
 
 def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
-    """(virtual stages, schedule) of a pipeline; GPipe takes as long as 1F1B and never holds less, so it is left out."""
+    """Return the (virtual stages, schedule) of a pipeline, without GPipe: as slow as 1F1B, it never holds less."""
     if pp == 1:
         return [(1, code("schedule", "1f1b"))]
     most = layers // pp + 1
@@ -211,7 +210,7 @@ def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
 
 
 def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
-    """Whether there are as many micro-batches as the schedule wants."""
+    """Return whether the schedule can run this number of micro-batches."""
     virtual, schedule = pair
     if SCHEDULES[schedule] in V_SHAPED:
         return accumulation >= 2 * pp
@@ -248,20 +247,20 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
     "zero3": ("sharding of weights", _zero(3)),
     "pp zero2": ("sharding of gradients in a pipeline", lambda c: (c["pp"] > 1) & (c["zero"] >= 2)),
 } | {name: (f"the {name} schedule", _schedule(name)) for name in SCHEDULES if name != "1f1b"}
-"""Word of an engine's `lacks`: what it means, and which layouts need it."""
+"""For each word of an engine's `lacks`: its meaning, and a mask of the layouts that need it."""
 
 
 def lacked(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
-    """What the engine lacks, in words, and which of the layouts need it."""
+    """Return what the engine lacks, in words, each with a mask of the layouts that need it."""
     return {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
 
 
 def lacking(engine: TrainingEngine, layout: Layout) -> str:
-    """What this layout needs and the engine lacks, in words; empty where it can run it."""
+    """Return what this layout needs and the engine lacks, in words; empty if the engine can run it."""
     found = lacked(engine, layout_table([layout]))
     return ", ".join(words for words, needed in found.items() if needed[0])
 
 
 def engines_for(layout: Layout) -> list[str]:
-    """Shipped engines of known software that can run the layout."""
+    """Return the names of the shipped engines of known software that can run the layout."""
     return [name for name, engine in engines().items() if name != GENERIC and not lacking(engine, layout)]

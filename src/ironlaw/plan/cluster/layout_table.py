@@ -1,12 +1,12 @@
-"""Layouts as a structure of arrays: a column per field of `Layout`, a row per layout.
+"""Layouts as a structured array: a column per field of `Layout`, a row per layout.
 
     table = layout_table([Layout(dp=8), Layout(tp=8)])
     table["tp"]                                 # array([1, 8])
     table["schedule"] == code("schedule", "zb")
     layout_of(table[1])                         # Layout(tp=8)
 
-Layouts of a search share their blocks: rows of columns that are alike are found, and worked out once (`BlockValues`).
-A number stands for itself, and 0 for what a layout leaves open. A word is its place among those that `Layout` knows.
+A number is stored as it is, an unset field as 0, and a word as its index in `WORDS`. Layouts of a search share their
+blocks: equal rows are found and evaluated once (`BlockValues`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ironlaw.workload.sizes import Size
 WORDS: dict[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES, "cp_kind": (None, *CP_KINDS), "recompute": ("none", "selective", "full"), "offload": OFFLOAD,
 }  # fmt: skip
-"""Fields that are words; every:K is "full" and a column `every`."""
+"""Words of the fields that have words; every:K is stored as "full", with K in the column `every`."""
 
 COLUMNS = (*(f.name for f in fields(Layout) if f.name != "accumulation"), "every")
 ROW = np.dtype([(name, np.int32) for name in COLUMNS])
@@ -33,17 +33,17 @@ Table = npt.NDArray[np.void]
 
 
 def code(field: str, word: str | None) -> int:
-    """The number that stands for a word of a field."""
+    """Return the number that encodes a word of a field."""
     return WORDS[field].index(word)
 
 
 def layout_table(layouts: Iterable[Layout]) -> Table:
-    """One row per layout."""
+    """Return a table with one row per layout."""
     return np.array([tuple(_number(layout, name) for name in COLUMNS) for layout in layouts], dtype=ROW)
 
 
 def layout_of(row: np.void) -> Layout:
-    """The layout of a row."""
+    """Return the layout of a row."""
     values: dict[str, Any] = dict(zip(COLUMNS, row.item(), strict=True))
     every = values.pop("every")
     values |= {name: words[values[name]] for name, words in WORDS.items()}
@@ -54,7 +54,7 @@ def layout_of(row: np.void) -> Layout:
 def _number(layout: Layout, name: str) -> int:
     if name == "every":
         return layout.recompute.stride
-    if name == "recompute":  # a budget is settled before: what it comes to is selective
+    if name == "recompute":  # a budget has become a selective choice by now
         return code(name, {"every": "full", "budget": "selective"}.get(layout.recompute.mode, layout.recompute.mode))
     value = getattr(layout, name)
     return code(name, value) if name in WORDS else int(value or 0)
@@ -64,9 +64,9 @@ Array = npt.NDArray[np.float64]
 
 
 def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """One row of every sort that differs in some column, and of every row its sort.
+    """Return the index of one row per group of equal rows, and the group of every row.
 
-    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
+    Groups are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows, ten times slower.
     """
     number, size = np.zeros(length, dtype=np.int64), 1
     for column in columns:
@@ -88,7 +88,7 @@ def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np
 
 @dataclass
 class BlockValues:
-    """What a function gave of every block that it was asked about: a row of `values` per name, a place per block."""
+    """Cached results of one function: `values` has a row per name and a column per block; `place`: a block's column."""
 
     place: dict[bytes, int] = field(default_factory=dict)
     names: list[Any] = field(default_factory=list)
@@ -102,4 +102,4 @@ class BlockValues:
 
 
 Known = dict[str, BlockValues]
-"""By name of a function."""
+"""Cached block values by name of the function."""

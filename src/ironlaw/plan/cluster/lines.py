@@ -1,8 +1,8 @@
 """The lines of a cluster plan's ledger: every operation of the step by name, with the keys of a run.
 
-Each line is what the operation itself costs, times how often the busiest stage makes it; nothing is found by
-subtraction. Element-wise kernels of a part are timed together and share that time by the bytes they move. FLOPs are
-those of all accelerators together: of the whole model, before a layout divides it.
+Each line is the operation's own cost times how often the busiest stage runs it; no line is a difference of others.
+Element-wise kernels of a part are timed together and share that time by the bytes they move. FLOPs are those of all
+accelerators together: of the whole model, before a layout divides it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ironlaw.workload.program import training_operations
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 BOUND = {"matmul": "compute", "attention": "compute"}
-"""What sets the time of a part; of every other one it is memory."""
+"""What bounds the time of a part; memory bounds all other parts."""
 
 
 def step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> list[Line]:
-    """The step of the first candidate, but for what its allocator loses."""
+    """Return the lines of the first candidate's step, without the time that its allocator loses."""
     flops = step_flops(candidates, system.engine)
     lines = merged(_step_lines(candidates, system, costs, times))
     return [replace(line, flops=flops.get(line.key)) for line in lines]
@@ -74,7 +74,7 @@ def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts,
 def block_seconds(
     candidates: Candidates, system: ClusterSystem, costs: StepCosts
 ) -> Iterator[tuple[OperationCost, float]]:
-    """Every operation of a block and what it takes of one block and micro-batch in a run; the mean over all blocks."""
+    """Yield every operation of a block with its seconds per micro-batch in a run, as the mean over all blocks."""
     factors = part_factors(candidates.flash, system.engine)
     found = list(operation_costs(candidates, system))
     together = {key: _at(seconds) for key, seconds in costs.block.items()}
@@ -86,7 +86,7 @@ def block_seconds(
 def _timed(
     found: list[OperationCost], together: Mapping[Any, float], key: Callable[[OperationCost], Any]
 ) -> Iterator[tuple[OperationCost, float]]:
-    """Seconds of each; those that are timed `together` share that time by the bytes they move."""
+    """Yield each operation with its seconds; operations timed `together` share that time by the bytes they move."""
     moved: dict[Any, float] = {}
     for cost in found:
         if cost.seconds is None:
@@ -99,7 +99,7 @@ def _timed(
 
 
 def _times_again(cost: OperationCost, candidates: Candidates) -> float:
-    """How often an operation of the forward pass is run again, per time that it is run."""
+    """Return how often recomputation repeats an operation, per run of it in the forward pass."""
     full, selective = cost.again
     if candidates.has("recompute", "full")[0]:
         return _at(candidates.recomputed_share) * full
@@ -107,18 +107,18 @@ def _times_again(cost: OperationCost, candidates: Candidates) -> float:
 
 
 def _ends(candidates: Candidates, system: ClusterSystem, times: Times) -> Iterator[tuple[Operation, float, str]]:
-    """Operations of the embedding and of the output layer, where the busiest stage has them; seconds of a step."""
+    """Yield the operations of embedding and output layer, with seconds per step and bound, on the busiest stage."""
     together = {"loss": _at(times.loss), "stream": _at(times.embedding)}
     for cost, seconds in _timed(list(end_costs(candidates, system)), together, lambda cost: cost.part):
         if cost.seconds is not None:
             seconds = _at(times.heads) * seconds * system.engine.matmul_slowdown
-        yield cost.operation, seconds, BOUND.get(cost.part, "memory")  # zero on another stage than the busiest
+        yield cost.operation, seconds, BOUND.get(cost.part, "memory")  # zero if the busiest stage lacks this end
 
 
 def exposed_collectives(
     candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times
 ) -> Iterator[tuple[str, float]]:
-    """Seconds that a rank only waits for a collective: its mesh dimension and its kind, as a run names it."""
+    """Return the exposed seconds of each collective, named by mesh dimension and kind as in a run."""
     sharded, copies = _at(candidates.zero) > 0, 0.0
     if _at(costs.dp_reduce):
         copies = _at(costs.dp_across) / _at(costs.dp_reduce)
@@ -127,7 +127,7 @@ def exposed_collectives(
     reduced, tp = _at(times.reduce_exposed), _at(times.tp_exposed)
     divides, scatters = _at(candidates.tp) > 1, _at(candidates.sp) > 0
     pieces = _at(candidates.zero) >= 2 and _at(candidates.shard_ranks) > 1
-    found = [  # as many of one as of the other, of the same buffer
+    found = [  # equally many all-gathers and reduce-scatters, of the same buffer
         (divides and scatters, "tp all_gather", tp / 2),
         (divides and scatters, "tp reduce_scatter", tp / 2),
         (divides and not scatters, "tp all_reduce", tp),
@@ -146,7 +146,7 @@ def exposed_collectives(
 
 
 def _of_context(candidates: Candidates, system: ClusterSystem, seconds: float) -> Iterator[tuple[str, float]]:
-    """Gathered for every pass, and gradients scattered once; blocks and their gradients of a ring are sent."""
+    """Yield exposed context parallel collectives: gathers in every pass and one scatter, or sends of a ring."""
     kind = _at(context_kinds(candidates, system.engine))
     if _at(candidates.cp) == 1:
         return
@@ -161,7 +161,7 @@ def _of_context(candidates: Candidates, system: ClusterSystem, seconds: float) -
 
 
 def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]:
-    """Of an update, the share of each of its operations by name: of the bytes they move."""
+    """Return the operations of an optimizer update by name, each with its share of the bytes moved."""
     parameters = model_parameters(model.model_copy(update={"layers": 1, "moe": None}))
     operations = update_operations(parameters, OptimizerConfig.model_validate({"name": optimizer}), cuda=True)
     moved: dict[str, float] = {}
@@ -171,10 +171,10 @@ def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]
 
 
 def step_flops(candidates: Candidates, engine: TrainingEngine) -> dict[Key, int]:
-    """FLOPs of a step by line: those of the model, whatever the layout; what is run again is not counted."""
+    """Return the FLOPs of a step by line: those of the model in any layout, without recomputation."""
     model, sequence = candidates.model, round(_at(candidates.sequence))
     moe = model.moe
-    if moe is not None:  # every choice is counted, whether or not there is room for it
+    if moe is not None:  # every choice counts, whether or not the expert has room for it
         model = model.model_copy(update={"moe": moe.model_copy(update={"capacity_factor": None})})
     found: dict[Key, int] = {}
     for op in training_operations(Shape(model, 1, sequence, fused_rmsnorm=True, conventions=engine)):
@@ -185,5 +185,5 @@ def step_flops(candidates: Candidates, engine: TrainingEngine) -> dict[Key, int]
 
 
 def _at(column: Array | float) -> float:
-    """Of the first candidate."""
+    """Return the first candidate's value."""
     return float(np.asarray(column).reshape(-1)[0])

@@ -1,4 +1,4 @@
-"""Peak bytes of a rank on every pipeline stage, for many candidates at once.
+"""Peak bytes of a rank over the pipeline stages, for many candidates at once.
 
     static       weights, gradients, master copy and optimizer moments of the stage's parameters, divided by tp and by
                  what ZeRO shards over data parallel ranks (arXiv 1910.02054)
@@ -8,11 +8,11 @@
 
 In flight on stage s of p under 1F1B: min(m, p - s); interleaved with v chunks: 2 (p - s - 1) + (v - 1) p + 1 chunks of
 1/v of the stage (arXiv 2104.04473); all m under GPipe; p on every stage under zero-bubble schedules, whose early stages
-hold what 1F1B holds and whose late ones keep activations for weight gradients that wait (arXiv 2401.10241); half a
-micro-batch more under DualPipe (arXiv 2412.19437, table 2). The stage that needs most decides.
+hold what 1F1B holds and whose late ones keep activations for delayed weight gradients (arXiv 2401.10241); half a
+micro-batch more under DualPipe (arXiv 2412.19437, table 2). The stage with the highest peak decides.
 
-Of our own trainer the peak is its program's (`plan/memory.py`), which is walked. Here stands what no walk falls below:
-what lasts, activations in flight, gradients that earlier micro-batches left, buffers for messages.
+Our own trainer's peak comes from walking its program (`plan/memory.py`). This module gives a lower bound of it:
+persistent state, activations in flight, gradients of earlier micro-batches, message buffers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "
 def layer_activation_bytes(
     candidates: Candidates, engine: TrainingEngine, shape: Shape | None = None
 ) -> tuple[Array, Array, Array]:
-    """Bytes one block keeps per micro-batch on one rank: everything; its attention core; its input alone."""
+    """Return the bytes that one block keeps per micro-batch on one rank: all, its attention core, its input alone."""
     shape = shape or candidates.shape(engine)
     everything = sum(
         share * sum(op.saved_bytes for op in forward_of(shape, kind)) for kind, share in candidates.kinds.items()
@@ -67,8 +67,8 @@ def layer_activation_bytes(
 
 
 def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tuple[Array, Array, Array]:
-    """Bytes of one block and micro-batch: kept between forward and backward, on average; that recomputing brings back,
-    for one block at a time; of cast weights, which autocast remembers until a forward pass is over."""
+    """Return bytes of one block and micro-batch: kept between forward and backward, on average; restored by
+    recomputation, one block at a time; of cast weights, which autocast caches until a forward pass is over."""
     found = candidates.of_blocks("bytes", engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
@@ -79,11 +79,11 @@ def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tup
 
 
 def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Array]:
-    """What one block keeps: everything, under selective recomputation, and recomputed in full."""
+    """Return the bytes one block keeps: without, under selective and under full recomputation; and of cast weights."""
     shape, kinds = candidates.shape(engine), candidates.kinds.items()
     everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
     copies = np.zeros(len(candidates))
-    if not engine.fused:  # products and attention stay
+    if not engine.fused:  # our trainer keeps products and attention
         copies = copies + sum(share * weight_copies(shape, kind) for kind, share in kinds)
         partly = entrance
         for kind, of_layers in kinds:
@@ -100,7 +100,7 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
 
 
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
-    """Micro-batches whose activations a stage holds at its fullest, as whole-stage equivalents."""
+    """Return the most micro-batches whose activations a stage holds at once, as whole-stage equivalents."""
     plain = np.minimum(candidates.accumulation, candidates.pp - stage)
     chunks = 2 * (candidates.pp - stage - 1) + (candidates.virtual_stages - 1) * candidates.pp + 1
     interleaved = np.minimum(candidates.accumulation * candidates.virtual_stages, chunks) / candidates.virtual_stages
@@ -113,7 +113,7 @@ def in_flight(candidates: Candidates, stage: int | Array) -> Array:
 
 
 def peak_memory(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> PeakMemory:
-    """The stage with the highest peak of each job, and what the peak is made of."""
+    """Return the stage with the highest peak of each job, and the components of that peak."""
     layers = layers or stage_layers(candidates, engine.partition)
     kept = kept_activation_bytes(candidates, engine)
     stages = [_stage(candidates, engine, layers, stage, kept) for stage in _stages(candidates, engine.partition)]
@@ -121,10 +121,10 @@ def peak_memory(candidates: Candidates, engine: TrainingEngine, layers: StageLay
 
 
 def _stages(candidates: Candidates, partition: str) -> list[Array]:
-    """Stages of which one has the highest peak; -1 where a job has it already.
+    """Return stages that include the one with the highest peak; -1 where a job lacks the stage or it is listed already.
 
-    Equal stages hold fewer micro-batches the later they come and none has more layers than the second, so that the
-    first, the second and the last are enough.
+    Later stages hold fewer micro-batches, and with an equal partition none has more layers than the second: the first,
+    the second and the last are enough.
     """
     most = int(candidates.pp.max(initial=1))
     if partition != "equal":
@@ -138,7 +138,7 @@ def _stages(candidates: Candidates, partition: str) -> list[Array]:
 
 
 def reported_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> Array:
-    """Peak bytes of the rank that the engine's own log speaks of: not always the one that needs most."""
+    """Return the peak bytes of the rank that the engine's own log reports, which is not always the fullest."""
     layers = layers or stage_layers(candidates, engine.partition)
     if engine.reporting_stage == "first":
         kept = kept_activation_bytes(candidates, engine)
@@ -147,7 +147,7 @@ def reported_bytes(candidates: Candidates, engine: TrainingEngine, layers: Stage
 
 
 def host_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers) -> Array:
-    """Bytes that one rank keeps in its host's memory: optimizer state with its gradients, and activations."""
+    """Return the bytes that one rank keeps in host memory: optimizer state with its gradients, and activations."""
     parameters = owned_parameters(candidates, layers)
     wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
     state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
@@ -166,15 +166,15 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
 
 @dataclass(frozen=True)
 class _HeldBy:
-    """One stage of each job; nothing where `number` is negative. Parameters are those of a rank, before ZeRO."""
+    """One stage of each job, void where `number` is negative. Parameters are those of one rank, before ZeRO."""
 
     number: Array
     first: npt.NDArray[np.bool_]
     has_head: npt.NDArray[np.bool_]
-    count: Array  # of its layers
-    blocks: Array  # parameters of its layers, experts of all ranks
-    parameters: Array  # with those of both ends
-    own: Array  # without the experts of other ranks
+    count: Array  # layers
+    blocks: Array  # parameters of the layers, with the experts of all ranks
+    parameters: Array  # `blocks` and the ends of the model on this stage
+    own: Array  # `parameters` without the experts of other ranks
 
     @classmethod
     def of(cls, candidates: Candidates, layers: StageLayers, stage: Array) -> _HeldBy:
@@ -186,8 +186,8 @@ class _HeldBy:
         final_norm = np.where(has_head, model.norm_parameters, 0.0)
         blocks = count * (candidates.block_parameters / candidates.tp + candidates.copied_parameters)
         parameters = blocks + (embedding + head + final_norm) / candidates.tp
-        # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has
-        # fewer (or, folded, more) replicas to be sharded over, by as much as there are fewer (or more) on a rank.
+        # Unsharded state excludes the experts of other ranks. Sharded state comes out the same with them: a rank has
+        # fewer (or, folded, more) experts, and by the same factor fewer (or more) replicas to shard each over.
         own = parameters + count * candidates.local_block_parameters - blocks
         return cls(stage, first, has_head, count, blocks, parameters, own)
 
@@ -196,18 +196,18 @@ def _stage(
     candidates: Candidates, engine: TrainingEngine, layers: StageLayers, stage: Array,
     activations_of: tuple[Array, Array, Array],
 ) -> PeakMemory:  # fmt: skip
-    """What one stage of each job holds; nothing where `stage` is negative."""
+    """Return the bytes that one stage of each job holds; zero where `stage` is negative."""
     here, (kept, back, copies) = _HeldBy.of(candidates, layers, stage), activations_of
     master, moments = _optimizer_state(candidates, engine, here)
     flight = in_flight(candidates, stage)
-    # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
+    # Under offloading the device holds two blocks' activations: of the block at work and of the one in transfer.
     held = here.count * flight
     activations = np.where(candidates.offloads_activations, np.minimum(held, 2.0), held) * kept
     gradients = _gradients(candidates, engine, here)
     logits = _logits(candidates, engine, here)
     width = candidates.model.ffn_size / candidates.tp * engine.element_bytes
     working = engine.activation_slack * engine.backward_ffn_tensors * candidates.tokens * width * (here.count > 0)
-    # Behind a forward pass or within a backward one: logits and a block's backward pass are never alive together.
+    # After a forward pass or within a backward one: logits and a block's backward pass are never alive together.
     passing = np.maximum(back * (here.count > 0) + working, logits + copies * here.count / candidates.virtual_stages)
     parts = {
         "weights": _weights(candidates, engine, here),
@@ -221,7 +221,7 @@ def _stage(
     }
     if not engine.fused:
         parts |= _least(candidates, engine, here, activations_of)
-        # Kinds of blocks are averaged, and the first stage may have the lighter ones.
+        # Blocks of all kinds are averaged, but the first stage may have the lighter ones.
         averaged = np.where((candidates.pp > 1) & (len(candidates.kinds) > 1), MIXED, 1.0)
         parts = {name: averaged * part for name, part in parts.items()}
     exists = stage >= 0
@@ -233,7 +233,7 @@ def _weights(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> A
     shards, whole = candidates.shard_ranks, candidates.zero >= 3
     weights = np.where(whole, here.parameters, here.own) * engine.weight_bytes / np.where(whole, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
-        # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
+        # fp32 weights are gathered in 16 bits. ZeRO-2 keeps the 16-bit ones; the optimizer has the fp32 ones.
         narrow = engine.gathered_bytes
         kept = candidates.zero == 2
         if not engine.fused:  # FSDP2 gathers for ZeRO 1 as for 2
@@ -242,13 +242,13 @@ def _weights(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> A
         weights = np.where(kept, sharded, weights)
         off = here.parameters * narrow / np.where(whole, shards, 1.0)
         weights = np.where(candidates.offloads_optimizer, off, weights)
-    # Quantised copies; of sharded weights they are made when those are gathered.
+    # Quantised copies; those of sharded weights are made when the weights are gathered.
     matrices = here.count * candidates.local_block_parameters
     return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
 
 
 def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
-    # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
+    # With one micro-batch and no pipeline, a 16-bit gradient is reduced and freed as soon as it is computed.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
     in_pieces = engine.reduces_in_pieces(candidates.zero, candidates.pp)
     gradients = np.where(in_pieces, here.parameters / candidates.shard_ranks, here.own)
@@ -257,7 +257,7 @@ def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) ->
 
 
 def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> tuple[Array, Array]:
-    """Master copies and moments."""
+    """Return the bytes of master copies and of moments."""
     sharded = candidates.zero >= 1
     share = np.where(candidates.offloads_optimizer, 0.0, 1.0) / np.where(sharded, candidates.shard_ranks, 1.0)
     stated = np.where(sharded, here.parameters, here.own)
@@ -271,39 +271,39 @@ def _logits(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Ar
     model, tokens = candidates.model, candidates.tokens
     logits = tokens * engine.logit_bytes
     logits = np.where(here.has_head, logits * model.vocab / candidates.tp, 0.0)
-    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
-    # to collectives come free only when the device gets there. One micro-batch gives it half the way.
+    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors passed to
+    # collectives are freed only when the device gets there. With one micro-batch the host gets half as far ahead.
     ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
     return np.asarray(logits + np.where(here.has_head & (candidates.sp > 0), ahead * tokens * model.hidden, 0.0))
 
 
 MIXED = 0.9
-"""The share of it that is left of a bound from below where a pipeline has several kinds of blocks."""
+"""Factor on the lower bound where a pipeline has several kinds of blocks."""
 
 
 def _least(
     candidates: Candidates, engine: TrainingEngine, here: _HeldBy, activations_of: tuple[Array, Array, Array]
 ) -> dict[str, Array]:
-    """What of our own trainer's is there for sure while the most micro-batches are in flight."""
+    """Return what our own trainer is certain to hold while the most micro-batches are in flight, in bytes."""
     (kept, back, copies), flight = activations_of, in_flight(candidates, here.number)
-    # Of a chunk of c blocks at most 1/k + (1 - 1/k)/c are among those of which one in k is recomputed; and some stage
-    # has no more of them than all have on average, be it the last.
+    # If one block in k is recomputed, at most a share 1/k + (1 - 1/k)/c of a chunk of c blocks is; and some stage,
+    # possibly the last, has no more than the average share.
     again = np.where(candidates.has("recompute", "full"), candidates.recomputed_share, 1.0)
     chunk = np.maximum(here.count / candidates.virtual_stages, 1.0)
     evenly = kept - (1 / again - 1) / chunk * (back - kept) * (again < 1)
     blocks = np.maximum(evenly * flight, kept * np.minimum(flight, in_flight(candidates, candidates.pp - 1)))
-    # The last gradients come while forward passes still do: then all of them are beside all activations.
+    # The last gradients appear while forward passes still run: then all gradients coexist with all activations.
     enough = np.where(candidates.virtual_stages > 1, 2 * candidates.pp, flight)
     both = candidates.has("schedule", "1f1b") & (candidates.accumulation > enough)
     gradients = _gradients(candidates, engine, here)
     full = np.where(candidates.offloads_activations, 0.0, here.count * blocks) + np.where(both, gradients, 0.0)
     passing = np.maximum(back * ((again == 1) & (here.count > 0)), copies * here.count / candidates.virtual_stages)
-    # In the end a pipeline has all gradients, and what its backward passes have gathered.
+    # At the end a pipeline holds all gradients and what its backward passes have gathered.
     late = np.where(candidates.pp > 1, gradients + np.where(candidates.zero >= 3, here.own * FP32, 0.0), 0.0)
-    # FSDP2 replicates: each rank's shard is whole, and gathered from it.
+    # Replication by FSDP2: each rank's shard is the whole tensor, and is still gathered into a copy.
     ranks, others = candidates.dp * candidates.cp, candidates.tp * candidates.pp * candidates.ep
     copied = (candidates.zero == 0) & (ranks > 1) & (others > 1)
-    # A buffer for each micro-batch's input and for the gradient of its output, of every chunk.
+    # Every chunk has a buffer for each micro-batch's input and for the gradient of its output.
     count = (2 * candidates.virtual_stages - here.first - here.has_head) * candidates.accumulation
     message = candidates.tokens * candidates.model.hidden / candidates.stream_shards * FP32
     buffers = np.where(candidates.pp > 1, count * message, 0.0)
@@ -314,11 +314,11 @@ def _least(
 
 
 def _gathered(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
-    """Weights gathered for a while, gradients on their way, and buffers of messages."""
+    """Return the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
     stream = candidates.tokens * candidates.model.hidden
     message = stream / candidates.stream_shards * engine.element_bytes
-    # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
-    # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
+    # Two gathered blocks under ZeRO-3; under ZeRO-2 too, the gradients of one block before they are scattered.
+    # Gathered weights are quantised one block at a time; stored quantised, both gathered blocks have that width.
     copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)
@@ -326,5 +326,5 @@ def _gathered(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> 
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(here.first & (candidates.sp > 0), engine.entrance_bytes * stream, 0.0)
     gathered = gathered + np.where(here.count > 0, buffer_bytes(candidates, engine), 0.0)
-    # Chunks take turns: the next one's input and gradient arrive while another is at work.
+    # Chunks take turns: the next one's input and gradient arrive while another is computed.
     return np.asarray(gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0))
