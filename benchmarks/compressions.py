@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ironlaw.catalog.formats import read_target
 from ironlaw.cli.compress import engine_decoder
-from ironlaw.train.compression import compressed, open_source
+from ironlaw.train.compression import measure_compression, open_source
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compressions.jsonl"
 CASES: list[tuple[str, str, str, int | None]] = [  # format, method, score of pruning, bytes for mixed formats
@@ -44,7 +44,7 @@ def main() -> None:
         before = engine_decoder(source.copy(), {})
         while left and time.monotonic() - began < options.budget:
             to, method, score, within = left.pop(0)
-            made = compressed(source, read_target(to), before, engine_decoder, method, score, within=within)[0]  # type: ignore[arg-type]
+            made = measure_compression(source, read_target(to), before, engine_decoder, method, score, within=within)[0]  # type: ignore[arg-type]
             rows.append(asdict(made) | {"score": score, "within": within})
             with RESULTS.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

@@ -17,7 +17,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import prepare
-from ironlaw.serve.request import Sampling
+from ironlaw.serve.request import SamplingParams
 
 MODEL = ModelConfig(
     name="llama-110m", layers=12, hidden=768, heads=12, kv_heads=12, ffn=2048, gated_ffn=True, activation="silu",
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    engines, sampling = {}, Sampling(max_tokens=TOKENS, temperature=0.0, ignore_end=True)
+    engines, sampling = {}, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_end=True)
     for weights in ("fp32", "bf16", "int8", "int4"):
         torch.manual_seed(0)
         config = ServeConfig(batch=1, weights=weights, threads=options.threads, blocks=40)

@@ -210,7 +210,7 @@ def serve_part(dry: bool) -> Iterator[Row]:
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import prepare
-    from ironlaw.serve.request import Request, Sampling
+    from ironlaw.serve.request import Request, SamplingParams
 
     figures = (
         {"layers": 1, "hidden": 32, "heads": 2, "vocab": 300, "context": 64} if dry else model_figures("llama3-1b")
@@ -223,10 +223,10 @@ def serve_part(dry: bool) -> Iterator[Row]:
             model = Transformer(config).eval()  # preparing changes it
         settings = ServeConfig(batch=64, context=prompt + answer + 1, weights=weights, token_budget=2048)
         engine = Engine(prepare(model, settings, "model"), settings)
-        engine.generate([[1] * prompt], Sampling(max_tokens=2, temperature=0, ignore_end=True))
+        engine.generate([[1] * prompt], SamplingParams(max_tokens=2, temperature=0, ignore_end=True))
         for at_once in (1, 16, 64)[: 1 if dry else 3]:
             prompts = torch.randint(config.vocab, (at_once, prompt)).tolist()
-            requests = [Request(p, Sampling(max_tokens=answer, temperature=0, ignore_end=True)) for p in prompts]
+            requests = [Request(p, SamplingParams(max_tokens=answer, temperature=0, ignore_end=True)) for p in prompts]
             began = time.perf_counter()
             for request in requests:
                 request.arrived = time.monotonic()

@@ -68,11 +68,11 @@ def ironlaw(folder: Path, form: str, threads: int) -> Generate:
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
-    from ironlaw.serve.request import Sampling
+    from ironlaw.serve.request import SamplingParams
 
     config = ServeConfig(device="cpu", weights=form, threads=threads, blocks=400, share_prefixes=False)
     engine = Engine(load_served(folder, config), config)
-    sampling = Sampling(max_tokens=OUTPUT, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_end=True)
     return lambda prompts: sum(len(request.answer) for request in engine.generate(prompts, sampling))
 
 

@@ -13,7 +13,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import prepare
-from ironlaw.serve.request import Sampling
+from ironlaw.serve.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
 LLAMA: dict[str, Any] = {
@@ -31,6 +31,6 @@ def test_graphs_answer_as_their_operations(form: dict[str, Any], device: torch.d
     for graphs in (False, True):
         config = ServeConfig(weights="fp32", graphs=graphs, blocks=400)
         engine = Engine(prepare(model, config, "it"), config)
-        found.append([r.answer for r in engine.generate(prompts, Sampling(max_tokens=40, temperature=0))])
+        found.append([r.answer for r in engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0))])
         assert bool(engine.runner.graphs and engine.runner.graphs.found) == graphs
     assert found[0] == found[1]

@@ -18,7 +18,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import LoadedModel, prepare
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -68,8 +68,8 @@ def engine(model: Transformer | LoadedModel, **settings: Any) -> Engine:
     return Engine(served, config)
 
 
-def greedy(count: int, **more: Any) -> Sampling:
-    return Sampling(max_tokens=count, temperature=0, ignore_end=True, **more)
+def greedy(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0, ignore_end=True, **more)
 
 
 def answers(requests: list[Request]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.loading import prepare
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 from ironlaw.serve.runner import RunnerWork
 
 LLAMA = {
@@ -53,7 +53,7 @@ def test_a_compiled_block_is_its_modules(weights: str, error: float, form: str) 
     if runner.blocks is None:
         assert runner.native is None or runner.native.block is None  # else a form that it does not know
         pytest.skip("this processor does not multiply it, or there is no C compiler")
-    requests = [Request([3], Sampling(), blocks=[[] for _ in made.blocks.windows]) for _ in range(3)]
+    requests = [Request([3], SamplingParams(), blocks=[[] for _ in made.blocks.windows]) for _ in range(3)]
     for request in requests:
         made.blocks.extend(request, made.blocks.needed(request, 24))
     for start, count in ((0, 20), (20, 1), (21, 3)):  # a prompt, a token, and a token with two drafted ones

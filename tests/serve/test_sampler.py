@@ -14,20 +14,22 @@ from serving import engine
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 from ironlaw.serve.sampler import Row, sample, uniform
 
 stats = pytest.importorskip("scipy.stats")
 DRAWS = 4000
 
 
-def request(sampling: Sampling, seed: int = 0, prompt: tuple[int, ...] = (0,)) -> Request:
+def request(sampling: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (0,)) -> Request:
     made = Request(prompt, sampling)
     made.seed = seed
     return made
 
 
-def draw(logits: torch.Tensor, sampling: Sampling, count: int = DRAWS, tokens: tuple[int, ...] = ()) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, sampling: SamplingParams, count: int = DRAWS, tokens: tuple[int, ...] = ()
+) -> torch.Tensor:
     """How often each token is drawn, in `count` places of one answer."""
     asked = request(sampling, seed=11)
     asked.tokens += tokens
@@ -51,18 +53,20 @@ def logits() -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature(logits: torch.Tensor, temperature: float) -> None:
-    assert likely(draw(logits, Sampling(temperature=temperature)), torch.softmax(logits / temperature, -1))
-    assert not likely(draw(logits, Sampling(temperature=temperature)), torch.softmax(logits / temperature * 1.3, -1))
+    assert likely(draw(logits, SamplingParams(temperature=temperature)), torch.softmax(logits / temperature, -1))
+    assert not likely(
+        draw(logits, SamplingParams(temperature=temperature)), torch.softmax(logits / temperature * 1.3, -1)
+    )
 
 
 def test_top_k_top_p_and_min_p_keep_the_likeliest(logits: torch.Tensor) -> None:
     whole = torch.softmax(logits, -1)
     ordered, order = whole.sort(descending=True)
     for sampling, kept in (
-        (Sampling(top_k=5), 5),
-        (Sampling(top_p=0.7), int((ordered.cumsum(0) < 0.7).sum()) + 1),
-        (Sampling(min_p=0.2), int((ordered >= 0.2 * ordered[0]).sum())),
-        (Sampling(top_k=12, top_p=0.5), int((ordered[:12].cumsum(0) < 0.5 * ordered[:12].sum()).sum()) + 1),
+        (SamplingParams(top_k=5), 5),
+        (SamplingParams(top_p=0.7), int((ordered.cumsum(0) < 0.7).sum()) + 1),
+        (SamplingParams(min_p=0.2), int((ordered >= 0.2 * ordered[0]).sum())),
+        (SamplingParams(top_k=12, top_p=0.5), int((ordered[:12].cumsum(0) < 0.5 * ordered[:12].sum()).sum()) + 1),
     ):
         wanted = torch.zeros(40)
         wanted[order[:kept]] = ordered[:kept]
@@ -71,7 +75,7 @@ def test_top_k_top_p_and_min_p_keep_the_likeliest(logits: torch.Tensor) -> None:
 
 def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
     """Top-p of 5,000 alike tokens: 256 candidates hold a twentieth of it."""
-    counts = draw(torch.zeros(5000), Sampling(top_p=0.9), 1000)
+    counts = draw(torch.zeros(5000), SamplingParams(top_p=0.9), 1000)
     assert int((counts > 0).sum()) > 256
 
 
@@ -80,17 +84,17 @@ def test_penalties_and_biases_are_openais(logits: torch.Tensor) -> None:
     changed[3] -= 0.5 + 2 * 0.4
     changed[4] -= 0.5 + 0.4
     changed[7] += 1.5
-    asked = Sampling(presence_penalty=0.5, frequency_penalty=0.4, logit_bias=((7, 1.5),))
+    asked = SamplingParams(presence_penalty=0.5, frequency_penalty=0.4, logit_bias=((7, 1.5),))
     assert likely(draw(logits, asked, tokens=(3, 3, 4)), torch.softmax(changed, -1))
     repeated = logits.clone()
     for token in (0, 3):  # the prompt counts too
         repeated[token] = repeated[token] / 1.8 if repeated[token] > 0 else repeated[token] * 1.8
-    assert likely(draw(logits, Sampling(repetition_penalty=1.8), tokens=(3, 3)), torch.softmax(repeated, -1))
+    assert likely(draw(logits, SamplingParams(repetition_penalty=1.8), tokens=(3, 3)), torch.softmax(repeated, -1))
 
 
 def test_logprobs_are_the_models_own(logits: torch.Tensor) -> None:
     (chosen,) = sample(
-        logits[None].clone(), [Row(request(Sampling(temperature=0, logprobs=3, logit_bias=((5, 50.0),))), 1)]
+        logits[None].clone(), [Row(request(SamplingParams(temperature=0, logprobs=3, logit_bias=((5, 50.0),))), 1)]
     )
     logs = torch.log_softmax(logits, -1)
     assert chosen.token == 5 and chosen.logprob == pytest.approx(float(logs[5]))
@@ -116,7 +120,7 @@ def model() -> Transformer:
 def test_speculation_changes_no_answer_and_so_no_distribution(model: Transformer) -> None:
     """At high temperature most proposals fall; every token is still the one drawn from the model."""
     prompts = [[number % 12, 1, 2, number % 5, 1, 2] for number in range(40)]
-    asked = Sampling(max_tokens=20, temperature=0.7, top_p=0.95)
+    asked = SamplingParams(max_tokens=20, temperature=0.7, top_p=0.95)
     plain, proposed = engine(model, batch=4), engine(model, batch=4, speculation="ngram")
     without, with_proposals = (e.generate(prompts, asked) for e in (plain, proposed))
     assert [r.answer for r in without] == [r.answer for r in with_proposals]
@@ -127,7 +131,7 @@ def test_speculation_changes_no_answer_and_so_no_distribution(model: Transformer
 def test_first_tokens_of_many_requests_follow_the_model(model: Transformer) -> None:
     """Through the whole engine: each request has a seed of its own."""
     prompt = [1, 5, 2]
-    requests = engine(model, batch=64).generate([prompt] * 1500, Sampling(max_tokens=1))
+    requests = engine(model, batch=64).generate([prompt] * 1500, SamplingParams(max_tokens=1))
     counts = torch.bincount(torch.tensor([r.answer[0] for r in requests]), minlength=12)
     with torch.no_grad():
         wanted = torch.softmax(model(torch.tensor([prompt]))[0, -1], -1)
@@ -136,9 +140,9 @@ def test_first_tokens_of_many_requests_follow_the_model(model: Transformer) -> N
 
 def test_penalties_biases_and_logprobs_of_the_models_own_logits(model: Transformer) -> None:
     """They are changed in place, and are tensors of inference mode."""
-    asked = Sampling(max_tokens=6, temperature=0, repetition_penalty=5.0, frequency_penalty=1.0, logprobs=1,
+    asked = SamplingParams(max_tokens=6, temperature=0, repetition_penalty=5.0, frequency_penalty=1.0, logprobs=1,
                      logit_bias=((7, 1.0),), ignore_end=True)  # fmt: skip
     server = engine(model)
-    (plain,) = server.generate([[1, 2, 3]], Sampling(max_tokens=6, temperature=0, ignore_end=True))
+    (plain,) = server.generate([[1, 2, 3]], SamplingParams(max_tokens=6, temperature=0, ignore_end=True))
     (other,) = server.generate([[1, 2, 3]], asked)
     assert len(other.answer) == 6 and len(set(other.answer)) >= len(set(plain.answer))

@@ -26,7 +26,7 @@ from ironlaw.plan.serving.systems import Formats, ServingLayout
 from ironlaw.serve.blocks import Blocks, layer_groups
 from ironlaw.serve.config import serve_config
 from ironlaw.serve.engine import Busy
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 from ironlaw.serve.warmup import warm_up
 
 
@@ -46,7 +46,7 @@ def test_pages_are_counted_whatever_comes_and_goes(events: list[tuple[str, list[
     blocks, held = Blocks(24, 2, windows=[None, 3]), []
     for what, tokens in events:
         if what == "add":
-            request = Request(tokens, Sampling())
+            request = Request(tokens, SamplingParams())
             found = blocks.find(request)
             more = 2 * (-(-len(tokens) // 2) - len(found[0]))
             if blocks.can_take(found, more):
@@ -168,10 +168,10 @@ def test_what_can_never_run_is_refused_at_once(model: Transformer) -> None:
 
 
 def test_an_answer_longer_than_the_context_goes_on_from_its_newest_half(model: Transformer) -> None:
-    server, asked = engine(model), Sampling(max_tokens=150, seed=5, ignore_end=True)
+    server, asked = engine(model), SamplingParams(max_tokens=150, seed=5, ignore_end=True)
     one, again = (server.continued([1, 2], asked) for _ in range(2))
     assert one == again and len(one) == 150 > server.context
-    assert server.continued([1, 2], Sampling(max_tokens=150, seed=6)) != one
+    assert server.continued([1, 2], SamplingParams(max_tokens=150, seed=6)) != one
     served = server.served
     ends = replace(served, end_tokens=frozenset({one[4]}))
     assert engine(ends).continued([1, 2], replace(asked, ignore_end=False)) == one[: one.index(one[4])]
@@ -229,8 +229,8 @@ def test_requests_whose_own_tokens_fail_end_alone(model: Transformer) -> None:
 
     alone = server.generate([[1, 2, 3]], greedy(5))[0].answer
     well, ill = Request([1, 2, 3], greedy(5)), Request([4, 5], greedy(5), state=Broken())
-    odd = Request([7], Sampling(max_tokens=5, top_k=10**400))
-    unread = Request([8], greedy(5), reads=lambda chosen: bool(1 / 0))
+    odd = Request([7], SamplingParams(max_tokens=5, top_k=10**400))
+    unread = Request([8], greedy(5), decode=lambda chosen: bool(1 / 0))
     for request in (well, ill, odd, unread):
         server.submit(request)
     while server.running or server.waiting:

@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.loading import LoadedModel
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 from ironlaw.serve.runner import Runner, RunnerWork
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import Program
@@ -130,7 +130,9 @@ def test_our_own_engine_computes_what_is_planned(more: dict[str, Any]) -> None:
     runner = Runner(served, [0] * model.layers, 40, 8, compiles=False)
     for tokens, cached, sequences in ((1, 47, 4), (16, 16, 2), (64, 16, 2), (16, 0, 2)):
         work = [
-            RunnerWork(Request([0], Sampling(), blocks=[list(range(10 * n + 1, 10 * n + 11))]), [1] * tokens, cached, 1)
+            RunnerWork(
+                Request([0], SamplingParams(), blocks=[list(range(10 * n + 1, 10 * n + 11))]), [1] * tokens, cached, 1
+            )
             for n in range(sequences)
         ]
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

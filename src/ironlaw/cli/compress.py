@@ -96,13 +96,13 @@ def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import prepare
-    from ironlaw.serve.request import Sampling
+    from ironlaw.serve.request import SamplingParams
     from ironlaw.train.compression import Decoder
 
     config = ServeConfig(batch=1)
     served = prepare(model, config, model.config.name, held)
     engine = Engine(served, config)
-    run = lambda count: len(engine.continued([0], Sampling(max_tokens=count, temperature=0.0)))  # noqa: E731
+    run = lambda count: len(engine.continued([0], SamplingParams(max_tokens=count, temperature=0.0)))  # noqa: E731
     embedding = model.embedding.weight if model.embedding is not None else None
     looked_up = 0 if embedding is None or embedding is model.head._parameters.get("weight") else embedding.nbytes
     return Decoder(run, served.weight_bytes - looked_up, served.kernels)

@@ -78,7 +78,7 @@ def generate(
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
-    from ironlaw.serve.request import Sampling
+    from ironlaw.serve.request import SamplingParams
 
     config = ServeConfig(batch=1)
     served = load_served(run, config, needs_text=True)
@@ -88,7 +88,7 @@ def generate(
     if text is None:
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]
-    sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    sampling = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     new = Engine(served, config).continued(start, sampling)
     answer = text.decode(new)
     if json:

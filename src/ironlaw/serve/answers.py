@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ironlaw.data.chat import Text
-from ironlaw.serve.protocol import Body, Chat, Completion
-from ironlaw.serve.request import Chosen, Piece, Request
+from ironlaw.serve.protocol import ChatRequest, CompletionRequest, RequestBody
+from ironlaw.serve.request import OutputPiece, Request, SampledToken
 
 
-class Form:
+class AnswerFormat:
     """Formats the answer to one HTTP request."""
 
     kind, prefix, chunk_kind = "", "", ""
 
-    def __init__(self, model: str, body: Body, text: Text | None) -> None:
+    def __init__(self, model: str, body: RequestBody, text: Text | None) -> None:
         self.model, self.text, self.body = model, text, body
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -34,7 +34,7 @@ class Form:
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def chunks(self, piece: Piece, request: Request) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: OutputPiece, request: Request) -> Iterator[dict[str, Any]]:
         first = piece.index not in self._begun
         self._begun.add(piece.index)
         if not (piece.text or first or piece.finish or self.logprobs is not None):
@@ -46,7 +46,7 @@ class Form:
         if self.wants_usage:
             yield self.document(self.chunk_kind, []) | {"usage": usage(requests, self.body.n)}
 
-    def whole(self, requests: Sequence[Request], pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def whole(self, requests: Sequence[Request], pieces: Sequence[Sequence[OutputPiece]]) -> dict[str, Any]:
         choices = []
         for index, found in enumerate(pieces):
             text = "".join(piece.text for piece in found)
@@ -55,21 +55,21 @@ class Form:
             choices.append(finish | self.complete(text, chosen, requests[index]))
         return self.document(self.kind, choices) | {"usage": usage(requests, self.body.n)}
 
-    def gained(self, piece: Piece) -> dict[str, Any]:
+    def gained(self, piece: OutputPiece) -> dict[str, Any]:
         raise NotImplementedError
 
-    def complete(self, text: str, chosen: Sequence[Chosen], request: Request) -> dict[str, Any]:
+    def complete(self, text: str, chosen: Sequence[SampledToken], request: Request) -> dict[str, Any]:
         raise NotImplementedError
 
     def spelt(self, token: int) -> str:
         return str(token) if self.text is None else self.text.decode([token])
 
 
-class CompletionAnswer(Form):
+class CompletionAnswer(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, model: str, body: Completion, text: Text | None) -> None:
+    def __init__(self, model: str, body: CompletionRequest, text: Text | None) -> None:
         super().__init__(model, body, text)
         self.max_tokens, self.logprobs, self.echo = body.max_tokens, body.logprobs, body.echo
         self._lengths: dict[int, int] = {}
@@ -79,19 +79,19 @@ class CompletionAnswer(Form):
             choice = {"index": index, "finish_reason": None, "text": self._prompt(request), "logprobs": None}
             yield self.document(self.chunk_kind, [choice])
 
-    def gained(self, piece: Piece) -> dict[str, Any]:
+    def gained(self, piece: OutputPiece) -> dict[str, Any]:
         start = self._lengths.get(piece.index, 0)
         self._lengths[piece.index] = start + len(piece.text)
         return {"text": piece.text, "logprobs": self._logs(piece.chosen, start)}
 
-    def complete(self, text: str, chosen: Sequence[Chosen], request: Request) -> dict[str, Any]:
+    def complete(self, text: str, chosen: Sequence[SampledToken], request: Request) -> dict[str, Any]:
         before = self._prompt(request) if self.echo else ""
         return {"text": before + text, "logprobs": self._logs(chosen, len(before))}
 
     def _prompt(self, request: Request) -> str:
         return "" if self.text is None else self.text.decode(request.prompt)
 
-    def _logs(self, chosen: Sequence[Chosen], offset: int) -> dict[str, Any] | None:
+    def _logs(self, chosen: Sequence[SampledToken], offset: int) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
         tokens = [self.spelt(one.token) for one in chosen]
@@ -104,10 +104,10 @@ class CompletionAnswer(Form):
         return {"tokens": tokens, "token_logprobs": logs, "top_logprobs": tops, "text_offset": offsets}
 
 
-class ChatAnswer(Form):
+class ChatAnswer(AnswerFormat):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, body: Chat, text: Text) -> None:
+    def __init__(self, model: str, body: ChatRequest, text: Text) -> None:
         super().__init__(model, body, text)
         self.max_tokens = body.max_completion_tokens or body.max_tokens
         self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -117,14 +117,14 @@ class ChatAnswer(Form):
             delta = {"role": "assistant", "content": ""}
             yield self.document(self.chunk_kind, [{"index": index, "delta": delta, "finish_reason": None}])
 
-    def gained(self, piece: Piece) -> dict[str, Any]:
+    def gained(self, piece: OutputPiece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         return {"delta": delta, "logprobs": self._logs(piece.chosen)}
 
-    def complete(self, text: str, chosen: Sequence[Chosen], request: Request) -> dict[str, Any]:
+    def complete(self, text: str, chosen: Sequence[SampledToken], request: Request) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}, "logprobs": self._logs(chosen)}
 
-    def _logs(self, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
+    def _logs(self, chosen: Sequence[SampledToken]) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
         content = []
@@ -147,7 +147,7 @@ def usage(requests: Sequence[Request], answers_each: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Reader:
+class TextDecoder:
     """Decodes one answer as its tokens arrive. Text that may be the start of a stop string is held back."""
 
     def __init__(self, text: Text | None, stop: Sequence[str] = (), keeps_stop: bool = False) -> None:
@@ -159,7 +159,7 @@ class Reader:
         self._held = ""
         self._ready: list[str] = []
 
-    def __call__(self, chosen: Sequence[Chosen]) -> bool:
+    def __call__(self, chosen: Sequence[SampledToken]) -> bool:
         """Decode new tokens. Returns True if a stop string is complete."""
         if self._tokenizer is None:
             return False

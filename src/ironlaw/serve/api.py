@@ -30,13 +30,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
-from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form, Reader
+from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import State, grammar_of, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
-from ironlaw.serve.protocol import Body, Chat, Completion
-from ironlaw.serve.request import Chosen, Piece, Request
+from ironlaw.serve.protocol import ChatRequest, CompletionRequest, RequestBody
+from ironlaw.serve.request import OutputPiece, Request, SampledToken
 
 _OPEN = ("/", "/health")  # accessible without a key
 _JSON = "application/json"
@@ -49,10 +49,10 @@ class Outbox:
 
     def __init__(self, engine: Engine) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None  # set once it runs
-        self._pieces: list[tuple[asyncio.Queue[Piece], Piece]] = []
+        self._pieces: list[tuple[asyncio.Queue[OutputPiece], OutputPiece]] = []
         engine.after_step = self.send
 
-    def put(self, queue: asyncio.Queue[Piece], piece: Piece) -> None:
+    def put(self, queue: asyncio.Queue[OutputPiece], piece: OutputPiece) -> None:
         self._pieces.append((queue, piece))
 
     def send(self) -> None:
@@ -62,7 +62,7 @@ class Outbox:
                 self.loop.call_soon_threadsafe(_deliver, pieces)
 
 
-def _deliver(pieces: list[tuple[asyncio.Queue[Piece], Piece]]) -> None:
+def _deliver(pieces: list[tuple[asyncio.Queue[OutputPiece], OutputPiece]]) -> None:
     for queue, piece in pieces:
         queue.put_nowait(piece)
 
@@ -72,9 +72,9 @@ class Job:
     """One HTTP request. Several prompts, or several answers to one, are several requests of the engine."""
 
     requests: list[Request] = field(default_factory=list)
-    queue: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[OutputPiece] = field(default_factory=asyncio.Queue)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[OutputPiece]:
         left = len(self.requests)
         while left:
             piece = await self.queue.get()
@@ -94,7 +94,9 @@ class Server:
             engine.served.end_tokens |= self.text.turn_ends()
         engine.on_finish = self.metrics.finished
 
-    async def answer(self, body: Body, prompts: Sequence[Sequence[int]], form: Form, http: HttpRequest) -> Response:
+    async def answer(
+        self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat, http: HttpRequest
+    ) -> Response:
         if body.model is not None and body.model != self.engine.served.name:
             raise HTTPException(404, f"no model {body.model[:100]!r} here: use {self.engine.served.name!r}")
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
@@ -120,7 +122,7 @@ class Server:
         each = sum((r.last_token or 0.0) - (r.admitted or r.arrived) for r in done) / len(done)
         return max(1, min(60, math.ceil(each * self.engine.waiting / self.config.batch)))
 
-    def _job(self, body: Body, prompts: Sequence[Sequence[int]], form: Form) -> Job:
+    def _job(self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat) -> Job:
         grammar = body.grammar()
         constraint = None
         if grammar is not None:
@@ -150,16 +152,16 @@ class Server:
         return asked
 
     def _connect(self, request: Request, job: Job) -> None:
-        reader = Reader(self.text, request.sampling.stop, request.sampling.keeps_stop)
+        reader = TextDecoder(self.text, request.sampling.stop, request.sampling.keeps_stop)
         index = len(job.requests)
         if request.sampling.constraint is not None:
             request.state = request.sampling.constraint()
 
-        def on_output(request: Request, chosen: list[Chosen]) -> None:
+        def on_output(request: Request, chosen: list[SampledToken]) -> None:
             finish = request.finish
-            self.outbox.put(job.queue, Piece(index, reader.take(finish is not None), chosen, finish))
+            self.outbox.put(job.queue, OutputPiece(index, reader.take(finish is not None), chosen, finish))
 
-        request.reads, request.on_output = reader, on_output
+        request.decode, request.on_output = reader, on_output
         job.requests.append(request)
 
     @cached_property
@@ -168,7 +170,7 @@ class Server:
             raise UserError("this model has no tokenizer: forms of answers need one")
         return token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
 
-    async def _stream(self, job: Job, form: Form) -> AsyncIterator[str]:
+    async def _stream(self, job: Job, form: AnswerFormat) -> AsyncIterator[str]:
         try:
             for chunk in form.begin(job.requests):
                 yield _event(chunk)
@@ -186,9 +188,9 @@ class Server:
         finally:  # also if the client disconnects
             self.engine.cancel(*(r for r in job.requests if r.finish is None))
 
-    async def _whole(self, job: Job, form: Form, http: HttpRequest) -> Response:
+    async def _whole(self, job: Job, form: AnswerFormat, http: HttpRequest) -> Response:
         gone = asyncio.ensure_future(_disconnected(http))
-        collected: list[list[Piece]] = [[] for _ in job.requests]
+        collected: list[list[OutputPiece]] = [[] for _ in job.requests]
         pieces = job.pieces()
         try:
             while True:
@@ -261,7 +263,7 @@ def create_app(engine: Engine) -> FastAPI:
 
     app = FastAPI(title="Ironlaw", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
-    app.add_middleware(Gate, config=config)
+    app.add_middleware(RequestLimits, config=config)
     _add_errors(app)
     _add_answers(app, server)
     _add_figures(app, server)
@@ -273,7 +275,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
-        body = Completion(**await _json(http))
+        body = CompletionRequest(**await _json(http))
         prompts: list[list[int]] = []
         for prompt in body.prompts:
             if not isinstance(prompt, str):
@@ -286,7 +288,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(http: HttpRequest) -> Response:
-        body = Chat(**await _json(http))
+        body = ChatRequest(**await _json(http))
         if text is None:
             raise UserError("this model has no tokenizer: use /v1/completions with token ids")
         messages = [m.plain() for m in body.messages]
@@ -394,7 +396,7 @@ def _explained(problems: Sequence[Any]) -> str:
     return (f"{where[:100]}: {message}" if where else message)[:400]
 
 
-class Gate:
+class RequestLimits:
     """Middleware that checks the API key, and the size of the body, whatever its headers say."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:

@@ -26,7 +26,7 @@ from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import allowed
 from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.recording import Recording
-from ironlaw.serve.request import Chosen, Finish, Request, Sampling
+from ironlaw.serve.request import FinishReason, Request, SampledToken, SamplingParams
 from ironlaw.serve.runner import Runner, RunnerWork, kv_bytes_per_token
 from ironlaw.serve.sampler import Row, sample
 from ironlaw.serve.scheduler import Scheduled, Scheduler
@@ -102,7 +102,7 @@ class Engine:
     def running(self) -> int:
         return len(self.scheduler.running)
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Raise UserError if a request can never run."""
         if not prompt:
             raise UserError("the prompt has no tokens: send some text")
@@ -161,7 +161,7 @@ class Engine:
             self._stopping = self.is_draining = True
             self._wake.notify()
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Request]:
         """Answer all prompts in the calling thread, for `ironlaw generate`, tests and benchmarks."""
         requests = [Request(prompt, sampling) for prompt in prompts]
         left = deque(requests)
@@ -171,7 +171,7 @@ class Engine:
             self.step()
         return requests
 
-    def continued(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+    def continued(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         """Return an answer that may exceed the context: whenever it is full, the model continues from its newest half.
 
         The end-of-text token is not included.
@@ -242,20 +242,20 @@ class Engine:
         self.trace.add(record)
         return len(step)
 
-    def _chosen(self, logits: torch.Tensor | None, ordered: list[RunnerWork]) -> list[Chosen]:
+    def _chosen(self, logits: torch.Tensor | None, ordered: list[RunnerWork]) -> list[SampledToken]:
         """Sample a token for each of the rows (R, V). If that fails, each request is tried alone, and may end alone."""
         rows = [[Row(w.request, w.start + len(w.tokens) - n) for n in reversed(range(w.wanted))] for w in ordered]
         if logits is None:
             return []
 
-        def draw(logits: torch.Tensor, rows: list[Row]) -> list[Chosen]:
+        def draw(logits: torch.Tensor, rows: list[Row]) -> list[SampledToken]:
             return sample(logits, rows, allowed(rows, self.model_config.vocab))
 
         try:
             return draw(logits, [row for each in rows for row in each])
         except Exception:
             log.exception("a token could not be chosen")
-        chosen, stay = list[Chosen](), list[RunnerWork]()
+        chosen, stay = list[SampledToken](), list[RunnerWork]()
         for w, each, part in zip(ordered, rows, logits.split([w.wanted for w in ordered]), strict=True):
             try:
                 chosen += draw(part, each) if each else []
@@ -303,7 +303,7 @@ class Engine:
             kv_tokens=sum(w.start for w in work), kv_usage=self.blocks.usage, waiting=len(self.scheduler.waiting),
         )  # fmt: skip
 
-    def _accept(self, ordered: Sequence[RunnerWork], chosen: Sequence[Chosen], record: StepRecord) -> None:
+    def _accept(self, ordered: Sequence[RunnerWork], chosen: Sequence[SampledToken], record: StepRecord) -> None:
         """Accept the drafted tokens that are confirmed and one token more, and pass them on."""
         at, now = 0, time.monotonic()
         for w in ordered:
@@ -327,9 +327,9 @@ class Engine:
                 log.exception("a token could not be read")
                 self._fail(request, "a token could not be read", error)
 
-    def _append(self, request: Request, new: list[Chosen], now: float) -> int:
-        sampling, taken = request.sampling, list[Chosen]()
-        finish: Finish | None = None
+    def _append(self, request: Request, new: list[SampledToken], now: float) -> int:
+        sampling, taken = request.sampling, list[SampledToken]()
+        finish: FinishReason | None = None
         for chosen in new:
             request.tokens.append(chosen.token)
             taken.append(chosen)
@@ -341,11 +341,11 @@ class Engine:
                 if (
                     ends
                     or chosen.token in sampling.stop_tokens
-                    or (request.reads is not None and request.reads(taken[-1:]))
+                    or (request.decode is not None and request.decode(taken[-1:]))
                 ):
                     finish = "stop"
-            elif request.reads is not None:
-                request.reads(taken[-1:])
+            elif request.decode is not None:
+                request.decode(taken[-1:])
             full = len(request.tokens) > self.longest_prompt
             if finish is None and (count >= sampling.max_tokens or full):
                 finish = "length"
@@ -363,14 +363,14 @@ class Engine:
         request.on_output(request, taken)
         return len(taken)
 
-    def _finish(self, request: Request, finish: Finish, taken: list[Chosen]) -> None:
+    def _finish(self, request: Request, finish: FinishReason, taken: list[SampledToken]) -> None:
         request.finish = finish
         self.scheduler.remove(request)
         self.finished.append(request)
         self.on_finish(request)
         request.on_output(request, taken)
         # The request is kept for statistics, but must not keep other objects alive.
-        request.on_output, request.reads, request.state, request.digests = lambda request, chosen: None, None, None, []
+        request.on_output, request.decode, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:
         return self.model_config.rope_long is not None and len(request.tokens) > self._original_context

@@ -33,7 +33,7 @@ _RECORDED_STEPS = 3  # of each phase, under the profiler
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedRequest:
     """One request to send: when, and of which length."""
 
     at: float  # seconds after the start
@@ -71,16 +71,16 @@ class RequestOutcome:
         return {k: v for k, v in asdict(self).items() if k != "times"} | {"tpot": self.tpot}
 
 
-def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> list[Plan]:
+def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> list[PlannedRequest]:
     """Return requests of the given lengths that arrive at a mean of `rate` per second."""
     draws, at, plans = random.Random(seed), 0.0, []
     for _ in range(requests):
-        plans.append(Plan(at, prompt, output))
+        plans.append(PlannedRequest(at, prompt, output))
         at += draws.expovariate(rate) if math.isfinite(rate) else 0.0
     return plans
 
 
-def read_trace(path: Path) -> list[Plan]:
+def read_trace(path: Path) -> list[PlannedRequest]:
     """Read JSON lines (or CSV with a header) of `timestamp` in seconds, `input_length`, `output_length`, and `prompt`.
 
     `prompt` is optional. Also reads Mooncake's traces (milliseconds, recognized by `hash_ids`) and Azure's columns
@@ -108,7 +108,7 @@ def read_trace(path: Path) -> list[Plan]:
                 at /= 1000
             prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
             output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
-            plans.append(Plan(at, int(prompt), int(output), row.get("prompt")))
+            plans.append(PlannedRequest(at, int(prompt), int(output), row.get("prompt")))
             if not math.isfinite(at) or int(prompt) < 0 or int(output) < 0:
                 raise ValueError(f"a request of {prompt} and {output} tokens at {when}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -118,7 +118,9 @@ def read_trace(path: Path) -> list[Plan]:
     if not plans:
         raise UserError(f"{path} has no requests")
     first = min(plan.at for plan in plans)
-    return sorted((Plan(p.at - first, p.prompt_tokens, p.output_tokens, p.prompt) for p in plans), key=lambda p: p.at)
+    return sorted(
+        (PlannedRequest(p.at - first, p.prompt_tokens, p.output_tokens, p.prompt) for p in plans), key=lambda p: p.at
+    )
 
 
 class Client:
@@ -165,7 +167,9 @@ class Client:
         except (TimeoutError, OSError, ValueError, IndexError, RecursionError, asyncio.IncompleteReadError):
             return None
 
-    async def ask(self, plan: Plan, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool) -> None:
+    async def ask(
+        self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool
+    ) -> None:
         body = {
             "prompt": prompt, "max_tokens": plan.output_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "model": self.model,
@@ -252,7 +256,7 @@ class Report:
 
 
 async def run(
-    client: Client, plans: Sequence[Plan], *, concurrency: int | None, ignore_end: bool,
+    client: Client, plans: Sequence[PlannedRequest], *, concurrency: int | None, ignore_end: bool,
     shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
 ) -> Report:  # fmt: skip
     """Send requests. `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an
@@ -269,7 +273,7 @@ async def run(
     limit = asyncio.Semaphore(concurrency) if concurrency else None
     began, outcomes, done = time.perf_counter(), [], 0
 
-    async def one(plan: Plan, prompt: str | list[int]) -> RequestOutcome:
+    async def one(plan: PlannedRequest, prompt: str | list[int]) -> RequestOutcome:
         nonlocal done
         if limit is None:
             await asyncio.sleep(max(0.0, began + plan.at - time.perf_counter()))
@@ -295,7 +299,7 @@ async def run(
     return Report(outcomes, seconds, server)
 
 
-async def _profiled(client: Client, plans: Sequence[Plan], prompts: Sequence[str]) -> list[Any]:
+async def _profiled(client: Client, plans: Sequence[PlannedRequest], prompts: Sequence[str]) -> list[Any]:
     """Return the operations of a few steps, with such requests all at once and short answers."""
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
@@ -306,18 +310,18 @@ async def _profiled(client: Client, plans: Sequence[Plan], prompts: Sequence[str
     return [] if found is None else list(found["lines"])
 
 
-async def _prompts(client: Client, plans: Sequence[Plan], shared: int, seed: int = 7) -> list[str]:
+async def _prompts(client: Client, plans: Sequence[PlannedRequest], shared: int, seed: int = 7) -> list[str]:
     """Return texts with about the wanted numbers of tokens. A first request measures the tokens per word."""
     draws, words = random.Random(seed), _WORDS.split()
     probe = " ".join(draws.choice(words) for _ in range(64))
     outcome = RequestOutcome(0.0, 0, 1)
-    await client.ask(Plan(0.0, 0, 1), probe, outcome, ignore_end=False)
+    await client.ask(PlannedRequest(0.0, 0, 1), probe, outcome, ignore_end=False)
     if outcome.error is not None:
         raise UserError(f"the server refuses a first request: {outcome.error}")
     per_word = max(0.25, outcome.prompt_tokens / 64)
     start = " ".join(draws.choice(words) for _ in range(round(shared / per_word)))
 
-    def text(plan: Plan) -> str:
+    def text(plan: PlannedRequest) -> str:
         if plan.prompt is not None:
             return plan.prompt
         count = max(1, round((plan.prompt_tokens - shared) / per_word))
@@ -373,7 +377,7 @@ async def _crowds() -> None:
     print(flush=True)
     for line in sys.stdin:
         count, prompt, answer = map(int, line.split())
-        plan = Plan(0.0, prompt, answer)
+        plan = PlannedRequest(0.0, prompt, answer)
         prompts = [[draws.randrange(int(vocab)) for _ in range(prompt)] for _ in range(count)]
         asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_end=True) for one in prompts]
         await asyncio.gather(*asked)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from ironlaw.errors import UserError
-from ironlaw.serve.request import Sampling
+from ironlaw.serve.request import SamplingParams
 
 # Fields that clients often send, and that do not affect the answers of a single server.
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -42,7 +42,7 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = Field(None, max_length=LONGEST_FORM)
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Fields of both APIs."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=False)
@@ -117,10 +117,10 @@ class Body(BaseModel):
             return chosen[0]
         return None
 
-    def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> Sampling:
+    def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> SamplingParams:
         if self.min_tokens > max_tokens:
             raise UserError(f"min_tokens = {self.min_tokens} is more than the max_tokens of {max_tokens}: use as many")
-        return Sampling(
+        return SamplingParams(
             max_tokens=max_tokens, temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p,
             min_p=self.min_p, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty, seed=self.seed, stop=self.stops,
@@ -130,7 +130,7 @@ class Body(BaseModel):
         )  # fmt: skip
 
 
-class Completion(Body):
+class CompletionRequest(RequestBody):
     prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -181,7 +181,7 @@ class Message(BaseModel):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class Chat(Body):
+class ChatRequest(RequestBody):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False

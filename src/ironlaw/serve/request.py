@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Finish = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters, in this order: penalties and biases, constraint, temperature, top-k, top-p, min-p."""
 
     max_tokens: int = 256
@@ -50,7 +50,7 @@ class Sampling:
 
 
 @dataclass
-class Chosen:
+class SampledToken:
     """A token and, if requested, log-probabilities."""
 
     token: int
@@ -59,13 +59,13 @@ class Chosen:
 
 
 @dataclass
-class Piece:
+class OutputPiece:
     """The output of one request in one step."""
 
     index: int
     text: str
-    chosen: list[Chosen]
-    finish: Finish | None
+    chosen: list[SampledToken]
+    finish: FinishReason | None
 
 
 @dataclass(eq=False)  # compared by identity, when queues are searched
@@ -73,9 +73,10 @@ class Request:
     """`tokens` grows from the prompt to prompt and answer; keys and values of the first `computed` are in pages."""
 
     prompt: Sequence[int]
-    sampling: Sampling
-    on_output: Callable[[Request, list[Chosen]], None] = lambda request, chosen: None  # the last call has `finish` set
-    reads: Callable[[list[Chosen]], bool] | None = None  # decodes new tokens; true if their text ends the answer
+    sampling: SamplingParams
+    # Called with new tokens; the last call has `finish` set.
+    on_output: Callable[[Request, list[SampledToken]], None] = lambda request, chosen: None
+    decode: Callable[[list[SampledToken]], bool] | None = None  # decodes new tokens; true if their text ends the answer
     priority: int = 0  # lower goes first, with policy "priority"
     number: int = 0  # in order of arrival
     seed: int = 0
@@ -89,7 +90,7 @@ class Request:
     is_long: bool = False  # beyond the original context, from which on the model uses another rotary table
     drafted_for: int = 0  # tokens whose keys and values the draft model has
     drafted: list[int] = field(default_factory=list)  # proposed for this step
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     failure: str | None = None  # the reason for `finish` "error", if other requests are not affected
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0

@@ -22,7 +22,7 @@ from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.packed import PackedLinear, PackedNorm
 from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import LoadedModel
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 from ironlaw.serve.trace import bucket
 
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8,
@@ -91,7 +91,7 @@ class Runner:
         self.blocks = compiled_blocks(model, self.native, self.caches)
         own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
         self.rows = _ROWS if device.type == "cpu" and not own else 1
-        nobody = Request([0], Sampling(), blocks=[[0] for _ in range(max(groups) + 1)])
+        nobody = Request([0], SamplingParams(), blocks=[[0] for _ in range(max(groups) + 1)])
         self.spare = RunnerWork(nobody, [0], 0, 0)  # padding rows, which write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
         self.graphs = Graphs() if graphed else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ironlaw.serve.request import Chosen, Request
+from ironlaw.serve.request import Request, SampledToken
 
 _CANDIDATES = 256  # most likely tokens, which usually include all that top-p and min-p keep
 _MASK = (1 << 64) - 1
@@ -38,13 +38,13 @@ def uniform(seed: int, place: int) -> float:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[Chosen]:
+def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[SampledToken]:
     """Sample one token for each row of `logits` (R, V). `masks` (R, V) are true for allowed tokens."""
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = any(s.changes_logits for s in asked)
     if not changed and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
-        return [Chosen(token) for token in likeliest(logits).tolist()]
+        return [SampledToken(token) for token in likeliest(logits).tolist()]
     original = logits.float()
     logits = original.clone() if changed else original
     for number, row in enumerate(rows):
@@ -57,7 +57,7 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     if drawn:
         some = torch.tensor(drawn, device=logits.device)
         tokens[some] = _draw(logits[some], [rows[number] for number in drawn])
-    chosen = [Chosen(token) for token in tokens.tolist()]
+    chosen = [SampledToken(token) for token in tokens.tolist()]
     if wants_logprobs:
         _add_logprobs(original, chosen, [s.logprobs for s in asked])
     return chosen
@@ -132,7 +132,7 @@ def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
     return found.clamp(max=weights.shape[1] - 1)
 
 
-def _add_logprobs(logits: Tensor, chosen: list[Chosen], wanted: Sequence[int | None]) -> None:
+def _add_logprobs(logits: Tensor, chosen: list[SampledToken], wanted: Sequence[int | None]) -> None:
     """Add log-probabilities of the model itself, before temperature and penalties."""
     logs = torch.log_softmax(logits, -1)
     most = max(count or 0 for count in wanted)

@@ -23,7 +23,7 @@ from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.request import Request, SamplingParams
 from ironlaw.serve.runner import RunnerWork
 from ironlaw.train.compression import text_of
 from ironlaw.train.run_directory import RunDirectory
@@ -53,7 +53,7 @@ class Load:
         own = {"waiting": len(self.prompts), "share_prefixes": False}
         config = ServeConfig(**self.config.model_dump(exclude_unset=True) | own | dict(settings))
         engine = Engine(load_served(self.path, config), config)
-        sampling = Sampling(max_tokens=self.answer, temperature=0, ignore_end=True)
+        sampling = SamplingParams(max_tokens=self.answer, temperature=0, ignore_end=True)
         engine.generate(self.prompts[: self.at_once], sampling)  # warm-up
         rates: list[float] = []
         first, began = engine.trace.count, time.monotonic()
@@ -71,7 +71,7 @@ class Load:
             half = len(prompt) // 2
             if half < 1 or len(prompt) > engine.blocks.tokens:
                 continue
-            request = Request(prompt, Sampling(), blocks=[[] for _ in engine.blocks.windows])
+            request = Request(prompt, SamplingParams(), blocks=[[] for _ in engine.blocks.windows])
             engine.blocks.extend(request, engine.blocks.needed(request, len(prompt)))
             engine.runner.run([RunnerWork(request, list(prompt[:half]), 0, 0)])
             logits, _ = engine.runner.run([RunnerWork(request, list(prompt[half:-1]), half, len(prompt) - 1 - half)])

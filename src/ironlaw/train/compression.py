@@ -45,7 +45,7 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressionResult:
     """Metrics before and after compression: loss in nats per token, bytes of all weights, tokens/s of one sequence.
 
     loss_after:   with the compressed weights in fp32 arithmetic.
@@ -135,7 +135,7 @@ def compress_run(
     path: Path, target: CompressionTarget, out: Path, decoder: MakeDecoder, *, method: Method = "rtn",
     score: Score = "magnitude", whole: bool = False, within: int | None = None, data: str | None = None,
     say: Callable[[str], None] | None = None,
-) -> Compressed:  # fmt: skip
+) -> CompressionResult:  # fmt: skip
     """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
     within: limit for the bytes of all weights; up to it, the most sensitive layers are held in wider formats.
@@ -148,42 +148,42 @@ def compress_run(
     source = open_source(path, data, say, lambda model: check_method(model, target, method, within is not None))
     say(f"compressing to {target} by {method}")
     before = decoder(source.copy(), {})
-    result, store, taken = compressed(source, target, before, decoder, method, score, whole, within)
+    result, store, taken = measure_compression(source, target, before, decoder, method, score, whole, within)
     _write(out, source, store, taken, result)
     return result
 
 
-def compressed(
+def measure_compression(
     source: CompressionSource, target: CompressionTarget, before: Decoder, decoder: MakeDecoder, method: Method,
     score: Score = "magnitude", whole: bool = False, within: int | None = None,
-) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[CompressionResult, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
     """Compress a copy of the source's model and measure it. Returns the result, and the store and tensors to write."""
     config, dataset, model = source.config, source.dataset, source.copy()
     formats: dict[str, NumberFormat] = {}
     if within is not None:
         batches = _calibration(config, dataset)
         formats = mixed_formats(model, target, within, source.wide.itemsize, batches)
-    held = compress(
+    quantized = compress(
         model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset), formats=formats
     )
     loss_after = _loss(model, config, dataset)
-    store = QuantizedFiles(held, source.wide)
+    store = QuantizedFiles(quantized, source.wide)
     taken = store.take(model, {})
     model.eval()
-    after = decoder(model, held)  # may pack the model in place
+    after = decoder(model, quantized)  # may pack the model in place
     # Without a kernel for its format the copy multiplies in the same way as the original: one timing serves both.
     speeds = decode_speeds(*((before, after) if after.kernels else (before,)), context=config.model.context)
     bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
-    result = Compressed(
+    result = CompressionResult(
         to=str(target), method=method, loss_before=source.loss, loss_after=loss_after,
         loss_served=_loss(model, config, dataset) if after.kernels else None,
-        bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in held.values()),
+        bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in quantized.values()),
         tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[-1],
         bytes_read=after.bytes_read, kernels=after.kernels,
-        formats=dict(Counter(weight.format.name for weight in held.values())),
+        formats=dict(Counter(weight.format.name for weight in quantized.values())),
         held_out_tokens=sum(batch.targets.numel() for batch in _held_out(config, dataset)),
         precision_before=_NAMES[source.wide],
-        compressed_weights=sum(weight.shape.numel() for weight in held.values()), weights=config.model.parameters,
+        compressed_weights=sum(weight.shape.numel() for weight in quantized.values()), weights=config.model.parameters,
     )  # fmt: skip
     return result, store, taken
 
@@ -249,7 +249,7 @@ def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:
 
 
 def _write(
-    out: Path, source: CompressionSource, store: QuantizedFiles, taken: dict[str, Tensor], result: Compressed
+    out: Path, source: CompressionSource, store: QuantizedFiles, taken: dict[str, Tensor], result: CompressionResult
 ) -> None:
     config, found = source.config, source.found
     with complete_or_nothing(out) as partial:
@@ -270,8 +270,8 @@ def _write(
         ledger_of(result, source).save(run.ledger_file)
 
 
-def ledger_of(result: Compressed, source: CompressionSource) -> Ledger:
-    """Return cost and savings of the compression as a run's ledger; totals have the names of `Compressed`'s fields."""
+def ledger_of(result: CompressionResult, source: CompressionSource) -> Ledger:
+    """Return cost and savings of the compression as a run's ledger; totals are named as the result's fields."""
     bases = {
         "loss": f"nats per token of {result.held_out_tokens:,} held-out tokens", "bytes": "of all weights",
         "tokens": f"one sequence, median of {ROUNDS} rounds in turns",
@@ -282,8 +282,8 @@ def ledger_of(result: Compressed, source: CompressionSource) -> Ledger:
         name: Estimate(value, Origin.MEASURED, bases[name.partition("_")[0]])
         for name, value in found.items() if value is not None
     }  # fmt: skip
-    held = ", ".join(f"{count} layers in {name}" for name, count in result.formats.items())
-    memory = [MemoryLine("weights", result.bytes_after, Origin.MEASURED, held)]
+    layers = ", ".join(f"{count} layers in {name}" for name, count in result.formats.items())
+    memory = [MemoryLine("weights", result.bytes_after, Origin.MEASURED, layers)]
     model = source.config.model.model_dump(mode="json", exclude_none=True)
     facts = {"source": "compress", "compressed": str(source.path), "model": model, "precision": result.to,
              "method": result.method, "kernels": result.kernels}  # fmt: skip

@@ -235,7 +235,7 @@ class Journal:
         self._metrics.close()
 
 
-class Silent:
+class NoJournal:
     """A no-op journal for ranks that write nothing."""
 
     def __getattr__(self, name: str) -> Any:

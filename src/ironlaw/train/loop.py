@@ -38,7 +38,7 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import Journal, Silent, batch_crc32, earlier_profile, keep_profile
+from ironlaw.train.history import Journal, NoJournal, batch_crc32, earlier_profile, keep_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Observer
 from ironlaw.train.recovery import GoBack, Recovery, Spike, respond
@@ -116,7 +116,7 @@ class Trainer:
         if mesh.is_rank_0:
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
-            self.journal = cast(Journal, Silent())
+            self.journal = cast(Journal, NoJournal())
         mesh.barrier()  # the other ranks read the metrics after rank 0's journal has trimmed them
         self.recovery.start_over(self.run.metrics())
 

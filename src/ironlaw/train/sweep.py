@@ -18,7 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
 from ironlaw.numerics.compression import check_method
 from ironlaw.numerics.quantized_linear import KERNELS
-from ironlaw.train.compression import MakeDecoder, compressed, open_source
+from ironlaw.train.compression import MakeDecoder, measure_compression, open_source
 
 Candidate = tuple[str, Method, bool]  # format as for `--to`, method, whether embedding and output layer are included
 
@@ -71,7 +71,7 @@ def sweep_formats(
             left_out.append(_name(to, method, whole))
             continue
         say(f"{len(points) + 1}: {_name(to, method, whole)}")
-        result = compressed(source, target, before, decoder, method, whole=whole)[0]
+        result = measure_compression(source, target, before, decoder, method, whole=whole)[0]
         found = asdict(result)
         points.append({
             "name": _name(to, method, whole), "to": to, "method": method, "whole": whole, "bytes": found["bytes_after"],
