@@ -19,7 +19,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.loss import chunked_cross_entropy
-from ironlaw.model.masks import block_mask, dense_mask, flexible, positions_within
+from ironlaw.model.masks import block_mask, dense_mask, flexible, positions_in_document
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.step import plan_run
 from ironlaw.train.average import WeightAverage
@@ -80,7 +80,7 @@ def test_documents_in_one_row_are_as_if_they_were_alone(shape: dict[str, Any], w
 
 def test_positions_start_anew_in_every_document() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]], dtype=torch.int32)
-    assert positions_within(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
+    assert positions_in_document(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("window", [None, 5])

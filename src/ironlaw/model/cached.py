@@ -96,9 +96,9 @@ class Pages:
         for number, (part, value) in enumerate(zip(self.parts, values, strict=True)):
             value = value.flatten(0, 1)
             if self.is_scaled:
-                value, scale = scaled_down(value, self.store)
+                value, scale = quantized(value, self.store)
                 self.scales[number].index_copy_(0, rows, scale)
-                value = _paired(value) if self.store is INT4 else value.view(torch.uint8)
+                value = _pack_int4(value) if self.store is INT4 else value.view(torch.uint8)
             part.index_copy_(0, rows, value.to(part.dtype))
 
     def read(self, blocks: Tensor, sequences: int, dtype: torch.dtype) -> list[Tensor]:
@@ -108,7 +108,8 @@ class Pages:
             rows = part.view(-1, self.page * part.shape[1]).index_select(0, blocks)
             if self.is_scaled:
                 scale = self.scales[number].view(-1, self.page).index_select(0, blocks)
-                codes = _apart(rows.view(-1, part.shape[1]))[:, :size] if self.store is INT4 else rows.view(self.store)
+                is_int4 = self.store is INT4
+                codes = _unpack_int4(rows.view(-1, part.shape[1]))[:, :size] if is_int4 else rows.view(self.store)
                 rows = (codes.reshape(-1, size).float() * scale.view(-1, 1)).to(dtype)
             elif rows.dtype is not dtype:
                 rows = rows.to(dtype)
@@ -116,21 +117,21 @@ class Pages:
         return found
 
 
-def scaled_down(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise (N, D) to 8-bit elements, or to numbers from -7 to 7 in int8, with scales (N, 1)."""
     scale = value.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST[store]
     value = value.float() / scale
     return (value.to(store) if store is torch.float8_e4m3fn else value.round().to(torch.int8)), scale
 
 
-def _paired(value: Tensor) -> Tensor:
+def _pack_int4(value: Tensor) -> Tensor:
     """Pack numbers (N, D) from -8 to 7 into (N, D / 2) bytes, the first of two in the low bits."""
     raised = F.pad(value + 8, (0, value.shape[-1] % 2)).view(torch.uint8)
     return raised[:, ::2] | raised[:, 1::2] << 4
 
 
-def _apart(pairs: Tensor) -> Tensor:
-    """Unpack the result of `_paired` to int8."""
+def _unpack_int4(pairs: Tensor) -> Tensor:
+    """Unpack the result of `_pack_int4` to int8."""
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).view(torch.int8) - 8
 
 

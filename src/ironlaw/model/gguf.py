@@ -71,7 +71,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.layers)
     known = None if tokenizer is None else tokenizer_fields(tokenizer, config.vocab)
     of_matrices, of_ends, of_file = TYPES[dtype]
-    there, scales_there = _as_theirs(config, weights), _as_theirs(config, scales or {})
+    there, scales_there = _huggingface_weights(config, weights), _huggingface_weights(config, scales or {})
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     _write_shape(writer, config, architecture)
@@ -112,12 +112,12 @@ def _family(config: ModelConfig) -> str:
     return "starcoder2" if kind == "gpt_neox" and not config.parallel_norms else kind
 
 
-def _as_theirs(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _huggingface_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights by Hugging Face's names in fp32, with outputs first and rows in llama.cpp's rotary order."""
     kind, made = _family(config), dict[str, Tensor]()
     for entry in entries(config, FAMILIES[kind].names):
         if entry.ours in weights:
-            entry.put(weights[entry.ours].detach().float(), made)
+            entry.to_theirs(weights[entry.ours].detach().float(), made)
     for name, tensor in made.items():
         if kind == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
             made[name] = tensor.t().contiguous()

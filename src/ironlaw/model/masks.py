@@ -35,7 +35,7 @@ def additive(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-def positions_within(documents: Tensor) -> Tensor:
+def positions_in_document(documents: Tensor) -> Tensor:
     """Return each position relative to the start of its document, (B, S)."""
     position = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = torch.zeros_like(documents, dtype=torch.bool)

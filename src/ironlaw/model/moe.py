@@ -56,9 +56,9 @@ class Peers:
         """Return the choices per expert (E,) of the whole micro-batch from those of this process."""
         return counts
 
-    def number(self, chosen: Tensor, experts: int) -> Tensor:
+    def positions_in_expert(self, chosen: Tensor, experts: int) -> Tensor:
         """Return the number of earlier choices of the same expert in the whole micro-batch, (N, k)."""
-        return numbers(chosen, experts)
+        return positions_in_expert(chosen, experts)
 
     def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert, in the same order."""
@@ -69,7 +69,7 @@ class Peers:
 ALONE = Peers()
 
 
-def numbers(chosen: Tensor, experts: int) -> Tensor:
+def positions_in_expert(chosen: Tensor, experts: int) -> Tensor:
     """Return for each choice the number of earlier choices of the same expert, in token order, (N, k)."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -248,7 +248,7 @@ class MixtureOfExperts(nn.Module):
         """Assign choices to rows if several ranks share a micro-batch. Which choices are dropped depends on all ranks,
         so the number of an expert's rows that a rank fills is not fixed; only kept choices become rows."""
         experts = self.moe.experts
-        kept = self.peers.number(chosen, experts) < capacity
+        kept = self.peers.positions_in_expert(chosen, experts) < capacity
         order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
         place = torch.empty_like(order)
         place.scatter_(0, order, torch.arange(order.numel(), device=order.device))

@@ -25,7 +25,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear
-from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
+from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_in_document
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.partition import WHOLE, ComputePartition, Draw
 from ironlaw.model.rotary import fused_tables, rotary_tables, rotate
@@ -248,7 +248,7 @@ class Transformer(nn.Module):
         loss = self.loss(x, targets.flatten(), reduction)
         return attach_balance_losses(loss, self, balance_weight) if self.config.moe else loss
 
-    def continued(
+    def forward_cached(
         self, tokens: Tensor, positions: Tensor, caches: Sequence[LayerCache], rows: Tensor | None = None,
         long: Tensor | None = None, blocks: Sequence[Callable[..., Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
@@ -289,7 +289,7 @@ class Transformer(nn.Module):
             x = x + self.positions(at)
         elif self.positions is not None and documents is not None:
             rows = self.partition.stream_positions(sequence)
-            x = x + self.positions(positions_within(documents)[:, rows])  # restarting in every document
+            x = x + self.positions(positions_in_document(documents)[:, rows])  # restarting in every document
         elif self.positions is not None:
             x = x + self.partition.weight(self.positions)[self.partition.stream_positions(sequence)]
         return x if self.embedding_norm is None else self.embedding_norm(x)

@@ -64,10 +64,10 @@ def stored_tensors(
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
         one = held.get(entry.ours)
         if one is None or entry.ours in ends:
-            entry.put(weights[entry.ours].detach().float(), tensors)
+            entry.to_theirs(weights[entry.ours].detach().float(), tensors)
             continue
-        entry.put(one.values(), codes)
-        entry.put(one.scale_of_each(), scales)
+        entry.to_theirs(one.values(), codes)
+        entry.to_theirs(one.scale_of_each(), scales)
         block, about = one.block, _config(one, name)
     assert block is not None
     for there, values in codes.items():

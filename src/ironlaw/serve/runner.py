@@ -128,7 +128,7 @@ class Runner:
         # Not under the profiler, which identifies operations by their modules.
         whole = self.blocks if steps[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         with self.precision():
-            logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
+            logits = self.model.forward_cached(self._tensor(tokens), positions, self.caches, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
 
     def _graphed(self, graphs: Graphs, work: Sequence[RunnerWork]) -> Tensor:
@@ -151,7 +151,7 @@ class Runner:
         for cache, group in zip(self.caches, self.groups, strict=True):
             cache.step_tokens = steps[group]
         with self.precision():
-            return self.model.continued(tokens, positions, self.caches)
+            return self.model.forward_cached(tokens, positions, self.caches)
 
     def precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()

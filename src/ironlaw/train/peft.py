@@ -57,7 +57,7 @@ def write_adapter(
             tensors[f"{prefix}.lora_magnitude_vector"] = lengths
     whole: dict[str, Tensor] = {}
     for entry in chosen.saved:
-        entry.put(trained[entry.ours].detach(), whole)
+        entry.to_theirs(trained[entry.ours].detach(), whole)
     if config.tied and whole:  # PEFT trains separate copies of the embedding and the output layer
         whole[f"{names.head}.weight"] = whole[f"{names.embedding}.weight"]
     tensors |= {PREFIX + name: tensor for name, tensor in whole.items()}

@@ -44,13 +44,13 @@ class Entry:
     skipped: int = 0  # unused first rows of theirs
     plus: float = 0.0  # ours minus theirs (norms that multiply by 1 + weight)
 
-    def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    def shape_of_ours(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the shape of ours from the shapes of theirs."""
         import torch
 
-        return tuple(self.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
+        return tuple(self.from_theirs([torch.empty(shape, device="meta") for shape in shapes]).shape)
 
-    def join(self, tensors: list[Tensor]) -> Tensor:
+    def from_theirs(self, tensors: list[Tensor]) -> Tensor:
         import torch
 
         if self.unstacked:
@@ -62,7 +62,7 @@ class Entry:
         tensor = tensor.float() + self.plus if self.plus else tensor
         return tensor.t() if self.transposed else tensor
 
-    def put(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
+    def to_theirs(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
         """Write ours into `there`, the tensors of theirs, each of which may consist of several of ours."""
         import torch
 

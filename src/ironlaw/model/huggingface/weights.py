@@ -115,7 +115,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         for entry in entries(config, names_of(folder, config)):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
-            found = entry.here(shapes)
+            found = entry.shape_of_ours(shapes)
             if entry.ours == "positions.weight" and found[0] > config.context:
                 found = (config.context, *found[1:])  # a shorter context uses the first positions
             if found != wanted[entry.ours]:
@@ -143,7 +143,7 @@ def read_weights(
             if not torch.equal(files.tensor("lm_head.weight"), files.tensor(first)):
                 raise UserError(f"{folder} has an output layer of its own: set model.tied = false")
         for entry in filter(lambda entry: wanted(entry.ours), entries(config, names)):
-            tensor = entry.join([files.tensor(name) for name in entry.theirs])
+            tensor = entry.from_theirs([files.tensor(name) for name in entry.theirs])
             yield entry.ours, tensor[: config.context] if entry.ours == "positions.weight" else tensor
 
 
@@ -165,7 +165,7 @@ def write_model(
     """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names."""
     tensors: dict[str, Tensor] = {}
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
-        entry.put(weights[entry.ours].detach().to(dtype), tensors)
+        entry.to_theirs(weights[entry.ours].detach().to(dtype), tensors)
     write_tensors(folder, config, tensors, dtype, end_of_text)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from ironlaw.config import RunConfig
-from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, numbers, update_routing
+from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, update_routing
 from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
 
@@ -46,14 +46,14 @@ class SharedPeers(Peers):
         return counts
 
     @torch.no_grad()
-    def number(self, chosen: Tensor, experts: int) -> Tensor:
+    def positions_in_expert(self, chosen: Tensor, experts: int) -> Tensor:
         if self.counting is None:
-            return numbers(chosen, experts)
+            return super().positions_in_expert(chosen, experts)
         all_chosen = chosen.new_empty(self.ranks * chosen.shape[0], chosen.shape[1])
         dist.all_gather_into_tensor(all_chosen, chosen.contiguous(), group=self.counting)
         order = self._order(chosen.shape[0]).to(chosen.device)  # token order of a single process
         number = torch.empty_like(all_chosen)
-        number[order] = numbers(all_chosen[order], experts)
+        number[order] = super().positions_in_expert(all_chosen[order], experts)
         return number.view(self.ranks, *chosen.shape)[dist.get_rank(self.counting)]
 
     def _order(self, tokens: int) -> Tensor:
