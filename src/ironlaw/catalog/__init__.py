@@ -1,5 +1,5 @@
 """Catalog: accelerators, nodes, models, power grids and prices, each figure with its source.
 
-Data files and their typed loaders, and no decisions: what a figure means for a plan is decided elsewhere.
-Importing this needs the standard library alone, and asking for one accelerator parses one file.
+Holds data files and their typed loaders, but no decisions: other packages decide what a figure means for a plan.
+Importing it needs only the standard library, and loading one accelerator parses one file.
 """

@@ -4,9 +4,9 @@
     peak(acc, "bf16").value         # 989.4e12 FLOP/s, dense
     acc.memory_bytes_per_second     # Figure(3.35e12, "nvidia-h100-datasheet", ...)
 
-A name is a file name, or a line of `devices/` (`devices.py`): cards, laptops, phones and processors that models are
-served on. A shorter form works where only one accelerator answers to it (`h200`, `b200`,
-`4090`); where several do (`h100`, `a100`) the error lists them, because their figures differ.
+A name is a file name, or a line of `devices/` (`devices.py`): cards, laptops, phones and processors for serving. A
+shorter form works if it matches only one accelerator (`h200`, `b200`, `4090`); if it matches several (`h100`, `a100`),
+the error lists them, because their figures differ.
 """
 
 from __future__ import annotations
@@ -22,73 +22,73 @@ from ironlaw.catalog.figures import Figure, figure, figures, read_entry, read_to
 from ironlaw.errors import UserError
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
-"""Number formats a peak can be given for, widest first. FP4 is NVFP4 or MXFP4, fp32 is the vector rate."""
+"""Number formats that peaks are given for, widest first. FP4 is NVFP4 or MXFP4, fp32 is the vector rate."""
 
 BEFORE_FLASH = ("volta", "turing")
-"""Generations that FlashAttention-2 and PyTorch's flash kernels do not run on: they need an Ampere or a newer one."""
+"""Generations without FlashAttention-2 and PyTorch's flash kernels, which need Ampere or newer."""
 
 _BRANDS = frozenset({"rtx", "gtx", "apple", "jetson", "tpu"})
-"""First words of names that people leave out: `4090`, `m4-max`, `v5p`."""
+"""First words of names that users may leave out: `4090`, `m4-max`, `v5p`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator as software sees it bought: a package or card, not a die. Absent figures are `None`."""
+    """One accelerator as it is sold and seen by software: a package or card, not a die. Unknown figures are `None`."""
 
-    name: str  # the catalog's name, and the data file's
+    name: str  # in the catalog, and of the data file
     product: str  # the name on the box
     vendor: str  # nvidia, amd, intel, google or apple
     generation: str  # volta, turing, ampere, ada, hopper, blackwell, cdna2, cdna3, cdna4, ...
-    default_node: str  # name of the node this accelerator is planned in unless told otherwise
-    # The generation that single operations were measured on, where a chip was measured apart from others that software
-    # treats alike; empty: `generation`.
+    default_node: str  # name of the node that plans assume unless one is given
+    # Generation whose measured constants of single operations apply, for a chip measured apart from others of its
+    # `generation`; empty: `generation`.
     constants: str = ""
     memory_kind: str = ""  # HBM3, GDDR6X, LPDDR5 (shared with the CPU where `unified_memory`)
     unified_memory: bool = False
-    link_name: str = ""  # scale-up link: NVLink 4, xGMI, ICI; empty when there is none but PCIe
-    memory_bytes: Figure | None = None  # bytes a program can see in total; the note says whether measured or nominal
+    link_name: str = ""  # scale-up link: NVLink 4, xGMI, ICI; empty when there is only PCIe
+    memory_bytes: Figure | None = None  # total that a program can use; the note says whether measured or nominal
     memory_bytes_per_second: Figure | None = None  # peak of the memory interface, bytes/s
     l2_bytes: Figure | None = None  # last-level cache on the compute die, bytes
     compute_units: Figure | None = None  # SMs, CUs or the vendor's equivalent that are enabled
     clock_hz: Figure | None = None  # highest (boost) clock, Hz
     tdp_watts: Figure | None = None  # board or package power limit, W
-    # That link, one direction, all lanes of one accelerator together, bytes/s.
+    # The scale-up link, one direction, all lanes of one accelerator together, bytes/s.
     link_bytes_per_second: Figure | None = None
     pcie_bytes_per_second: Figure | None = None  # host link, one direction, bytes/s
     # A faster link to the host's memory (NVLink-C2C), one direction, bytes/s.
     host_link_bytes_per_second: Figure | None = None
     # Dense FLOP/s (OP/s for int8) by dtype; matrix units where they exist.
     peak_flops_per_second: dict[str, Figure] = field(default_factory=dict)
-    note: str = ""  # what is particular about the part
+    note: str = ""  # peculiarities of the part
 
     @property
     def measured_generation(self) -> str:
-        """Whose constants of single operations hold."""
+        """The generation whose measured constants of single operations apply."""
         return self.constants or self.generation
 
     @property
     def has_flash(self) -> bool:
-        """Whether attention runs without its scores in memory, in the software of its training runs."""
+        """Whether attention in its training software avoids storing the scores in memory."""
         return self.generation not in BEFORE_FLASH
 
     def figures(self) -> dict[str, Figure]:
-        """Every known figure by its dotted key, peaks included: for listings and for tests."""
+        """Return every known figure by its dotted key, peaks included, for listings and tests."""
         peaks = {f"peak_flops_per_second.{dtype}": value for dtype, value in self.peak_flops_per_second.items()}
         return figures(self) | peaks
 
 
 def accelerator_names() -> tuple[str, ...]:
-    """Names of those with a file of their own, which training is planned on: sorted, nothing is parsed."""
+    """Return the sorted names of accelerators with their own file, for which training is planned. Parses nothing."""
     return stems("accelerators")
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator of that name, or of an unambiguous shorter form. Parses one file."""
+    """Return the accelerator with this name or unambiguous shorter form. Parses one file."""
     return _load(resolve(name))
 
 
 def peak(acc: Accelerator, dtype: str) -> Figure:
-    """Dense peak of `acc` in `dtype`, FLOP/s. A dtype without a known peak is an error, never a guess."""
+    """Return the dense peak of `acc` in `dtype`, FLOP/s. UserError if it is not known, never a guess."""
     known = acc.peak_flops_per_second
     if dtype in known:
         return known[dtype]
@@ -97,7 +97,7 @@ def peak(acc: Accelerator, dtype: str) -> Figure:
 
 
 def resolve(name: str) -> str:
-    """The full name behind what the user typed; an error where none or several answer to it."""
+    """Return the full name for what the user typed. UserError if none or several match."""
     names = accelerator_names()
     typed = name.strip().lower().replace("_", "-").replace(" ", "-")
     if typed in names:
@@ -117,7 +117,7 @@ def resolve(name: str) -> str:
 
 
 def _answering(typed: str, names: Iterable[str]) -> list[str]:
-    """Names that have this short form; the one that it says in full but for the brand, where there is one."""
+    """Return the names with this short form, or only the one that it spells in full except for the brand."""
     squeezed = typed.replace("-", "")
     found = [full for full in names if squeezed in _short_forms(full)]
     whole = [full for full in found if full.replace("-", "").endswith(squeezed)]
@@ -125,12 +125,12 @@ def _answering(typed: str, names: Iterable[str]) -> list[str]:
 
 
 def taken_for(name: str) -> tuple[str, str] | None:
-    """The catalogue's name for another, and why where it could be another; None where the name is the catalogue's."""
+    """Return the catalogue's name for an alias, and why it was chosen among several; None if `name` is no alias."""
     return devices.taken(name.strip().lower().replace("_", "-").replace(" ", "-"))
 
 
 def catalogued(name: str) -> str:
-    """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
+    """Return the catalogue's name for a device name of the driver: "NVIDIA H100 80GB HBM3" contains "h100"."""
     words = set(name.lower().replace("-", " ").split())
     words |= set() if words & {"pcie", "nvl"} else {"sxm"}
     known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
@@ -140,7 +140,7 @@ def catalogued(name: str) -> str:
 
 
 def _short_forms(full: str) -> set[str]:
-    """Leading words of a name, run together: h100-sxm-80gb answers to h100, h100sxm and h100sxm80gb."""
+    """Return the leading words of a name, joined: h100-sxm-80gb has h100, h100sxm and h100sxm80gb."""
     words = full.split("-")
     starts = (0, 1) if words[0] in _BRANDS and len(words) > 1 else (0,)
     ends = range(1, len(words) + 1)
@@ -155,7 +155,7 @@ def _load(name: str) -> Accelerator:
 
 
 def from_table(name: str, data: dict[str, Any]) -> Accelerator:
-    """An accelerator from the content of its file."""
+    """Build an accelerator from the content of its file."""
     peaks = data.get("peak_flops_per_second", {})
     assert set(peaks) <= set(DTYPES), f"{name}: unknown dtypes {sorted(set(peaks) - set(DTYPES))}"
     known = {dtype: figure(peaks[dtype]) for dtype in DTYPES if dtype in peaks}
@@ -164,19 +164,19 @@ def from_table(name: str, data: dict[str, Any]) -> Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class PowerRange:
-    """Thermal design power per physical core over the models of a family as the vendor lists them: the best that can be
-    said of a CPU without a power meter. A virtual machine sees some of the cores, so watts per core carry over."""
+    """Range of thermal design power per physical core over the listed models of a family: the best estimate for a CPU
+    without a power meter. It is per core because a virtual machine sees only some of the cores."""
 
     low: float  # watts per physical core: the family's lowest and highest TDP/cores
     high: float
-    family: str  # what matched, as one writes it
-    models: int  # how many listed models the range was taken over
+    family: str  # the matched family's usual name
+    models: int  # number of listed models in the range
     source: str  # key of `sources.toml`
     note: str = ""  # how the range was taken
 
 
 def cpu_power(model_name: str) -> PowerRange | None:
-    """The range for a CPU model name as the operating system prints it; `None` when it is not listed."""
+    """Return the range for a CPU's model name as the operating system prints it; `None` if it is not listed."""
     text = re.sub(r"\((?:r|tm|c)\)|[®™]", " ", model_name, flags=re.IGNORECASE)
     text = re.sub(r"\s+", " ", text).strip()
     return next((power for pattern, power in _families() if pattern.search(text)), None)

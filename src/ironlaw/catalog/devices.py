@@ -1,13 +1,13 @@
-"""Devices that models are served on beside those with a file of their own: one line each, in `devices/*.toml`.
+"""Devices for serving that have no file of their own: one line each, in `devices/*.toml`.
 
     device_names()                     # ("a100-80gb", "a100-sxm-80gb-330w", "a30", ...)
-    entry("rtx-3060")                  # what its file in `accelerators/` would hold
+    entry("rtx-3060")                  # content that its file in `accelerators/` would have
     taken("a100-80gb")                 # ("a100-sxm-80gb", "the form is not said; ...")
 
 A line gives `memory` (GiB), `rate` (of the memory, GB/s), `units` (SMs, CUs, cores), `watts`, `link` (GB/s, one
-direction), and dense peaks in TFLOP/s by dtype; `source` is of all of them. Peaks of matrix units that makers do not
-print card by card are the fp32 rate times the `ratios` of the chip, by the source named there. `like` takes everything
-else from another device. `[taken]` has other names, and why one of several was taken. What nobody prints is absent.
+direction), and dense peaks in TFLOP/s by dtype, all from `source`. Matrix-unit peaks not published for each
+card are the fp32 rate times the chip's `ratios`, from the source given there. `like` takes other values from another
+device. `[taken]` maps aliases to devices, with the reason if there was a choice. Unknown figures are absent.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ COLUMNS = {
     "watts": ("tdp_watts", 1.0),
     "link": ("link_bytes_per_second", 1e9),
 }
-"""Column of a line: figure of an accelerator, and how much of it one is."""
+"""Column of a line -> figure of an accelerator, and the column's unit in the figure's unit."""
 
 PCIE_BYTES_PER_SECOND = {"pascal": 15.75e9, "turing": 15.75e9, "volta": 15.75e9, "blackwell": 63e9}
-"""Cards have sixteen lanes of generation 3 or 5; all others of generation 4."""
+"""Rates of cards with sixteen PCIe lanes of generation 3 or 5, by chip generation; all others have generation 4."""
 
 _PLAIN = {"product", "vendor", "generation", "constants", "memory_kind", "note"}
 _WORDS = {"gtx": "GeForce GTX", "titan": "TITAN", "rx": "Radeon RX", "xt": "XT", "xtx": "XTX", "gre": "GRE"}
 
 
 def device_names() -> tuple[str, ...]:
-    """All names, other names among them, sorted."""
+    """Return all names, aliases included, sorted."""
     return tuple(sorted({*_lines(), *_taken()}))
 
 
 def taken(name: str) -> tuple[str, str] | None:
-    """The device that is taken for this name, and why where it could be another."""
+    """Return the device that this alias stands for, and why it was chosen if others were possible; None if no alias."""
     return _taken().get(name)
 
 
@@ -49,12 +49,12 @@ def is_device(name: str) -> bool:
 
 
 def lines() -> tuple[str, ...]:
-    """Names of those with a line of their own."""
+    """Return the names of devices with their own line."""
     return tuple(_lines())
 
 
 def entry(name: str) -> dict[str, Any]:
-    """The content of a file of `accelerators/` for this device."""
+    """Return the content that a file of `accelerators/` would have for this device."""
     line, ratios = _lines()[name]
     found: dict[str, Any] = {"product": _product(name), "default_node": line.get("node", "pcie-workstation")}
     if base := line.get("like"):
@@ -62,7 +62,7 @@ def entry(name: str) -> dict[str, Any]:
         found["peak_flops_per_second"] = dict(found["peak_flops_per_second"])
         if "node" in line:
             found["default_node"] = line["node"]
-            if not line["node"].startswith("dgx"):  # a card has no links of its own
+            if not line["node"].startswith("dgx"):  # a single card has no scale-up links
                 found = {key: value for key, value in found.items() if not key.startswith("link")}
     found |= {key: line[key] for key in _PLAIN if key in line}
     if "unified" in line:
@@ -80,7 +80,7 @@ def entry(name: str) -> dict[str, Any]:
 
 
 def _peaks(line: dict[str, Any], ratios: dict[str, Any]) -> dict[str, Any]:
-    """Dense peaks that the line gives, and those that follow from fp32."""
+    """Return the dense peaks of the line, and those derived from fp32."""
     found = {}
     kind = line.get("ratio", line.get("generation", ""))
     if "fp32" in line and kind in ratios:
@@ -103,7 +103,7 @@ def _product(name: str) -> str:
 
 @cache
 def _lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Name to its line, defaults filled in, and the ratios of its file."""
+    """Return name -> (its line with defaults filled in, the ratios of its file)."""
     found = {}
     for stem in stems(FOLDER):
         data = read_toml(FOLDER, f"{stem}.toml")

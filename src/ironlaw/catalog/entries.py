@@ -1,4 +1,4 @@
-"""Everything in the catalogue under one name each, as plain documents to show: figures with their sources."""
+"""All catalogue entries by name, as plain documents for display: figures with their sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ironlaw.errors import UserError, did_you_mean
 
 
 def entry_names() -> dict[str, list[str]]:
-    """Section to names."""
+    """Return the names in each section."""
     return {
         "accelerators": list(accelerator_names()),
         "devices": list(device_names()),
@@ -27,7 +27,7 @@ def entry_names() -> dict[str, list[str]]:
 
 
 def entry(name: str) -> dict[str, Any]:
-    """`{kind, name, title, facts: {key: text}, figures: {key: {value, source, note}}}`; UserError if unknown."""
+    """Return `{kind, name, title, facts: {key: text}, figures: {key: {value, source, note}}}`; UserError if unknown."""
     names = entry_names()
     if name in names["nodes"]:
         return _node(name, node(name))

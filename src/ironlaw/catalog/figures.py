@@ -1,11 +1,11 @@
-"""A figure with its source: what every number in the catalog is made of.
+"""Figures with their sources, of which every number in the catalog consists.
 
-The data are TOML files beside this module. A figure is written
+The data are TOML files beside this module. A figure is written as
 
     bf16 = { value = 989.4e12, source = "nvidia-h100-whitepaper", note = "dense" }
 
-and its `source` is a key of `sources.toml`, which gives title and address. A figure that nobody can
-cite is left out and read as `None`: absent means unknown, never zero.
+and its `source` is a key of `sources.toml`, which gives title and address. A figure without a citable source is left
+out and read as `None`: absent means unknown, never zero.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DATA = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number and where it comes from."""
+    """A number and its source."""
 
     value: float  # in SI units; the field that holds the figure names the unit (bytes, bytes/s, FLOP/s, W, Hz)
     source: str  # key of `sources.toml`; `source(key)` gives title and address
-    note: str = ""  # what a reader must know to use the number: a convention, or how a conflict was settled
+    note: str = ""  # needed to use the number: a convention, or how conflicting sources were resolved
 
     def __float__(self) -> float:
         return float(self.value)
@@ -37,7 +37,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A public document that figures are cited from."""
+    """A public document that figures are taken from."""
 
     key: str
     title: str
@@ -46,29 +46,29 @@ class Source:
 
 
 def read_toml(*parts: str) -> dict[str, Any]:
-    """Parse one data file of the catalog. The path is relative to this package."""
+    """Parse a data file of the catalog. The path is relative to this package."""
     with open(DATA.joinpath(*parts), "rb") as file:
         return tomllib.load(file)
 
 
 def stems(folder: str) -> tuple[str, ...]:
-    """Names of the TOML files in a folder, sorted. Lists the directory, parses nothing."""
+    """Return the sorted names of the TOML files in a folder. Lists the directory, parses nothing."""
     return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
 
 
 def figure(entry: Mapping[str, Any], key: str = "value") -> Figure:
-    """A figure from its TOML table; `key` names the entry that holds the number."""
+    """Build a figure from its TOML table; `key` is the entry that holds the number."""
     return Figure(float(entry[key]), entry["source"], entry.get("note", ""))
 
 
 def figures(entry: Any) -> dict[str, Figure]:
-    """Every known figure of an entry by its field: for listings and for tests."""
+    """Return every known figure of an entry by its field, for listings and tests."""
     found = {field.name: getattr(entry, field.name) for field in fields(entry)}
     return {key: value for key, value in found.items() if isinstance(value, Figure)}
 
 
 def read_entry(kind: type[T], name: str, data: Mapping[str, Any]) -> T:
-    """A dataclass of the catalog from its table: figures where a field is one. Unknown keys are a mistake."""
+    """Build a dataclass of the catalog from its table, with figures where fields have that type. Asserts known keys."""
     types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
     assert data.keys() <= types.keys(), f"{name}: unknown keys {sorted(data.keys() - types.keys())}"
     values: dict[str, Any] = {key: figure(v) if types[key].startswith("Figure") else v for key, v in data.items()}
@@ -76,17 +76,17 @@ def read_entry(kind: type[T], name: str, data: Mapping[str, Any]) -> T:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
-    """The one-line error for a name that is not in the catalog, with the nearest names."""
+    """Return the one-line error for a name that is not in the catalog, with the nearest names."""
     choices = sorted(set(known))
     typed = name.strip().lower()
     holding = [choice for choice in choices if len(typed) >= 3 and typed in choice]
-    if 1 <= len(holding) <= 4:  # a word of the name: the spelling distance misses these
+    if 1 <= len(holding) <= 4:  # the user typed part of a name, which spelling distance does not match
         return UserError(f"unknown {kind} '{name}': did you mean {' or '.join(holding)}?")
     return UserError(f"unknown {kind} '{name}': {did_you_mean(typed, choices)}")
 
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """The entry of that name; the error of `unknown` where there is none."""
+    """Return the entry with this name, or raise the error of `unknown`."""
     if name not in table:
         raise unknown(kind, name, table)
     return table[name]
@@ -94,10 +94,10 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
 
 @cache
 def sources() -> dict[str, Source]:
-    """All of `sources.toml`."""
+    """Return all entries of `sources.toml`."""
     return {key: Source(key=key, **entry) for key, entry in read_toml("sources.toml").items()}
 
 
 def source(key: str) -> Source:
-    """Title and address behind a figure's `source` key."""
+    """Return title and address for a figure's `source` key."""
     return lookup("source", key, sources())

@@ -1,17 +1,17 @@
-"""Number formats: what `catalog/formats.toml` says of each, in one table for planner, trainer, compression and report.
+"""Number formats from `catalog/formats.toml`, in one table for planner, trainer, compression and report.
 
 mxfp4 = number_format("mxfp4")
 mxfp4.bits_per_element     # 4.25: 4 and an 8-bit scale per 32
 mxfp4.element.largest      # 6.0
 number_format("mxfp8").peak, number_format("mxfp8").rate_of
-read_target("int4,2:4").format.name    # "int4", of what `ironlaw compress --to` and `train.qat` name
+read_target("int4,2:4").format.name    # "int4"; the argument of `ironlaw compress --to` and `train.qat`
 
-How weights are stored that models are served from (`stored_formats.toml`), and which formats the three products of a
-linear layer have in a recipe of training (`precision_recipes.toml`):
+Also the formats in which served models store their weights (`stored_formats.toml`), and the formats of the three
+products of a linear layer in a training recipe (`precision_recipes.toml`):
 
 stored_format("q4_k_m").bits                 # 4.89: the mean over a whole file of Llama 3.1 8B
 precision_recipe("nvfp4").gradient.name      # "nvfp4"
-precision_recipe("bf16")                     # None: products on the tensors as they are
+precision_recipe("bf16")                     # None: products of the tensors as they are
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from ironlaw.errors import UserError, did_you_mean, shortened
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """One format. Numbers of one element: `bits` to `special`; of a block: `block` to `tensor_scale`."""
+    """A number format. Fields `bits` to `special` describe one element, `block` to `tensor_scale` a block."""
 
     name: str
     title: str
     source: str  # key of `sources.toml`
     bits: int  # of one element, without its share of scales
     sign: bool = True
-    exponent_bits: int | None = None  # of a float; None of integers and tables of values
+    exponent_bits: int | None = None  # of a float; None for integers and tables of values
     mantissa_bits: int | None = None
     special: str = "none"
     integers: tuple[int, int] | None = None  # lowest and highest, of an integer format
-    values: tuple[float, ...] = ()  # what each code means, of a format that is a table
-    element_name: str = ""  # the format of a block's numbers; empty where they are this format's own
-    # Rows and columns that share a scale, 0 for all of them; None where there is no scale.
+    values: tuple[float, ...] = ()  # the value of each code, for a format that is a table
+    element_name: str = ""  # format of a block's elements; empty if it is this format
+    # Rows and columns that share a scale, 0 for all of them; None if there is no scale.
     block: tuple[int, int] | None = None
-    weight_block: tuple[int, int] | None = None  # the same of weights, where it differs
+    weight_block: tuple[int, int] | None = None  # the same for weights, if different
     scale: str = ""  # format of the scale
     # "floor": 2^(floor(log2 of the largest) - the element's greatest exponent) (OCP MX 1.0, 6.3); "largest": the
     # largest magnitude becomes the element's largest; "signed": the number of largest magnitude becomes the lowest
     # integer.
     rule: str = ""
-    tensor_scale: bool = False  # one more fp32 scale of the whole tensor
-    held_as: str = ""  # format of the tensors between products; empty where a step does not compute in this format
-    peak: str = ""  # key of an accelerator's catalogued rate; empty where no hardware multiplies it
-    block_scaled: bool = False  # products only where matrix units apply block scales themselves
-    rate_of: str = ""  # format at whose rate a run is planned on hardware without a peak for this one; may be empty
-    kernels_of: str = ""  # format whose measured kernels stand in; empty where its own were measured
-    vendor: str = ""  # whose hardware alone multiplies it; may be empty
-    capability: tuple[int, int] | None = None  # first NVIDIA compute capability that multiplies it
-    library: str = ""  # what trains in it on such units; empty where nothing does
+    tensor_scale: bool = False  # one more fp32 scale for the whole tensor
+    held_as: str = ""  # format of the tensors between products; empty if a step does not compute in this format
+    peak: str = ""  # key of an accelerator's catalogued rate; empty if no hardware multiplies this format
+    block_scaled: bool = False  # multiplied only by matrix units that apply block scales themselves
+    rate_of: str = ""  # format whose rate a plan assumes on hardware without a peak for this one; may be empty
+    kernels_of: str = ""  # format whose measured kernels are used instead; empty if its own were measured
+    vendor: str = ""  # the only vendor whose hardware multiplies this format; may be empty
+    capability: tuple[int, int] | None = None  # first NVIDIA compute capability that multiplies this format
+    library: str = ""  # library whose products training uses on such hardware; empty if there is none
 
     @property
     def element(self) -> NumberFormat:
-        """The format of one number."""
+        """The format of one element."""
         return number_format(self.element_name) if self.element_name else self
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the stored exponent."""
+        """The exponent bias, which is subtracted from the stored exponent."""
         assert self.exponent_bits is not None
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def least_exponent(self) -> int:
-        """Of the smallest normal number: log2 of it."""
+        """log2 of the smallest normal number."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property
@@ -80,7 +80,7 @@ class NumberFormat:
         """floor(log2) of the largest number."""
         assert self.exponent_bits is not None
         codes = (1 << self.exponent_bits) - 1 - self.bias
-        # IEEE gives the highest exponent to infinities and NaN; e8m0 its one code that is NaN.
+        # IEEE reserves the highest exponent for infinities and NaN; e8m0 reserves its highest code for NaN.
         return codes - (self.special == "ieee" or not self.mantissa_bits)
 
     @property
@@ -91,7 +91,7 @@ class NumberFormat:
         if self.values:
             return max(map(abs, self.values))
         assert self.mantissa_bits is not None
-        # Where the only NaN is the highest code, the largest number is the code below it.
+        # If the only NaN is the highest code, the largest number is the code below it.
         steps = 2.0 ** (1 - self.mantissa_bits) if self.special == "nan" else 2.0**-self.mantissa_bits
         return float(2.0**self.greatest_exponent * (2.0 - steps)) if self.mantissa_bits else 2.0**self.greatest_exponent
 
@@ -114,7 +114,7 @@ class NumberFormat:
         return (self.weight_block or self.block) if weight else self.block
 
     def bytes_per_element(self, weight: bool = False) -> float:
-        """Scales included, except those that a whole row or tensor shares."""
+        """Return bytes per element with its share of scales, except scales of a whole row or tensor."""
         rows, columns = self.block_of(weight) or (0, 0)
         shared = rows * columns
         return (self.bits + (number_format(self.scale).bits / shared if shared else 0.0)) / 8
@@ -124,51 +124,51 @@ class NumberFormat:
         return 8 * self.bytes_per_element()
 
     def multiplied_by(self, found: Accelerator) -> bool:
-        """Whether an accelerator has its products: matrix units that apply block scales multiply 4-bit numbers too."""
+        """Whether an accelerator multiplies this format. Units with block scales have 4-bit products."""
         peaks = found.peak_flops_per_second
         return self.peak in peaks and (not self.block_scaled or "fp4" in peaks) and self.vendor in ("", found.vendor)
 
     def in_units(self, capability: tuple[int, int] | None) -> bool:
-        """Whether a training step computes in it on a device of this compute capability, None of a CPU."""
+        """Whether a training step computes natively in this format at this compute capability (None: a CPU)."""
         reached = self.capability is None or (capability is not None and capability >= self.capability)
         return bool(self.library) and reached
 
     @property
     def trained_by(self) -> str:
-        """Empty of what no step computes in."""
+        """The library that training uses, or "emulated"; empty if training does not compute in this format."""
         return (self.library or "emulated") if self.held_as else ""
 
     @property
     def of_weights(self) -> tuple[object, ...]:
-        """What codes and scales of a weight hang on."""
+        """The properties that determine a weight's codes and scales."""
         return self.element.name, self.block_of(weight=True), self.scale, self.rule, self.tensor_scale
 
     @property
     def needs_maximum(self) -> bool:
-        """Whether a scale is of a whole row or tensor, so that all of it is read before the first number is rounded."""
+        """Whether a whole row or tensor shares a scale, so that all of it is read before rounding."""
         return self.tensor_scale or (self.block is not None and 0 in self.block)
 
     @property
     def narrow(self) -> bool:
-        """Products on 8 bits or fewer, of tensors held in 16."""
+        """Whether products take 8 bits or fewer, of tensors held in 16."""
         return bool(self.held_as) and self.bits <= 8
 
 
 @cache
 def number_formats() -> dict[str, NumberFormat]:
-    """All formats, in the order of the file."""
+    """Return all formats, in the order of the file."""
     tables = read_toml("formats.toml")
     return {name: _read(name, table, tables) for name, table in tables.items()}
 
 
 def number_format(name: str) -> NumberFormat:
-    """The format of this name; UserError with the nearest names where there is none."""
+    """Return the format with this name; UserError with the nearest names if there is none."""
     return lookup("number format", name, number_formats())
 
 
 @cache
 def computing_formats() -> tuple[str, ...]:
-    """Formats that a training step's products may run in: widest first."""
+    """Return the formats that a training step can compute in, widest first."""
     return tuple(name for name, known in number_formats().items() if known.held_as)
 
 
@@ -180,11 +180,11 @@ def _read(name: str, table: dict[str, Any], tables: dict[str, Any]) -> NumberFor
 
 
 def format_entries(name: str | None = None) -> list[dict[str, Any]]:
-    """Rows of `ironlaw formats`: one format, or all.
+    """Return the rows of `ironlaw formats`: one format, or all.
 
-    Each `{name, title, bits, bits_per_element, largest, smallest, spacing, block, scale, trained_by, multiplied_by,
-    source, url}`; `block` is [rows, columns], 0 for all of them; `trained_by` the library whose products training
-    takes, or "emulated"; `multiplied_by` names accelerators that have its products.
+    Each row is `{name, title, bits, bits_per_element, largest, smallest, spacing, block, scale, trained_by,
+    multiplied_by, source, url}`. `block` is [rows, columns], 0 for all of them; `trained_by` is the library whose
+    products training uses, or "emulated"; `multiplied_by` lists the accelerators that multiply the format.
     """
     catalogued = [accelerator(found) for found in accelerator_names()]
     formats = [number_format(name)] if name else list(number_formats().values())
@@ -205,13 +205,13 @@ def format_entries(name: str | None = None) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class StoredFormat:
-    """Bits per weight with its share of scales."""
+    """A format of stored weights. `bits` per weight include its share of the scales."""
 
     name: str
     bits: float
     source: str  # key of `sources.toml`
-    wide: bool = False  # embedding and output layer stay in 16 bits; else `bits` is the mean over the whole file
-    experts: bool = False  # only experts are stored so, everything else in 16 bits
+    wide: bool = False  # embedding and output layer stay in 16 bits; otherwise `bits` is the mean over the whole file
+    experts: bool = False  # only experts are stored in this format, everything else in 16 bits
     note: str = ""
 
     @property
@@ -220,12 +220,12 @@ class StoredFormat:
 
 
 def stored_formats() -> tuple[str, ...]:
-    """All names, sorted."""
+    """Return all names, sorted."""
     return tuple(sorted(_table()["formats"]))
 
 
 def stored_format(name: str) -> StoredFormat:
-    """The format of that name, whatever its case; UserError with the nearest for others."""
+    """Return the format with this name in any case; UserError with the nearest names if there is none."""
     table, typed = _table(), name.strip().lower()
     line = lookup("weight format", typed, table["formats"])
     return StoredFormat(name=typed, **line | {"source": table["sources"][line["source"]]})
@@ -238,21 +238,21 @@ def _table() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """How a step rounds; fields without a word here are explained in `precision_recipes.toml`."""
+    """How a training step rounds. Fields without a comment are explained in `precision_recipes.toml`."""
 
     name: str
     title: str
     source: str
-    input: NumberFormat  # format of what is multiplied, as of the two that follow
+    input: NumberFormat  # formats of the operands of a linear layer's products
     weight: NumberFormat
     gradient: NumberFormat
     square_weights: bool = False
     stochastic: bool = False
     rotation: int = 0  # numbers per random Hadamard rotation of the weight gradient's operands; 0: none
-    headroom: float = 1.0  # factor of gradients before they are rounded, undone after
-    history: int = 0  # micro-batches whose largest numbers give a tensor's scale; 0: those of the tensor itself
-    keep_last: float = 0.0  # share of the last blocks that compute in `held_as`
-    tile: int = 1  # what inputs and outputs of a layer are multiples of where matrix units compute it
+    headroom: float = 1.0  # factor applied to gradients before rounding, and undone afterwards
+    history: int = 0  # micro-batches whose largest numbers give a tensor's scale; 0: the tensor's own
+    keep_last: float = 0.0  # share of the blocks, the last ones, that compute in `held_as`
+    tile: int = 1  # matrix units compute a layer only if its inputs and outputs are multiples of this
 
     @property
     def weight_block(self) -> tuple[int, int] | None:
@@ -263,7 +263,7 @@ class PrecisionRecipe:
         return block
 
     def blocks(self, layers: int) -> int:
-        """How many of the first blocks compute so."""
+        """Return how many of the first blocks compute with this recipe."""
         return layers - math.ceil(layers * self.keep_last)
 
 
@@ -273,7 +273,7 @@ def precision_recipes() -> dict[str, PrecisionRecipe]:
 
 
 def precision_recipe(precision: str) -> PrecisionRecipe | None:
-    """The recipe of a precision, None where its products are on the tensors as they are."""
+    """Return the recipe of a precision, or None if its products take the tensors as they are."""
     return precision_recipes().get(precision)
 
 
@@ -282,11 +282,11 @@ def _recipe(name: str, table: dict[str, Any]) -> PrecisionRecipe:
     return PrecisionRecipe(name=name, **{**table, **formats})
 
 
-# -- what `ironlaw compress` is asked, and `train.qat` -----------------------------------------------------------------
+# -- targets of `ironlaw compress` and `train.qat` ---------------------------------------------------------------------
 
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant", "hqq"]
-Score = Literal["magnitude", "wanda"]  # by which weights are pruned
+Score = Literal["magnitude", "wanda"]  # criterion for pruning weights
 METHODS: tuple[Method, ...] = get_args(Method)
 SCORES: tuple[Score, ...] = get_args(Score)
 TWO_OF_FOUR, SHARE = "2:4", "pruned="
@@ -294,7 +294,7 @@ TWO_OF_FOUR, SHARE = "2:4", "pruned="
 
 @dataclass(frozen=True)
 class Pruning:
-    """`share` of a matrix's weights goes, or with `of_four` so many of every four neighbours."""
+    """Pruning of `share` of a matrix's weights, or of `of_four` of every four neighbouring weights."""
 
     share: float
     of_four: int = 0
@@ -305,7 +305,7 @@ class Pruning:
 
 @dataclass(frozen=True)
 class CompressionTarget:
-    """A format of numbers (fp32 where only weights go), and which weights go."""
+    """A number format (fp32 if weights are only pruned), and which weights are pruned."""
 
     format: NumberFormat
     pruning: Pruning | None = None
@@ -316,12 +316,12 @@ class CompressionTarget:
 
 
 def weight_formats() -> list[str]:
-    """Formats that hold weights: of 16 bits, or narrower with a scale, without which most weights would be 0."""
+    """Return the formats for weights: those of 16 bits, and narrower ones with a scale, or most would be 0."""
     return [n for n, known in number_formats().items() if known.bits == 16 or (known.bits < 16 and known.block)]
 
 
 def read_target(text: str, option: str = "--to") -> CompressionTarget:
-    """`int4`, `2:4`, `pruned=50%` or a format and one of the two, with a comma between. UserError for anything else."""
+    """Parse `int4`, `2:4`, `pruned=50%`, or a format and one of the others joined by a comma. UserError otherwise."""
     format, pruning = None, None
     for part in (part.strip() for part in text.split(",")):
         found = _pruning(part, option)

@@ -1,6 +1,6 @@
-"""What energy and time cost: carbon of power grids, rent and purchase prices, data-centre overhead.
+"""Costs of energy and time: carbon of power grids, rent and purchase prices, data-centre overhead.
 
-Prices age within months: each has a date, and a plan that uses one prints it.
+Prices age within months, so that each has a date, and a plan that uses one prints it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Grid:
     """A power grid."""
 
     name: str  # country or region, lower case with dashes
-    title: str  # as one writes it
+    title: str  # the usual spelling
     # Kilograms of CO2 per kilowatt-hour generated; the note says whether life-cycle CO2 equivalent or stack emissions
     # only.
     kg_co2_per_kwh: Figure
@@ -27,16 +27,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """One price somebody asked."""
+    """A price that a provider asked."""
 
     usd: Figure  # US dollars; per accelerator-hour for rent (its share of the host included), else per unit
-    date: str  # when it was asked, as exact as known: 2025-06, 2026-05-22
-    provider: str  # who asked it
+    date: str  # of the offer, as exact as known: 2025-06, 2026-05-22
+    provider: str
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What an accelerator costs; both may be unknown."""
+    """Rent and purchase prices of an accelerator; either may be unknown."""
 
     accelerator: str
     rent: tuple[Quote, ...] = ()
@@ -52,19 +52,19 @@ class Price:
 
 
 def grid_names() -> tuple[str, ...]:
-    """All grids, sorted."""
+    """Return the names of all grids, sorted."""
     return tuple(sorted(_grids()))
 
 
 def grid(name: str) -> Grid:
-    """The grid of that name or ISO code (`france`, `fr`, `world`)."""
+    """Return the grid with this name or ISO code (`france`, `fr`, `world`)."""
     typed = name.strip().lower().replace("_", "-").replace(" ", "-")
     typed = next((of for of, entry in _energy()["grid"].items() if typed in entry.get("codes", ())), typed)
     return lookup("power grid", typed, _grids())
 
 
 def price(accelerator: Accelerator | str) -> Price | None:
-    """What is known of an accelerator's price; `None` when nothing is."""
+    """Return the known prices of an accelerator; `None` if there are none."""
     name = accelerator.name if isinstance(accelerator, Accelerator) else resolve(accelerator)
     entry = prices().get(name)
     if entry is None:
@@ -74,13 +74,13 @@ def price(accelerator: Accelerator | str) -> Price | None:
 
 
 def pue(name: str = "average") -> Figure:
-    """Power usage effectiveness: watts drawn from the grid per watt of computing equipment."""
+    """Return a power usage effectiveness: watts drawn from the grid per watt of computing equipment."""
     return lookup("PUE", name, pues())
 
 
 @cache
 def prices() -> dict[str, Any]:
-    """Accelerator to what is known of its price."""
+    """Return the known prices of each accelerator."""
     return read_toml("prices.toml")
 
 
@@ -103,5 +103,5 @@ def _grids() -> dict[str, Grid]:
 
 @cache
 def pues() -> dict[str, Figure]:
-    """Kind of data centre to its power usage effectiveness."""
+    """Return the power usage effectiveness of each kind of data centre."""
     return {name: figure(entry) for name, entry in _energy()["pue"].items()}

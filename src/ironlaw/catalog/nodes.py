@@ -1,4 +1,4 @@
-"""Nodes: how many accelerators share a host, what links them, what leaves the host, what it draws.
+"""Nodes: the accelerators that share a host, the links between them, the network, and the power of the host.
 
     cluster = parse_cluster("64xh100-sxm-80gb")
     cluster.node.name, cluster.nodes        # "dgx-h100", 8
@@ -18,34 +18,34 @@ from ironlaw.catalog.figures import Figure, read_entry, read_toml, stems, unknow
 from ironlaw.errors import UserError
 
 MAX_ACCELERATORS = 10_000_000
-"""Largest cluster that is taken for a wish rather than a slip of the keyboard."""
+"""Largest cluster that is accepted; a larger number is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A typical host. Absent figures are `None`."""
+    """A typical host. Unknown figures are `None`."""
 
-    name: str  # the catalog's name, and the data file's
+    name: str  # in the catalog, and of the data file
     product: str  # the usual name
     accelerators: int  # per node (one operating system image)
     # Accelerators that reach each other over the scale-up link without the network: 8 in a DGX, 72 in an NVL72 rack, 1
-    # where only PCIe links them.
+    # if only PCIe links them.
     scale_up_accelerators: int
-    fabric: str = ""  # infiniband, roce, efa, ethernet, slingshot, ici, or empty: not known
+    fabric: str = ""  # infiniband, roce, efa, ethernet, slingshot, ici; empty: not known
     nics: Figure | None = None  # network cards (or rails) for training traffic, per node
-    nic_bytes_per_second: Figure | None = None  # each of them, one direction, bytes/s
+    nic_bytes_per_second: Figure | None = None  # of each card, one direction, bytes/s
     # Everything but the accelerators at full load, W: CPUs, memory, switches, network cards, fans, power supply losses.
     host_watts: Figure | None = None
     system_watts: Figure | None = None  # the whole node at its maximum, W
-    host_memory_bytes: Figure | None = None  # memory of the processors, bytes
-    host_memory_rate: Figure | None = None  # peak of all its channels together, bytes/s
-    oversubscription: float = 1.0  # what the nodes can send over what the network's upper level carries; 1: all of it
+    host_memory_bytes: Figure | None = None  # CPU memory, bytes
+    host_memory_rate: Figure | None = None  # peak of all memory channels together, bytes/s
+    oversubscription: float = 1.0  # rate at which nodes can send over the rate of the network's upper level
     source: str = ""
-    note: str = ""  # what is particular about it
+    note: str = ""  # peculiarities of the node
 
     @property
     def network_bytes_per_second(self) -> float | None:
-        """All training network cards of a node together, one direction, bytes/s."""
+        """Rate of all training network cards of a node together, one direction, bytes/s."""
         if self.nics is None or self.nic_bytes_per_second is None:
             return None
         return self.nics.value * self.nic_bytes_per_second.value
@@ -74,12 +74,12 @@ class Cluster:
 
 
 def node_names() -> tuple[str, ...]:
-    """All node names, sorted, from the file names: nothing is parsed."""
+    """Return all node names, sorted, from the file names. Parses nothing."""
     return stems("nodes")
 
 
 def node(name: str) -> Node:
-    """The node of that name. Parses one file."""
+    """Return the node with this name. Parses one file."""
     typed = name.strip().lower().replace("_", "-").replace(".", "-").replace(" ", "-")
     if typed not in node_names():
         raise unknown("node", name, node_names())
@@ -90,7 +90,7 @@ _CLUSTER = re.compile(r"^(?:(?P<count>-?[\d_,.]+)\s*[x*]\s*)?(?P<name>[^@]+?)(?:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """A cluster from `[COUNTx]ACCELERATOR[@NODE]`: `h200`, `2xh200`, `64xh100-sxm-80gb@p5-48xlarge`."""
+    """Parse a cluster from `[COUNTx]ACCELERATOR[@NODE]`: `h200`, `2xh200`, `64xh100-sxm-80gb@p5-48xlarge`."""
     match = _CLUSTER.match(text.strip())
     if match is None:
         raise UserError(f"cannot read cluster '{text}': write COUNTxACCELERATOR, for example 64xh100-sxm-80gb")

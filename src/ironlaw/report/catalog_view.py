@@ -1,4 +1,4 @@
-"""The catalogue and the number formats, each figure with its source; what a compression saved; what is installed."""
+"""Views of the catalogue and number formats with their sources, of a compression, and of the installation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from ironlaw import units
 from ironlaw.report.document import Cell, Document, NameList, Print, bad, dim, good
 
-# How a figure is printed, by how its key ends.
+# Ending of a figure's key -> how its value is printed.
 _PRINT: tuple[tuple[str, Print], ...] = (
     ("flops_per_second", lambda v: units.rate(v, "FLOP")), ("bytes_per_second", lambda v: units.rate(v, "B")),
     ("bytes", units.bytes_), ("hz", lambda v: units.si(v, "Hz")), ("watts", lambda v: units.si(v, "W")),
     ("per_kwh", lambda v: f"{v:g} kg CO2/kWh"),
 )  # fmt: skip
-REFERENCE_PARAMETERS = 8e9  # whose bytes the table of formats gives, as something to hold on to
+REFERENCE_PARAMETERS = 8e9  # size of the model whose bytes the table of formats gives as an example
 
 
 def names_view(names: Mapping[str, Sequence[str]]) -> Document:
@@ -27,7 +27,7 @@ def names_view(names: Mapping[str, Sequence[str]]) -> Document:
 
 
 def entry_view(entry: Mapping[str, Any]) -> Document:
-    """One entry of the catalogue, with the source of every figure."""
+    """Return one entry of the catalogue, with the source of every figure."""
     made = Document()
     made.title(f"{entry['title']} ({entry['kind']} {entry['name']})")
     made.facts(entry["facts"].items())
@@ -95,7 +95,7 @@ def _scale(entry: Mapping[str, Any]) -> str:
 
 
 def compression_view(source: str, out: str, found: Mapping[str, Any]) -> Document:
-    """What a compression saved and what it cost."""
+    """Return what a compression saved and what it cost."""
     made = Document()
     rows = [
         [name, units.bytes_(found[f"bytes_{when}"]), f"{found[f'loss_{when}']:.4f}",
@@ -131,7 +131,7 @@ def _decoding(found: Mapping[str, Any]) -> str:
 
 
 def checkup_view(found: Mapping[str, Any]) -> Document:
-    """What `ironlaw doctor` found."""
+    """Return the findings of `ironlaw doctor`."""
     made = Document()
     made.title(", ".join(f"{name} {version}" for name, version in found["versions"].items() if version))
     for device in found["devices"]:

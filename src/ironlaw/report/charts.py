@@ -1,4 +1,4 @@
-"""The drawings of a run: its parts, the descent from the hardware's ceiling, roofline, timeline, curves over steps."""
+"""Charts of a run: parts of the step, losses from the hardware's ceiling, roofline, timeline, curves over steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ironlaw.report.document import Chart
 
 Found = Mapping[str, Any]
 MOST_POINTS = 60
-SLOWEST_SHOWN = 2.5  # times the typical step: one hiccup of the machine must not flatten the rest of the chart
+SLOWEST_SHOWN = 2.5  # times the typical step, so that one slow step does not flatten the rest of the chart
 DROPS = {
     "shape": "shapes", "memory": "memory-bound operations", "launch": "launch and host",
     "communication": "exposed communication", "bubble": "pipeline bubble", "data": "data",
@@ -31,7 +31,7 @@ LINE_WIDTH = 72
 
 
 def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None:
-    """Training and validation loss over steps, as `metrics.jsonl` has them."""
+    """Return training and validation loss over steps, from the records of `metrics.jsonl`."""
     steps = [m for m in steps if m.get("loss") is not None]
     evaluated = [m for m in steps if m.get("validation_loss") is not None]
     if not steps:
@@ -56,7 +56,7 @@ def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None
 
 
 def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
-    """Seconds of every step that was not recorded, beside the plan's. `step`: planned and measured seconds."""
+    """Return the seconds of every unprofiled step beside the plan's. `step`: planned and measured seconds."""
     timed = [m for m in steps if m.get("seconds") is not None and not m.get("recorded")]
     if not timed:
         return None
@@ -95,7 +95,7 @@ def memory(curve: Sequence[Sequence[float]], width: int) -> Markup:
 
 
 def composition(rows: Sequence[Found], time: Found) -> Markup:
-    """The step as one bar per side, of its parts."""
+    """Draw the step as one bar per side, planned and measured, divided into its parts."""
     whole = max((time["step"][side] or 0.0 for side in ("planned", "measured")), default=0.0)
     drawn = Markup("")
     for side in ("planned", "measured"):
@@ -111,7 +111,7 @@ def composition(rows: Sequence[Found], time: Found) -> Markup:
 
 
 def waterfall(fall: Found, width: int) -> Markup:
-    """Bars that begin where the one before ends: from the ideal step to the measured one."""
+    """Draw bars from the ideal step to the measured one; each begins where the one before ends."""
     rows: list[tuple[str, float, float, str]] = []
     now = fall["ideal_seconds"] or 0.0
     if fall["ideal_seconds"]:
@@ -137,7 +137,7 @@ def waterfall(fall: Found, width: int) -> Markup:
 
 
 def roofline(roof: Found, width: int, height: int = 320) -> Markup:
-    """FLOP/s over FLOPs per byte, both logarithmic; a point's area grows with its share of the time."""
+    """Draw FLOP/s over FLOPs per byte, both logarithmic. A point's area grows with its time."""
     points = roof["points"][:MOST_POINTS]
     peak, copy = roof["peak_flops_per_second"], roof["copy_bytes_per_second"]
     xs, ys = [p["intensity"] for p in points] + [roof["ridge"]], [p["flops_per_second"] for p in points]
@@ -173,12 +173,12 @@ def roofline(roof: Found, width: int, height: int = 320) -> Markup:
 
 
 def _short(rate: float) -> str:
-    """A round tick of FLOP/s."""
+    """Return a round tick of FLOP/s."""
     return units.si(rate, "FLOP/s").replace(".00", "").replace(".0 ", " ")
 
 
 def timeline(line: Found, width: int) -> Markup:
-    """A lane per row; a segment says what it is where there is room, and in its title where there is not."""
+    """Draw one row per lane. A segment shows its label if there is room, and always as its title."""
     lanes: Sequence[str] = sorted(line["lanes"], key=lambda lane: (lane != "phases", lane != "operations", lane))
     row, upper, whole = 44.0, 4.0, line["seconds"]
     body = []
@@ -202,7 +202,7 @@ def timeline(line: Found, width: int) -> Markup:
 
 
 def timeline_letters(line: Found) -> tuple[str, str]:
-    """One recorded step as letters, what a person sees at a glance; and what they mean."""
+    """Return one recorded step as a line of letters, and the letters' meanings."""
     cells = [" "] * LINE_WIDTH
     for segment in (s for s in line["segments"] if s["lane"] == "phases"):
         first = int(LINE_WIDTH * segment["start"] / line["seconds"])

@@ -1,6 +1,6 @@
-"""The plan of a cluster: the layouts found, what they cost, what to change, and where each number comes from.
+"""The plan of a cluster: candidate layouts, their costs, advice, and the derivation of each number.
 
-Reads the plan's ledger and the sections of its JSON (`more`); calculates nothing.
+Reads the plan's ledger and the sections of its JSON (`more`) and calculates nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _hours(value: float | None) -> str:
     return units.NOT_KNOWN if value is None else f"{units.count(value)} h"
 
 
-# Totals in the order of the table: what people call them, how they are printed.
+# Totals in the order of the table: their usual names, and how they are printed.
 SHOWN: dict[str, tuple[str, Print]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", lambda v: units.si(v, "FLOP")),
@@ -42,7 +42,7 @@ SHOWN: dict[str, tuple[str, Print]] = {
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
-# Which totals go into a total.
+# Total -> the totals it is calculated from.
 DERIVED = {
     "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
     "mfu_palm": ("parameters", "step_seconds"), "mfu_6nd": ("parameters", "step_seconds"), "hfu": ("step_seconds",),
@@ -53,7 +53,7 @@ DERIVED = {
 
 
 def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
-    """The whole answer: verdict, totals, candidates, terms, memory, budget, advice, assumptions."""
+    """Return the whole answer: verdict, totals, candidates, terms, memory, budget, advice, assumptions."""
     made = Document()
     _title(made, ledger, more)
     _verdict(made, ledger, fits, more)
@@ -90,7 +90,7 @@ def _title(made: Document, ledger: Ledger, more: More) -> None:
 
 
 def _network(cluster: More) -> str:
-    """What leaves each of several nodes."""
+    """Describe the network rate of each node, if there are several."""
     rate = cluster["network_bytes_per_second"]
     if cluster["nodes"] == 1 or rate is None:
         return ""
@@ -134,7 +134,7 @@ def _would_fit(made: Document, more: More) -> None:
 
 
 def _engine(made: Document, more: More) -> None:
-    """That no measured run backs the engine on this generation; and other software, where none was said."""
+    """Warn if no measured run checks the engine on this generation. Show other software if none was chosen."""
     engine = more["engine"]
     if not engine["checked_runs"]:
         words = (
@@ -244,7 +244,7 @@ def _scaling(made: Document, scaling: More, here: int) -> None:
 
 
 def assumed_view(assumed: Sequence[Mapping[str, str]]) -> Document:
-    """What nobody said, and how to say it."""
+    """Return the assumed settings, and how to set them."""
     made = Document()
     if assumed:
         made.heading("Assumed")
@@ -255,7 +255,7 @@ def assumed_view(assumed: Sequence[Mapping[str, str]]) -> Document:
 
 
 def ranks_view(ledger: Ledger, more: More) -> Document:
-    """A job on ranks of this machine: why this layout, the others, and what each rank does, sends and holds."""
+    """Return the plan of local ranks: the reason for this layout, the others, and each rank's work and memory."""
     made, facts = Document(), ledger.facts
     if not facts.get("stages"):
         return made
@@ -286,7 +286,7 @@ def ranks_view(ledger: Ledger, more: More) -> Document:
 
 
 def cluster_why_view(ledger: Ledger, more: More) -> Document:
-    """Every total with its formula and inputs, the engine, and what is not measured but assumed."""
+    """Return every total with its formula and inputs, the engine, and what is assumed instead of measured."""
     made, facts, work = Document(), ledger.facts, more["work"]
     made.heading("Where each number comes from")
     batch = [f"{work['global_batch']:,} sequences of {work['sequence']:,} tokens per step [asked or assumed]"]
@@ -332,7 +332,7 @@ def _product(product: More) -> list[str]:
 
 
 def plan_views(outcome: Any, why: bool = False) -> list[Document]:
-    """Of a `PlanOutcome`: of training here or on a cluster, or of serving."""
+    """Return the views of a `PlanOutcome`: of training on this machine or a cluster, or of serving."""
     ledger, more = outcome.ledger, outcome.more
     assumed = assumed_view(more.get("assumed", []))
     if "served" in more:

@@ -1,4 +1,4 @@
-"""Several runs: two beside each other, a table of many, and what tuning tried."""
+"""Views of several runs: two side by side, a table of many, and the trials of tuning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def comparison_view(found: Found) -> Document:
-    """Two runs: what changed, and whether it is more than noise."""
+    """Return what changed between two runs, and whether it is more than noise."""
     made, noise, grade = Document(), found["noise"], found.get("grade")
     made.text(f"A {found['before']}", role="dim")
     made.text(f"B {found['after']}", role="dim")
@@ -70,7 +70,7 @@ def _setting(value: Any) -> str:
 
 
 def runs_view(runs: Sequence[Found], curves: Mapping[str, Sequence[float]]) -> Document:
-    """A table of runs, and their losses as one line of blocks each."""
+    """Return a table of runs, each with its losses as a sparkline."""
     made = Document()
     rows: list[Row] = []
     for run in runs:
@@ -87,7 +87,7 @@ def _figure(name: str, value: float | None) -> Cell:
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """The course of a curve in eighths of a line; empty for fewer than two values."""
+    """Return a curve as block characters, one per mean of some values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     size = max(1, len(values) // width)
@@ -98,7 +98,7 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
 
 
 def tuned_view(found: Found, path: str) -> Document:
-    """What tuning tried and kept."""
+    """Return the trials of tuning and the settings that it kept."""
     made = Document()
     if found["trials"]:
         columns = ["remedy", "<change", "planned", "measured", "noise", "loss", "<"]

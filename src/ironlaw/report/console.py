@@ -1,4 +1,4 @@
-"""What the verbs share: consoles, JSON on stdout and nothing else there, progress on stderr."""
+"""Console output shared by the verbs: results or only JSON on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rich.segment import Segment
 from ironlaw.errors import printable
 from ironlaw.report.document import Document
 
-PLAIN_EVERY_SECONDS = 5.0  # between lines of progress where the output is not a terminal
-PLAIN_WIDTH = 100  # where the output is not a terminal, and has no width of its own
+PLAIN_EVERY_SECONDS = 5.0  # between lines of progress if the output is not a terminal
+PLAIN_WIDTH = 100  # if the output is not a terminal and has no width of its own
 
 
 class _Printable:
-    """What is drawn, with everything spelt out that a terminal would obey: names and texts are anybody's."""
+    """A renderable with control characters escaped: names and texts come from untrusted files."""
 
     def __init__(self, drawn: ConsoleRenderable) -> None:
         self._drawn = drawn
@@ -38,8 +38,8 @@ class _PrintableOnly(RenderHook):
 
 
 class Unfailing:
-    """A stream whose reader may go away: a closed terminal, a log on a full disk. What cannot be written is dropped,
-    with what the stream still holds: a run is worth more than its remarks."""
+    """A stream whose reader may disappear: a closed terminal, or a log on a full disk. After a failed write, the output
+    and the stream's buffer are discarded: a run is worth more than its messages."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -62,12 +62,12 @@ class Unfailing:
 
 
 def silence(stream: TextIO) -> None:
-    """Let what is written to a stream go nowhere from here on, at the interpreter's end too."""
+    """Discard everything written to a stream from now on, including what the interpreter flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _console(stream: Any) -> Console:
-    """No markup: square brackets are text, and styles are given as such."""
+    """Return a console without markup: square brackets are text, and styles are passed as arguments."""
     width = None if stream.isatty() else PLAIN_WIDTH
     console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_PrintableOnly())
@@ -75,17 +75,17 @@ def _console(stream: Any) -> Console:
 
 
 def output() -> Console:
-    """Results, on stdout."""
+    """Return the console for results, on stdout."""
     return _console(sys.stdout)
 
 
 def messages() -> Console:
-    """Progress and remarks, on stderr."""
+    """Return the console for progress and messages, on stderr."""
     return _console(Unfailing(sys.stderr))
 
 
 def recorder() -> Console:
-    """Keeps what is written to it, for export as text or HTML."""
+    """Return a console that keeps its output, for export as text or HTML."""
     console = Console(
         record=True, file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False,
         force_terminal=False, force_jupyter=False, color_system=None,
@@ -95,7 +95,7 @@ def recorder() -> Console:
 
 
 def show(*views: Document) -> None:
-    """Results on stdout, one after the other."""
+    """Print views on stdout, one after the other."""
     from ironlaw.report.terminal import show as show_on
 
     console = output()
@@ -111,7 +111,7 @@ def print_json(document: Any) -> None:
 
 
 def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> None:
-    """A verb's JSON document, or what `view` makes of it."""
+    """Print a verb's JSON document, or the view of it."""
     if as_json:
         print_json(document)
     else:
@@ -120,7 +120,7 @@ def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> Non
 
 @contextmanager
 def progress(label: str, console: Console | None = None) -> Iterator[Any]:
-    """`with progress("Measuring") as update: update(0.5, "round 3")`: a bar, or a line now and then."""
+    """`with progress("Measuring") as update: update(0.5, "round 3")`: a bar, or lines if not on a terminal."""
     console = console or messages()
     if not console.is_terminal:
         last = -PLAIN_EVERY_SECONDS

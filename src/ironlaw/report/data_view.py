@@ -1,4 +1,4 @@
-"""Data: what a preparation made, rows as the model sees them, what the loader can deliver, and the cache."""
+"""Views of data: a preparation, rows as the model sees them, the loader's rates, and the cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Pairs = Iterator[tuple[str, str]]
 
 
 def stats_view(stats: dict[str, Any]) -> Document:
-    """Everything `data stats` knows."""
+    """Return all statistics of `data stats`."""
     made = Document()
     made.facts([*_sources(stats), *_splits(stats), *_tokens(stats), *_shards(stats)])
     return made
 
 
 def prepared_view(stats: dict[str, Any], reused: bool, config: str) -> Document:
-    """After `data prepare`: what there is now, and what to do with it."""
+    """Return the result of `data prepare`: the prepared data, and the next command."""
     made = Document()
     train, validation = (stats["splits"][split] for split in ("train", "validation"))
     tokens = f"{units.count(train['tokens'])} training tokens in {units.count(train['documents'])} documents"
@@ -85,7 +85,7 @@ def _packing_words(report: dict[str, Any], sequence: int) -> str:
 
 
 def rows_view(rows: Iterable[dict[str, Any]]) -> Document:
-    """Rows of a batch: each document's text behind its number."""
+    """Return the rows of a batch: the number and the text of each document."""
     made = Document()
     for row in rows:
         padded = f", {row['padding']} of padding" if row["padding"] else ""
@@ -106,7 +106,7 @@ def _shortened(text: str, length: int = 160) -> str:
 
 
 def supply_words(supply: dict[str, Any]) -> str:
-    """A plan's `data_supply`: what the loader can deliver against what the step consumes, stage by stage."""
+    """Describe a plan's `data_supply`: the rates of the loader's stages against what the step consumes."""
     demand = f"the step demands {units.rate(supply['demand_tokens_per_second'], 'token')}"
     if not any(supply["stage_tokens_per_second"].values()):
         return f"{demand}; what the loader can supply is {supply['basis']}."
@@ -126,7 +126,7 @@ def supply_words(supply: dict[str, Any]) -> str:
 
 
 def loaded_words(data: dict[str, Any]) -> str:
-    """A run's `data`: what its loader could deliver, and how long the steps waited for it."""
+    """Describe a run's `data`: the loader's rates, and how long the steps waited for it."""
     stages = ", ".join(
         f"{stage} {units.rate(rate, 'token')}" for stage, rate in data["stage_tokens_per_second"].items()
     )

@@ -1,5 +1,5 @@
-"""Published decoder shapes: one TOML file each, or a line in `families/`. `parameters` is the published count, for
-checking."""
+"""Published decoder shapes: one TOML file each, or a line in `families/`. `parameters` is the published count, as a
+check."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ironlaw.errors import UserError, did_you_mean
 
 _FOLDER = Path(__file__).parent
 _BESIDE = ("family", "parameters", "source")
-"""Of a line, what is no field of ModelConfig."""
+"""Keys of a line that are not fields of ModelConfig."""
 
 
 def model_names() -> list[str]:
-    """Those with a file of their own."""
+    """Return the names of models with their own file."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def released_names() -> list[str]:
-    """Those with a line in `families/`, and other names that are known."""
+    """Return the names of models with a line in `families/`, and their aliases."""
     return sorted({*_released()["models"], *_released()["taken"]})
 
 
@@ -30,13 +30,13 @@ def is_model(name: str) -> bool:
 
 
 def taken_model(name: str) -> tuple[str, str] | None:
-    """The catalogue's name for another name of a model, and what it differs in; None where it is the catalogue's."""
+    """Return the catalogue's name for an alias of a model and how the two differ; None if `name` is no alias."""
     line = _released()["taken"].get(name)
     return (line["name"], line.get("why", "")) if line else None
 
 
 def model_entry(name: str) -> dict[str, Any]:
-    """The whole file: `[model]` with the fields of ModelConfig, `parameters`, `source`."""
+    """Return a model's file: `[model]` with the fields of ModelConfig, `parameters`, `source`."""
     if name in model_names():
         return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     if other := taken_model(name):
@@ -49,7 +49,7 @@ def model_entry(name: str) -> dict[str, Any]:
 
 
 def repository(name: str) -> str:
-    """On huggingface.co, of a catalogued model; another name is one already, or a folder."""
+    """Return a catalogued model's repository on huggingface.co. Other names are repositories or folders already."""
     return str(_families("repositories").get(name, name))
 
 
