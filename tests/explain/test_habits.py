@@ -72,11 +72,6 @@ SORTED = """class Sorted(nn.Sequential):
         for _ in range(8): x = x.sort(-1, descending=True).values.neg()  # HERE
         return super().forward(x)
 model = nn.Sequential(model[0], Sorted(*model[1:4]), model[4])"""
-VANISHING = """class Vanishing(nn.Sequential):
-    def forward(self, x):
-        for _ in range(12): y = x.detach() * 1e-20 * 1e-20  # HERE
-        return super().forward(x + y)
-model = nn.Sequential(model[0], Vanishing(*model[1:4]), model[4])"""
 WORLD = """for _ in range(16):
             with torch.no_grad(): model(batches[0][:1, :4]).argmax(-1)
             for _ in range(4): state = [0.5 * x + 1 for x in range(10_000)]  # HERE
@@ -107,7 +102,6 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "evaluation": ("evaluation_frequent", {"after": EVALUATION}),
     "checkpoints": ("checkpoint_frequent", {"after": "torch.save(optimizer.state_dict(), out + '.pt')  # HERE"}),
     "a sort": ("operation_slow", {"before": SORTED}),
-    "vanishing numbers": ("denormals", {"before": VANISHING}),
     "a world in Python": ("host_bound", {"tokens": WORLD}),
     "a buffer of lists": ("host_bound", {
         "before": "rows = torch.randint(0, 100, (4000, 64)).tolist()", "tokens": REPLAYED,
