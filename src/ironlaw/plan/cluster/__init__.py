@@ -1,1 +1,1 @@
-"""The plan of layouts on a catalogued cluster: many at once, as columns of arrays."""
+"""Plans of layouts on a catalogued cluster, evaluated many at once as columns of arrays."""

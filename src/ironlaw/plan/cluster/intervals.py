@@ -1,17 +1,16 @@
-"""80% intervals, learned from how far plans were off on measured runs that took no part in the fit.
+"""80% intervals, learned from the errors of plans on measured runs that took no part in the fit.
 
-The error of a run, ln(measured / planned), has a part that it shares with the other runs of its group (the cluster, the
-version, the habits of who ran it) and one of its own. The shared part is the smaller the more comparable groups the
-constants were checked on (same engine, same accelerator generation, models within a factor `COMPARABLE` in size), and
-larger for software, hardware or a number format nobody checked. No checked run had experts, so none is comparable to a
-mixture:
+The error of a run, ln(measured / planned), has a part shared by its group (the same cluster, version and habits) and a
+part of its own. The shared part is smaller the more comparable groups the constants were checked on (same engine, same
+accelerator generation, models within a factor `COMPARABLE` in size), and larger for unchecked software, hardware or
+number formats. No checked run had experts, so none is comparable to a mixture of experts:
 
     spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + unknown_format^2
                + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
 
-`doublings`: of the number of accelerators beyond the largest that was checked. Skewed because runs are disturbed more
-often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_intervals.py` writes it.
+`doublings`: of the number of accelerators beyond the largest checked run. The interval is skewed because runs are
+slowed down more often than sped up. `benchmarks/fit_intervals.py` writes the constants to `interval_factors.toml`.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from ironlaw.plan.engines.named import GENERIC, engine, engines
 _FILE = Path(__file__).parent / "interval_factors.toml"
 
 COMPARABLE = 8.0
-"""Small models wait for launches and large ones do not: a group says little of models ten times its size."""
+"""Small models wait for launches, large ones do not: a group's errors tell little of models ten times its size."""
 
 
 @dataclass(frozen=True)
 class Distance:
     """How far a plan is from the runs that its constants were checked on."""
 
-    groups: int  # comparable measured ones
+    groups: int  # comparable groups of measured runs
     unknown_engine: bool
-    assumed_hardware: bool  # nothing was measured on this generation, not even single matmuls
+    assumed_hardware: bool  # nothing was measured on this generation, not even matmuls alone
     doublings: float
     unknown_format: bool = False  # 8- or 4-bit numbers that no checked run of the engine computed in
 
@@ -60,10 +59,10 @@ class Distance:
 
 @lru_cache(maxsize=1)
 def factors() -> dict[str, dict[str, Any]]:
-    """Quantity ("time", "memory") to the constants above, and `checked`: engine to generation to its groups.
+    """Return, by quantity ("time", "memory"), the constants above and `checked`: groups by engine and generation.
 
-    A group is [fewest parameters, most parameters, most accelerators, runs]. `formats`: engine to generation to how
-    many of its runs state which.
+    A group is [fewest parameters, most parameters, most accelerators, runs]. `formats`: by engine and generation, the
+    number of runs that state each number format.
     """
     return read_toml(_FILE)
 
@@ -73,7 +72,7 @@ def distance(
     quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False,
     precision: str = "",
 ) -> Distance:  # fmt: skip
-    """An engine that is none of the shipped ones was calibrated by its user: one group, of unknown size."""
+    """Return a plan's distance from the checked runs. Engines not shipped were calibrated by their users: one group."""
     if engine not in engines():
         return Distance(1, False, False, 0.0)
     checked = factors()[quantity].get("checked", {}).get(engine, {})
@@ -89,12 +88,12 @@ def distance(
 
 
 def comparable(parameters: float, low: float, high: float) -> bool:
-    """Whether models of `low` to `high` parameters say something of one of this size."""
+    """Return whether runs of models with `low` to `high` parameters are comparable to a model of this size."""
     return low / COMPARABLE <= parameters <= high * COMPARABLE
 
 
 def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, float]:
-    """Logarithms of lower and upper bound over the planned value."""
+    """Return the logarithms of the interval's bounds over the planned value, lower then upper."""
     squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
     squared += known["unknown_engine"] ** 2 * where.unknown_engine
     squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
@@ -105,16 +104,16 @@ def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, fl
 
 
 def interval_factors(quantity: str, *of: Any) -> tuple[float, float]:
-    """The same of a plan; `of`: as `distance` takes them."""
+    """Return the `spread_factors` of a plan. `of`: arguments of `distance` after the quantity."""
     return spread_factors(factors()[quantity], distance(quantity, *of))
 
 
 def format_shares(engine: TrainingEngine, accelerator: Accelerator, beside: Mapping[str, int]) -> dict[str, float]:
-    """What a run computes in that does not say, widest first: shares that add up to 1.
+    """Return the likely number formats of a run that does not state its own, widest first, as shares that sum to 1.
 
-    By what the runs `beside` it (of its own group) state, as if before them three had been seen with the shares of the
-    engine's checked runs on this generation; before those likewise three, two of them in its `default_precision`, one
-    in the other of 16 bits and 8.
+    They come from the formats of the runs `beside` it (of its group), with a prior worth three runs: the shares of the
+    engine's checked runs on this generation. Those have a prior worth three runs too: two in `default_precision`, one
+    in the other of 16 and 8 bits.
     """
     peaks = accelerator.peak_flops_per_second
     sixteen = "bf16" if "bf16" in peaks else "fp16"
@@ -130,7 +129,7 @@ def format_shares(engine: TrainingEngine, accelerator: Accelerator, beside: Mapp
 
 
 def checked_runs() -> dict[str, dict[str, int]]:
-    """Timed runs by engine and generation, of the public runs that docs/accuracy.md reports on."""
+    """Return the number of timed runs by engine and generation, of the public runs reported in docs/accuracy.md."""
     checked = factors()["time"]["checked"]
     return {
         name: {generation: sum(group[3] for group in groups) for generation, groups in generations.items()}
@@ -139,11 +138,11 @@ def checked_runs() -> dict[str, dict[str, int]]:
 
 
 DEFAULT_ON = {"ampere": "composer-fsdp", "cdna3": "torchtitan-2025"}
-"""The engine that is assumed on generations where the usual default was never checked, but this one was."""
+"""Default engines on generations where the usual default engine was never checked but another was."""
 
 
 def evidence(name: str, generation: str) -> dict[str, Any]:
-    """What an answer says of its engine: where it comes from, runs checked on this generation, and by which others."""
+    """Describe an engine for an answer: its source, and its own and other engines' checked runs on this generation."""
     others = {other: runs[generation] for other, runs in checked_runs().items() if generation in runs and other != name}
     return {
         "name": name,

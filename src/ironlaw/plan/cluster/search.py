@@ -1,17 +1,17 @@
-"""All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which constraint.
+"""Plan and rank all layouts of a model on a cluster, and count those ruled out by each constraint.
 
     found = search(ClusterStep(model, cluster, sequence=8192, global_batch=1024))
     found.best[0].layout, found.best[0].step_seconds
     found.ruled_out                     # {"memory": 5120, "heads not divisible by tp": 64, ...}
 
-Every layout whose numbers divide is planned in chunks of arrays, first without what saves memory for time. Recomputing
-or offloading never makes a layout faster, so those variants are planned only of layouts that do not fit for sure, and
-only while the layout itself is faster than what was found (the others are counted). The first of the ranking is the
-best of the space by the model. Offloading is tried where nothing fits without: no measured run backs its figures.
+Every layout whose numbers divide is planned in chunks of arrays, first without recomputation and offloading. These
+never make a layout faster, so such variants are planned only for layouts that are not certain to fit, and only while
+the layout itself is faster than the best found (the others are counted). The first of the ranking is the best of the
+space according to the model. Offloading is tried only if nothing fits without: no measured run backs its figures.
 
-Memory of our own trainer is its program's, walked pass by pass, as its plan says it. Closed formulas rule out what no
-walk can bring within the device (`memory.py`); the rest waits, and is walked in the order of step seconds until nothing
-that is left can change the answer.
+The memory of our own trainer comes from walking its program pass by pass, as in its plan. Closed formulas rule out
+layouts that certainly do not fit (`memory.py`). The others wait and are walked in order of step seconds, until none of
+the rest can change the answer.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from ironlaw.plan.recipe import not_trained_here
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
 HIDING = 0.005
-"""Of the step, that recomputing gains at most by giving messages more to hide behind where launches set the pace:
-0.2% in thousands of layouts tried (tests/plan/test_sanity.py)."""
+"""Largest share of the step that recomputation may gain where launches set the pace, because messages overlap with more
+compute: 0.2% in thousands of layouts tried (tests/plan/test_sanity.py)."""
 
 HIDING_IN_BUBBLE = 0.03
-"""The same of sharded weights under a zero-bubble schedule, which a longer backward pass hides without filling less of
-the bubble: 1.7% there."""
+"""The same with sharded weights under a zero-bubble schedule, where a longer backward pass hides their transfers and
+fills as much of the bubble: 1.7% in those layouts."""
 
-NEAREST = 20  # layouts of our own trainer that are walked to find which misses by least
+NEAREST = 20  # layouts of our own trainer walked to find the one closest to fitting
 CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB
-FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned at first, and bounded at once
+FEW, MANY = 1000, 200_000  # in the search for the fastest alone: planned at first; bounded at once
 
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """One layout that fits, planned."""
+    """A planned layout of the ranking."""
 
     layout: Layout
     step_seconds: float
     peak_bytes: float
-    why_slower: str = ""  # what it loses to the best, largest term first
+    why_slower: str = ""  # its extra time over the best layout, largest term first
     terms: dict[str, float] = field(default_factory=dict)  # seconds of the step by term
 
 
 @dataclass
 class SearchResult:
-    """The ranking, fastest first, and the layouts that are not in it by reason."""
+    """The ranking, fastest first, and the number of layouts ruled out by each reason."""
 
     best: list[RankedLayout]
     planned: int
     fitting: int
     ruled_out: dict[str, int] = field(default_factory=dict)
-    nearest_miss: RankedLayout | None = None  # the layout that misses by least, when nothing fits
-    safest: RankedLayout | None = None  # the fastest of which even the upper end of the memory interval fits
+    nearest_miss: RankedLayout | None = None  # the layout closest to fitting, if nothing fits
+    safest: RankedLayout | None = None  # the fastest that fits even at the upper end of its memory interval
 
 
 Entry = tuple[float, float, np.void, dict[str, float]]
@@ -83,12 +83,11 @@ UNWALKED = "slower than what was found, whatever their memory"
 
 
 def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_alone: bool = False) -> SearchResult:
-    """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
+    """Plan every layout and keep the fastest that fit. Raises UserError if no layout can be formed.
 
-    What the step excludes is counted as ruled out by the reason that it gives.
-    Without `hybrid` no groups of replicas that share one sharded copy: a third of the work for hardly less speed.
-    With `fastest_alone` only layouts that may be the fastest are planned: the ranking holds it and others of the `keep`
-    fastest, and neither the counts nor `safest` mean anything.
+    Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
+    out: a third of the work for hardly slower layouts. With `fastest_alone`, only layouts that may be the fastest are
+    planned: the ranking holds that one and some others, and the counts and `safest` are meaningless.
     """
     model, cluster, refused = asked.model, asked.cluster, dict[str, int]()
     constraints: dict[str, int] = {}
@@ -105,7 +104,7 @@ def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_a
     if not len(table):
         reasons = "; or ".join(refused)
         raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
-    table = table[np.argsort(table["pp"], kind="stable")]  # alike ones share shapes
+    table = table[np.argsort(table["pp"], kind="stable")]  # neighbours then share shapes
     running = _Search(asked, keep, constraints, fastest_alone)
     running.learn_blocks(table)
     if fastest_alone:
@@ -121,7 +120,7 @@ def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_a
 
 
 def hiding(table: Table) -> np.ndarray:
-    """Of each layout's step, what recomputing may gain."""
+    """Return the largest share of each layout's step that recomputation may gain."""
     splits = table["schedule"] >= code("schedule", SPLIT_BACKWARD[0])
     return np.where((table["zero"] >= 2) & splits, HIDING_IN_BUBBLE, HIDING)
 
@@ -132,7 +131,7 @@ def _chunks(table: Table, size: int) -> Iterator[Table]:
 
 @dataclass
 class _Search:
-    """A search under way: what it is about, and the best so far."""
+    """A search in progress: the step, the counts and the best layouts so far."""
 
     asked: ClusterStep
     keep: int
@@ -140,26 +139,26 @@ class _Search:
     fastest_alone: bool
     planned: int = 0
     fitting: int = 0
-    passed: int = 0  # of those planned, neither ruled out by memory nor found to fit
+    passed: int = 0  # planned layouts that were neither ruled out by memory nor found to fit
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: list[tuple[float, Entry]] = field(default_factory=list)
     known: Known = field(default_factory=dict)
-    waiting: list[Entry] = field(default_factory=list)  # to be walked, with the least that they may hold
-    peaks: dict[tuple[Layout, float], float] = field(default_factory=dict)  # of what is walked
-    settled: set[bytes] = field(default_factory=set)  # layouts that fit for sure, and gain nothing by saving memory
+    waiting: list[Entry] = field(default_factory=list)  # to be walked, with a lower bound of their peak
+    peaks: dict[tuple[Layout, float], float] = field(default_factory=dict)  # of the layouts walked
+    settled: set[bytes] = field(default_factory=set)  # layouts certain to fit, which gain nothing by saving memory
 
     def learn_blocks(self, table: Table) -> None:
-        """Work out every block of these rows at once: a few have them all, and chunk by chunk it takes longer."""
+        """Evaluate the distinct blocks of all rows at once: they are few, and chunk by chunk it takes longer."""
         for part in _chunks(table, MANY):
             few, _ = self._candidates(part).blocks(self.where.engine)
             block_costs(few, self.where)
             kept_activation_bytes(few, self.where.engine)
 
     def plan_fastest(self, table: Table) -> None:
-        """Plan rows and their variants in the order of what they take at least, until that is more than the best.
+        """Plan rows and their variants in order of a lower bound of their time, until it exceeds the best.
 
-        The bound is of blocks, output layer and bubble alone: what is left out can only add.
+        The bound covers blocks, output layer and bubble alone: the other terms can only add.
         """
         parts = _chunks(table, MANY)
         least = np.concatenate([least_seconds(self._candidates(part), self.where) for part in parts]) * (
@@ -194,10 +193,10 @@ class _Search:
         return math.exp(interval_factors("memory", *self.asked.compared)[1])
 
     def plan(self, part: Table) -> np.ndarray:
-        """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
+        """Plan these rows and keep the best. Returns, per row, a lower bound of the seconds of its saving variants.
 
-        Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
-        Rows of our own trainer that may fit wait to be walked.
+        The bound is infinite where the row is certain to fit without allocator pressure, so that saving memory gains
+        nothing. Rows of our own trainer that may fit wait to be walked.
         """
         outcome = plan_candidates(self._candidates(part), self.where)
         fits, gain = outcome.fits, hiding(part)
@@ -218,14 +217,14 @@ class _Search:
         return np.where(settled, np.inf, outcome.times.step_seconds * (1 - gain))
 
     def _rank(self, fitting: list[Entry], sure: list[Entry]) -> None:
-        """Of what fits, some that may be among the fastest, and that may be the safest."""
+        """Merge fitting layouts into the ranking, and those certain to fit into the safest."""
         self.best = sorted([*self.best, *fitting], key=lambda entry: entry[:2])[: self.keep]
         self.safest = min([*sure, *([self.safest] if self.safest else [])], key=lambda entry: entry[:2], default=None)
 
     def walk(self, until: float = math.inf) -> None:
-        """Walk what waits, fastest first, while it may change the answer.
+        """Walk the waiting layouts, fastest first, while they may change the answer.
 
-        What takes at least `until` seconds waits on, for what is not planned yet may be faster.
+        Those of `until` seconds or more keep waiting, as layouts not planned yet may be faster.
         """
         self.waiting.sort(key=lambda entry: entry[:2], reverse=True)
         limit = usable_bytes(self.where)
@@ -248,9 +247,9 @@ class _Search:
                 self.settled.add(whole.tobytes())
 
     def _walked(self, row: np.void, enough: float = math.inf) -> float:
-        """Peak bytes of a layout, or some that are more than `enough`."""
+        """Return the peak bytes of a layout, or any number above `enough` if the peak exceeds it."""
         layout = layout_of(row)
-        if layout.zero == 2 and not self.where.engine.reduces_in_pieces(2, layout.pp):  # as under ZeRO 1
+        if layout.zero == 2 and not self.where.engine.reduces_in_pieces(2, layout.pp):  # the same as ZeRO 1
             layout = replace(layout, zero=1)
         if (layout, enough) not in self.peaks:
             batch, recipe = self.asked.run(layout)
@@ -258,7 +257,7 @@ class _Search:
         return self.peaks[layout, enough]
 
     def plan_savings(self, table: Table, bound: np.ndarray, variants: list[Saving]) -> None:
-        """Plan the variants of all rows whose bound leaves hope, fastest rows first."""
+        """Plan the variants of all rows whose bound is below the worst wanted time, fastest rows first."""
         order = np.argsort(bound, kind="stable")
         order = order[np.isfinite(bound[order])]
         step = max(1, CHUNK // len(variants))
@@ -274,9 +273,9 @@ class _Search:
                 self._plan_variants(table[index], variants)
 
     def _may_fit(self, rows: Table, variants: list[Saving]) -> np.ndarray:
-        """Rows of which a variant that saves most fits; nothing that saves less can fit where that does not.
+        """Return a mask of the rows with a variant that fits, judged by the variants that save most.
 
-        Recomputing a block needs its activations once: with one block in flight, keeping them is as good.
+        Recomputation needs the activations of one block: with one block in flight, keeping them is as good.
         """
         most = max(variant["offload"] for variant in variants)
         words = ("full", "selective", "none")
@@ -291,14 +290,14 @@ class _Search:
         return np.asarray((over <= 0).reshape(-1, len(rows)).any(axis=0))
 
     def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
-        # A layout's variants are next to each other.
+        # The variants of a layout are adjacent rows.
         spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
         spread = _able(spread, self.asked, self.constraints)
         if len(spread):
             self.plan(spread)
 
     def _worst_wanted(self) -> float:
-        """Seconds from which on neither the ranking nor the safest layout can change."""
+        """Return the seconds beyond which a layout changes neither the ranking nor the safest one."""
         ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
         if self.fastest_alone:
             return self.best[0][0] if self.best else np.inf
@@ -316,7 +315,7 @@ class _Search:
         return found
 
     def _nearest(self) -> Entry:
-        """What misses by least; of our own trainer's layouts, of those that seem to."""
+        """Return the layout closest to fitting; for our own trainer, of the `NEAREST` that seem closest."""
         near = [entry for _, entry in sorted(self.nearest, key=lambda pair: pair[0])]
         if self.where.engine.fused:
             return near[0]
@@ -325,7 +324,7 @@ class _Search:
 
 
 def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: int) -> list[Entry]:
-    """The fastest of those marked; of equally fast ones that with the lowest peak."""
+    """Return the fastest of the marked layouts; among equally fast ones, those with the lowest peak."""
     index = np.flatnonzero(among)
     order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
     return _entries(outcome, part, order)
@@ -340,11 +339,11 @@ def _entries(outcome: PlannedCandidates, part: Table, index: np.ndarray) -> list
 
 
 NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
-"""Columns on which it does not hang whether our own trainer runs a layout."""
+"""Columns that do not affect whether our own trainer runs a layout."""
 
 
 def _able(rows: Table, asked: ClusterStep, ruled_out: dict[str, int]) -> Table:
-    """The layouts that this software can run, and that the step does not exclude; the others are counted by reason."""
+    """Return the layouts that the software can run and the step does not exclude; count the others by reason."""
     engine = asked.system.engine
     refused = {f"{engine.name} has no {what}": needed for what, needed in lacked(engine, rows).items()}
     if not engine.fused:
@@ -357,7 +356,7 @@ def _able(rows: Table, asked: ClusterStep, ruled_out: dict[str, int]) -> Table:
 def _refused(
     rows: Table, why: Callable[[Layout], str | None], ignored: Sequence[str] = ()
 ) -> dict[str, npt.NDArray[np.bool_]]:
-    """Which rows are refused for what reason, which does not hang on the ignored columns."""
+    """Return a mask of the refused rows by reason; reasons do not depend on the ignored columns."""
     first, sort = distinct_rows([rows[name].astype(float) for name in COLUMNS if name not in ignored], len(rows))
     reasons = np.array([why(layout_of(row)) or "" for row in rows[first]])
     return {str(reason): (reasons == reason)[sort] for reason in sorted(set(reasons) - {""})}

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage holds, and the parameters that go with them."""
+"""The layers that each pipeline stage holds, and their parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last, stages_
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Per job: layers of the first, of the fullest middle and of the last stage (per rank, all virtual chunks)."""
+    """Layers per rank of the first, the fullest middle and the last stage, all virtual chunks; one entry per job."""
 
     first: Array
     middle: Array
     last: Array
     fullest: Array
     head_stage: Array  # index of the stage that holds the output layer
-    largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides any
-    row: npt.NDArray[np.int64]  # of `counts`
-    counts: Array  # ways to deal layers out x stages, zero beyond the last one
+    largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides them
+    row: npt.NDArray[np.int64]  # index of the job's partition in `counts`
+    counts: Array  # layers, as partitions x stages; zero beyond the last stage
 
     def on(self, stage: Array) -> Array:
-        """Layers of a stage of each job; of the first where it is negative."""
+        """Return the layers of a stage of each job; those of the first where `stage` is negative."""
         return np.asarray(self.counts[self.row, np.maximum(stage, 0).astype(int)])
 
     def take(self, index: Any) -> StageLayers:
@@ -37,12 +37,12 @@ class StageLayers:
 
 
 def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayers:
-    """Layers per stage: "equal", or "cost" where a stage takes layers until its share of the parameters is full.
+    """Return the layers per stage, with `partition` "equal" or "cost".
 
-    "equal" gives what does not divide to the stages between the first and the last, which have the embedding and the
-    output layer to hold; virtual chunks are equal but for one layer less in the first or last, or as equal as can be.
-    "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
-    which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
+    "equal" gives surplus layers to the stages between the first and the last, which hold the embedding and the output
+    layer. Virtual chunks are equal except for one layer less in the first or last, or as equal as possible.
+    "cost" is nanotron's rule: blocks are assigned in order, and a new stage begins after the block with which the
+    running cost reaches the stage's share. The output layer costs hidden x vocabulary, a block its matrices.
     """
     c, model = candidates, candidates.model
     linear, _, head = c.forward_flops() if partition == "cost" else (0.0, 0.0, 0.0)
@@ -71,10 +71,10 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
 
 
 def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
-    """Parameters that a rank of the fullest stage updates: under ZeRO its share of them.
+    """Return the parameters that a rank of the fullest stage updates: under ZeRO, its share of them.
 
-    Experts are sharded over the ranks that hold the same ones, fewer than share the rest by as much as a rank holds
-    fewer of them.
+    Experts are sharded over the ranks that hold the same ones. A rank holds fewer experts than dense parameters, and
+    by the same factor fewer ranks share them.
     """
     local = sharded = layers.largest_parameters
     if candidates.has_experts:
@@ -85,14 +85,14 @@ def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
 
 @lru_cache(maxsize=4096)
 def _held(layers: int, pp: int, virtual: int, v_shaped: bool) -> tuple[list[int], int]:
-    """Layers of each rank of a pipeline as equal as can be, and the rank of the output layer."""
+    """Return the layers of each pipeline rank, as equal as possible, and the rank of the output layer."""
     chunks, schedule = layers_of(layers, pp * virtual, virtual), V_SHAPED[0] if v_shaped else "1f1b"
     held = [sum(len(chunks[stage]) for stage in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)]
     return held, rank_of_last(schedule, pp)
 
 
 def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:
-    """Layers of each stage, and the stage of the output layer."""
+    """Return the layers of each stage by cost, and the stage of the output layer."""
     costs = [0.0] + [block_cost] * layers + [0.0, head_cost]  # embedding, blocks, final norm, output layer
     total = sum(costs)
     counts, stage, running = [0] * pp, 0, 0.0

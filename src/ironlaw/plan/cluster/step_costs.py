@@ -1,13 +1,13 @@
-"""What a step is made of: seconds of every kernel and collective of one micro-batch, for many candidates at once.
+"""Ingredients of a step: seconds of every kernel and collective of one micro-batch, for many candidates at once.
 
     costs = step_costs(candidates, system)
     for cost in operation_costs(candidates, system):        # of a block, forward and backward
         cost.operation.name, cost.part, cost.seconds, cost.again
 
 Operations come from `workload/` under the engine's conventions, seconds from the models of single operations in
-`machine/efficiency`. What a run makes of them (slowdowns, overlap, launches) is the engine's too and added in
-`timeline.py`, so that fitting an engine to measured runs need not evaluate the operations again. Ranks are placed tp,
-cp, dp, pp from the inside out, as Megatron does.
+`machine/efficiency`. `timeline.py` adds the engine's slowdowns, overlap and launches, so that fitting an engine to
+measured runs need not evaluate the operations again. Ranks are placed tp, cp, dp, pp from the inside out, as in
+Megatron.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0
 16k tokens, 335 against FlashAttention-3's 616 TFLOP/s (arXiv 2407.08608, figure 5). Blackwell: assumed."""
 
 NEWER_LIBRARY = {"volta": 0.75}
-"""Time of a matmul in a training library over that of the kernels measured alone, where those are much older: Volta's
-are of cuBLAS 9, in the year of the V100 (DeepBench, 2017). From four runs of 2020 on 1 to 8 V100s."""
+"""Time of a matmul in a training library over that of the kernels measured alone, where those are much older. Volta was
+measured with cuBLAS 9, in the year of the V100 (DeepBench, 2017). From four runs of 2020 on 1 to 8 V100s."""
 
 
 LINE_BYTES = 128
 UNALIGNED = {"ampere": 1.3}
-"""Time of a linear layer whose weights have rows of no whole number of cache lines over that of others: a row of a
-tile then lies in two lines and not in one. NVIDIA's "Matrix Multiplication Background User's Guide" asks for whole
-lines on A100s only; how much is lost is from one published pair of runs (BLOOM's tuning, tensor degree 8: 94 TFLOP/s
-at a hidden size of 14,400, 120 at 13,824), for no product among the measured ones has such a shape."""
+"""Time of a linear layer whose weight rows are not a whole number of cache lines over that of others: a row of a tile
+then lies in two lines instead of one. NVIDIA's "Matrix Multiplication Background User's Guide" asks for whole lines on
+A100s only. The loss is from one published pair of runs (BLOOM's tuning, tensor degree 8: 94 TFLOP/s at a hidden size
+of 14,400, 120 at 13,824), because no measured product has such a shape."""
 
 PARTS = ("matmul", "attention", "scores", "stream", "shard")
-"""What the operations of a block are told apart by: linear layers with the casts of their operands; attention; traffic
-of materialised scores; element-wise kernels on the residual stream, and on what tensor parallelism divides."""
+"""Parts of a block's operations: linear layers with the casts of their operands; attention; traffic of materialised
+scores; element-wise kernels on the residual stream; element-wise kernels on tensors that tensor parallelism divides."""
 
 
 @dataclass(frozen=True)
 class OperationCost:
-    """One operation of a block or of an end, and which of `PARTS` it belongs to.
+    """One operation of a block, embedding or output layer, and the part it belongs to (`PARTS`).
 
-    `seconds` is None where only the bytes of all operations of a part together give a time.
+    `seconds` is None where all operations of the part are timed together by their bytes.
     """
 
     operation: Operation
     part: str
     share: Size  # of the layers that have it
     seconds: Array | None
-    again: tuple[float, float] = (0.0, 0.0)  # how often it runs again under full and under selective recomputation
+    again: tuple[float, float] = (0.0, 0.0)  # repetitions under full and under selective recomputation
 
 
 def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
-    """Every operation of a block, forward and backward, with what it costs; of several kinds of blocks all of them."""
+    """Yield every operation of every kind of block, forward and backward, with its cost."""
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
         forward, backward = both_passes(shape, kind)
@@ -100,7 +100,7 @@ def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[O
 def seconds_by_part(
     op: Operation, shape: Shape, candidates: Candidates, system: ClusterSystem
 ) -> Iterator[tuple[str, Array | None]]:
-    """By part; None where all operations of a part are timed together."""
+    """Yield the seconds of an operation by part; None where all operations of the part are timed together."""
     if op.matmul is not None:
         precision, (m, n, k) = precision_of(op, system), op.matmul
         slower = _unaligned(*_weight_of(op), system, precision)
@@ -117,23 +117,23 @@ def seconds_by_part(
 
 
 def precision_of(op: Operation, system: ClusterSystem) -> str:
-    """What a block's product multiplies in."""
+    """Return the precision of a matrix product in a block."""
     wide = op.precision == "fp32" or IN_16_BITS in op.group or not whole_tiles(system.engine.tile, *_weight_of(op))
     return system.wide_precision if wide else system.precision
 
 
 def _weight_of(op: Operation) -> tuple[Size, Size]:
-    """Rows and columns of a product's weight."""
+    """Return the rows and columns of a product's weight."""
     assert op.matmul is not None
     m, n, k = op.matmul
     return (m, n) if op.kernel == "matmul_weight_gradient" else (n, k)
 
 
 def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine) -> tuple[float, float]:
-    """How often recomputation in full, and selective one, runs an operation of the forward pass again.
+    """Return how often full and selective recomputation repeat an operation of the forward pass.
 
-    Megatron repeats the attention core (NeMo of latent attention what widens it); torchtitan every other matmul and
-    what is element-wise, seldom attention.
+    Selectively, Megatron repeats the attention core (NeMo, for latent attention, the projections that widen its
+    inputs); torchtitan repeats every other matmul and element-wise operations, seldom attention.
     """
     if not engine.repeats_attention_alone:
         shares = {"matmul": engine.selective_matmul_share, "stream": 1.0, "shard": 1.0}
@@ -146,7 +146,7 @@ def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine)
 def _ours_again(
     shape: Shape, kind: str, policies: Mapping[Policy, float]
 ) -> Callable[[Operation], tuple[float, float]]:
-    """The same of our trainer, which stops as soon as everything is there. `policies`: shares of the blocks."""
+    """Return `_again` for our trainer, which stops once all tensors are restored. `policies`: shares of the blocks."""
     whole = frozenset[str]()
     run = {
         policy: {
@@ -166,19 +166,19 @@ def _ours_again(
 
 
 def is_on_stream(op: Operation) -> bool:
-    """Whether an element-wise operation of a block works on the residual stream, which tp alone does not divide."""
+    """Return whether an element-wise operation works on the residual stream, which tp without sp does not divide."""
     return op.name in ("residual", "dispatch", "combine") or (op.kind is Kind.NORM and op.name != "qk_norm")
 
 
 def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str) -> Array:
-    """What weights of these sizes cost over others because their rows do not start at cache lines."""
+    """Return the slowdown of weights whose rows do not start at cache lines; 1 for others."""
     elements = LINE_BYTES / number_format(precision).bytes_per_element()
     odd = (np.asarray(rows) % elements != 0) | (np.asarray(columns) % elements != 0)
     return np.where(odd, UNALIGNED.get(system.hardware.efficiency.generation, 1.0), 1.0)
 
 
 def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSystem, precision: str) -> Array:
-    """Seconds of a matrix product alone."""
+    """Return the seconds of a matrix product alone."""
     hardware = system.hardware
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
 
@@ -191,7 +191,7 @@ def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSyste
 def _attention(
     op: Operation, window: int | None, candidates: Candidates, shape: Shape, system: ClusterSystem
 ) -> tuple[Array, Array]:
-    """Seconds of one layer's attention in one direction, and of the traffic of materialised scores."""
+    """Return the seconds of one layer's attention in one direction, and of the traffic of materialised scores."""
     assert op.attention is not None
     hardware, precision, engine = system.hardware, system.wide_precision, system.engine
     sequences, sequence, heads, kv_heads, head_size = op.attention
@@ -200,16 +200,16 @@ def _attention(
         batch, rows = sequences * heads, sequence / shape.cp
         scores = product_seconds(rows, sequence, head_size, batch, system, precision)
         seconds = scores + product_seconds(rows, shape.model.size_of_value, sequence, batch, system, precision)
-        # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
+        # scale + mask + softmax read and write 16-bit scores; dropout reads and writes them and keeps a one-byte mask
         moved = batch * rows * sequence * (4 * engine.element_bytes + 1)
         traffic = np.asarray(streaming_seconds(moved, hardware))
         return (2 * seconds, 2 * traffic) if backward else (seconds, traffic)
 
-    # All-to-all leaves fewer heads and the whole sequence. The calls of a ring alternate between two streams, so that
-    # one fills what the other leaves idle (`cp_stream` of Transformer Engine): no loss for their smaller size.
+    # All-to-all leaves fewer heads and the whole sequence. The calls of a ring alternate between two streams, and one
+    # fills the other's idle units (`cp_stream` of Transformer Engine), so their smaller size loses nothing.
     swapped = (candidates.cp > 1) & (context_kinds(candidates, engine) == code("cp_kind", "all_to_all"))
     fewer, calls = np.where(swapped, candidates.cp, 1.0), np.where(swapped, 1.0, 1 / candidates.cp)
-    # FlashAttention-2 wants values as wide as keys: trainers add zeros.
+    # FlashAttention-2 needs values as wide as keys: trainers pad them with zeros.
     value = head_size if engine.attention_kernel == "flash2" else shape.model.size_of_value
     old = FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if engine.attention_kernel == "flash2" else 1.0
 
@@ -228,7 +228,7 @@ def _attention(
 
 
 def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
-    """Every operation of the embedding ("stream") and of output layer and loss ("matmul", "loss")."""
+    """Yield every operation of the embedding (part "stream") and of output layer and loss ("matmul", "loss")."""
     shape = candidates.shape(system.engine)
     (looked_up, added), (predicted, learned) = (both_passes(shape, end) for end in ("embedding", "head"))
     for op in [*looked_up, *predicted, *learned, *added]:
@@ -240,37 +240,37 @@ def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[Operati
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds per candidate. `block`: of one block and micro-batch, by (part, phase); the mean over all blocks."""
+    """Seconds per candidate. `block`: of one block and micro-batch by (part, phase), as the mean over all blocks."""
 
     block: dict[tuple[str, Phase], Array]
-    again: dict[tuple[str, int], Array]  # of it, what runs again under full (0) and selective (1) recomputation
+    again: dict[tuple[str, int], Array]  # repeated by full (0) and by selective (1) recomputation, by part
     accumulate: Array  # adding a weight gradient of one block into the fp32 buffer
     tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
-    tp_collectives: Array  # of them in a layer's forward pass: two, less where experts exchange rows instead
+    tp_collectives: Array  # their number in a layer's forward pass: two, less where experts exchange rows instead
     cp_layer: Array  # one exchange of one layer between context parallel ranks, forward
     head_matmul: Array  # output layer, forward and backward
     head_streaming: Array  # loss
     embedding: Array
     pp_message: Array
-    small_collectives: dict[str, Array]  # of a step by name, where no other constant stands for them
+    small_collectives: dict[str, Array]  # per step by name, where no engine constant covers them
     dp_reduce: Array
-    dp_across: Array  # of dp_reduce: over copies of the sharded state
+    dp_across: Array  # the part of dp_reduce over copies of the sharded state
     dp_gather: Array
     ep_layer: Array  # one exchange of rows between expert parallel ranks, there or back; mean over all layers
     fsdp_gather_layer: Array
     fsdp_scatter_layer: Array
     optimizer: Array
-    host_update: Array  # of an offloaded optimizer: the processor's update, or the way back of the weights if longer
-    host_gradients: Array  # their way to the host
+    host_update: Array  # of an offloaded optimizer: the longer of the processor's update and the weights' transfer back
+    host_gradients: Array  # their transfer to the host
     host_layer: Array  # one block's kept activations of one micro-batch, to the host or back
     crosses: dict[str, npt.NDArray[np.bool_]]  # whether traffic of a kind leaves the island; pp: of some pair of stages
 
 
 def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, owned: Array) -> Array:
-    """Seconds of the optimizer on the stage with most parameters; `owned`: how many a rank updates.
+    """Return the seconds of the optimizer on the stage with most parameters. `owned`: parameters that a rank updates.
 
-    Whole-matrix work (Muon's iterations, GaLore's projections) is dealt out matrix by matrix over the ranks that shard
-    the state, and divided by tp.
+    Whole-matrix work (Muon's iterations, GaLore's projections) is distributed matrix by matrix over the ranks that
+    shard the state, and divided by tp.
     """
     cost, hardware = system.update, system.hardware
     blocks = layers.fullest * candidates.local_block_parameters
@@ -289,7 +289,7 @@ def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, 
 
 
 def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
-    """Seconds on the way to the host and on it; zero where nothing is offloaded."""
+    """Return the seconds of transfers to and from the host and of its update; zero where nothing is offloaded."""
     none = np.zeros(len(candidates))
     host, engine = system.host, system.engine
     if host is None or not (candidates.offload > 0).any():
@@ -308,9 +308,9 @@ def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayer
 
 
 def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayers | None = None) -> StepCosts:
-    """Every ingredient of the step time."""
+    """Return every ingredient of the step time."""
     layers = layers or stage_layers(candidates, system.engine.partition)
-    # Layouts of a search share their blocks, or their state: each kind is worked out once.
+    # Layouts of a search share blocks and state: each distinct state is evaluated once, as each block is.
     first, kind = candidates.distinct(OF_THE_BATCH)
     found = _state(candidates.take(first), system, layers.take(first))
     state: dict[str, Any] = {name: column[kind] for name, column in found.items()}
@@ -319,7 +319,7 @@ def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayer
 
 
 def block_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
-    """The same without what gradients, weights and their update take: that is zero."""
+    """Return the step costs with zero seconds for gradients, weights and their update."""
     island = float(system.fabric.island_ranks)
     found = candidates.of_blocks(
         "seconds", system.engine,
@@ -351,11 +351,11 @@ OF_STATE = (
 
 
 OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recompute", "every"))
-"""Columns on which no seconds of gradients, weights and their update hang."""
+"""Columns that do not affect the seconds of gradients, weights and their update."""
 
 
 def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
-    """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
+    """Return the seconds of one block by part and phase, and those repeated by part and mode of recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
     again = {(part, mode): none for part in PARTS for mode in (0, 1)}
@@ -372,14 +372,14 @@ def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
             again[cost.part, mode] = again[cost.part, mode] + times * size
     for key, size in moved.items():
         seconds[key] = distinct(lambda b: streaming_seconds(b, hardware), size)
-    for part in {part for part, _ in moved}:  # bytes become their share of the time
+    for part in {part for part, _ in moved}:  # turn repeated bytes into their share of the time
         for mode in (0, 1):
             again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]
     return {**seconds, **again}
 
 
 def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Seconds of the output layer, of the loss and of the embedding, of one micro-batch."""
+    """Return the seconds of the output layer, the loss and the embedding for one micro-batch."""
     sums: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
     for cost in end_costs(candidates, system):
         sums[cost.part] = sums[cost.part] + (cost.operation.bytes_moved if cost.seconds is None else cost.seconds)
@@ -391,7 +391,7 @@ def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
 
 
 def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
-    """Of reducing gradients, gathering weights and updating them."""
+    """Return the seconds of reducing gradients, gathering weights and updating them."""
     engine, states = system.engine, shared_states(candidates, system, layers)
     gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes
 
@@ -399,7 +399,7 @@ def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -
         parts = ((s.layer if layer else s.held, s.replicas if by_all else s.sharing, s.inside) for s in states)
         return np.asarray(sum(collective(kind, held * size, ranks, near, system) for held, ranks, near in parts))
 
-    # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
+    # Hybrid sharding: the gradients that a rank owns are averaged over the copies, once per step.
     copies_inside = np.maximum(1.0, float(system.fabric.island_ranks) // (candidates.tp * candidates.shard_ranks))
     shard = np.asarray(sum(s.held / s.sharing for s in states))
     across = collective("all_reduce", shard * gradient, candidates.copies, copies_inside, system)

@@ -1,13 +1,13 @@
-"""What all jobs of one evaluation share: accelerator, fabric, engine, precision, and what an optimizer does.
+"""The system that all jobs of one evaluation share: accelerator, fabric, engine, precision and optimizer cost.
 
     cost = update_cost("muon", model)
     cost.block_state_bytes, cost.end_state_bytes        # per parameter of a block, of embedding and output layer
-    cost.block_bytes                                    # bytes that an update moves per parameter
+    cost.block_bytes                                    # bytes that an update moves per parameter of a block
     cost.matrices                                       # matrix products per block: Newton-Schulz, projections
 
-State and operations of an optimizer are those of `workload/optimizers.py`, from the parameters' shapes. An update of
-AdamW moves 34 bytes per parameter here (states, master weight, 16-bit weight, gradient for its norm); others differ by
-what their own operations move more or less.
+The state and operations of an optimizer come from `workload/optimizers.py` and the parameters' shapes. An AdamW update
+moves 34 bytes per parameter here (states, master weight, 16-bit weight, gradient for its norm). Other optimizers differ
+from it by the bytes that their own operations move more or less.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, OptimizerName, state_bytes, update_operations
 
 NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
-"""Fabrics without constants of their own, and whose are used."""
+"""Fabrics without their own constants, and the network whose constants they use."""
 
 NETWORK_OF_NODE = {
     "p4d-24xlarge": "efa_v1",
@@ -47,26 +47,26 @@ NETWORK_OF_NODE = {
     "p6-b200-48xlarge": "efa_v4",
     "p6-b300-48xlarge": "efa_v4",
 }
-"""Nodes whose network is another generation than the usual one of its fabric."""
+"""Nodes whose network is of another generation than is usual for its fabric."""
 
 ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
 """Per accelerator, where a node's network is not known: one 400 Gbit/s card each, the rule of current platforms."""
 
 ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND = 25e9
-"""The same per node of PCIe cards without links between them: one 200 Gbit/s card."""
+"""The same per node of PCIe accelerators without links between them: one 200 Gbit/s card."""
 
 ALL_LINKS_TO_ONE = ("nvidia", "google")
 """Vendors whose collectives use every link at once: through NVSwitch, or around the rings of a torus."""
 
 POWER_EXPONENT = 0.5
-"""Attained rate over power limit: a lower limit lowers clock and voltage together, so it costs less than it saves.
-Dynamic power grows with the cube of the clock where voltage follows it, less where it does not; between 1/3 and 1."""
+"""Exponent of the power limit in the attained rate. A lower limit lowers clock and voltage, so it costs less than it
+saves. Dynamic power grows with the cube of the clock where voltage follows it, less where it does not: 1/3 to 1."""
 
 UNITS_OF_GENERATION = {
     "blackwell": 148,
     "tpu-v4": 8, "tpu-v5e": 4, "tpu-v5p": 8, "tpu-v6e": 2, "gaudi2": 2, "gaudi3": 8,
 }  # fmt: skip
-"""Units that work on tiles of a matmul side by side, of packages whose catalogue entry has no count: compute units of a
+"""Units that compute tiles of a matmul in parallel, for packages without a count in the catalogue: compute units of a
 Blackwell package; matrix units of a TPU (tensor cores x matrix units each) and of a Gaudi."""
 
 
@@ -75,7 +75,7 @@ ADAMW_BYTES = 34.0  # moved per parameter: 7 fp32 tensors, the 16-bit weight, th
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Bytes are per parameter. `matrices`: (m, n, k, times per block) of products in bf16."""
+    """Cost of an optimizer update, bytes per parameter. `matrices`: (m, n, k, times per block) of products in bf16."""
 
     name: str = "adamw"
     block_state_bytes: float = 8.0
@@ -83,7 +83,7 @@ class UpdateCost:
     block_bytes: float = ADAMW_BYTES
     end_bytes: float = ADAMW_BYTES
     matrices: tuple[tuple[int, int, int, int], ...] = ()
-    owners: int = 1  # matrices of a block: the finest that whole-matrix work can be dealt out
+    owners: int = 1  # matrices of a block, the units in which whole-matrix work is distributed
 
 
 ADAMW = UpdateCost()
@@ -91,7 +91,7 @@ NAMES = get_args(OptimizerName)
 
 
 def update_cost(name: str, model: ModelConfig) -> UpdateCost:
-    """The cost of optimizer `name` on this model. UserError for a name that is none."""
+    """Return the cost of optimizer `name` on this model. Raises UserError for an unknown name."""
     if name not in NAMES:
         raise UserError(f"unknown optimizer '{name}': {did_you_mean(name, NAMES)}")
     if name in ("adam", "adamw"):
@@ -111,7 +111,7 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
 
 
 def _moved(parameters: list[Parameter], config: OptimizerConfig) -> float:
-    """Bytes per parameter of element-wise kernels, in place of AdamW's."""
+    """Return the bytes per parameter that an update's element-wise kernels move, scaled to AdamW's 34."""
     own = _streamed(update_operations(parameters, config, cuda=True))
     usual = _streamed(update_operations(parameters, OptimizerConfig(), cuda=True))
     return ADAMW_BYTES + (own - usual) / elements_of(parameters)
@@ -132,15 +132,15 @@ class Host:
 
 @dataclass(frozen=True)
 class ClusterSystem:
-    """`precision` is that of the linear layers of the blocks; attention and output layer stay in 16 bits under fp8."""
+    """A cluster. `precision`: of the blocks' linear layers; under fp8, attention and output layer stay in 16 bits."""
 
     hardware: Hardware
     fabric: Fabric
     engine: TrainingEngine
     precision: str
-    memory_bytes: float  # what the device reports
+    memory_bytes: float  # as the device reports it
     update: UpdateCost = ADAMW
-    host: Host | None = None  # where state and activations can be offloaded to; None: not known
+    host: Host | None = None  # target of offloaded state and activations; None: not known
 
     @property
     def wide_precision(self) -> str:
@@ -149,7 +149,7 @@ class ClusterSystem:
 
 
 def system_of(cluster: Cluster, engine: TrainingEngine, precision: str, update: UpdateCost = ADAMW) -> ClusterSystem:
-    """The setting of a catalogued cluster. UserError where it lacks a figure that every plan needs."""
+    """Return the system of a catalogued cluster. Raises UserError where it lacks a figure that every plan needs."""
     acc = cluster.accelerator
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
@@ -167,7 +167,7 @@ HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the
 
 
 def host_of(cluster: Cluster) -> Host | None:
-    """What one accelerator may use of its host; None where the catalogue does not know all of it."""
+    """Return one accelerator's share of its host; None where the catalogue lacks a figure of the host."""
     acc, node = cluster.accelerator, cluster.node
     link = acc.host_link_bytes_per_second or acc.pcie_bytes_per_second
     if acc.unified_memory or link is None or node.host_memory_bytes is None or node.host_memory_rate is None:
@@ -185,7 +185,7 @@ def _efficiency(generation: str) -> Efficiency:
 
 
 def matmul_is_assumed(generation: str) -> bool:
-    """Whether not even the matmuls of a generation were measured alone."""
+    """Return whether even the constants of a generation's matmuls are assumed, not measured."""
     evidence = [constants.evidence for constants in _efficiency(generation).matmul.values()]
     return all(e is None or e.assumed for e in evidence)
 
@@ -199,7 +199,7 @@ def _network(fabric: str, node: str) -> NetworkConstants:
 
 
 def hardware_of(acc: Accelerator) -> Hardware:
-    """Nominal figures of the catalogue with the fitted constants of the generation."""
+    """Return the catalogue's nominal figures with the fitted constants of the generation."""
     units = acc.compute_units.value if acc.compute_units else UNITS_OF_GENERATION.get(acc.generation)
     wanted = {"memory_bytes_per_second": acc.memory_bytes_per_second, "compute_units": units}
     for name, value in wanted.items():
@@ -212,7 +212,7 @@ def hardware_of(acc: Accelerator) -> Hardware:
         peak_flops_per_second=peaks,
         memory_bytes_per_second=acc.memory_bytes_per_second.value,
         compute_units=int(units),
-        # Without a known limit nothing is throttled.
+        # Without a known limit there is no throttling.
         power_watts=effective_power_watts(acc.measured_generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
         efficiency=_efficiency(acc.measured_generation),
         l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
@@ -222,7 +222,7 @@ def hardware_of(acc: Accelerator) -> Hardware:
 
 @lru_cache(maxsize=64)
 def effective_power_watts(generation: str, limit_watts: float) -> float:
-    """The power that the efficiency constants see: the limit they were measured at, scaled by `POWER_EXPONENT`."""
+    """Return the power for the efficiency constants: the limit they were measured at, scaled by `POWER_EXPONENT`."""
     measured = [
         reference_hardware(generation, name).power_watts
         for name, of in reference_accelerators().items()
@@ -235,7 +235,7 @@ def effective_power_watts(generation: str, limit_watts: float) -> float:
 
 
 def fabric_of(acc: Accelerator, node: Node) -> Fabric:
-    """Scale-up island of the node, joined by its network cards; cards without a link of their own talk over PCIe."""
+    """Return the node's scale-up islands joined by its network; accelerators without their own link use PCIe."""
     link = acc.link_bytes_per_second or acc.pcie_bytes_per_second
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
@@ -264,26 +264,26 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
 
 
 def alone(acc: Accelerator) -> Fabric:
-    """The fabric of one accelerator: nothing to talk to, so its rate is never used."""
+    """Return the fabric of a single accelerator, whose rates are never used."""
     island = assumed_efficiency(acc.generation).collectives
     assert island is not None
     return Fabric(1, 1e9, island, network_bytes_per_second=1e9, network=assumed_network())
 
 
 UNUSABLE_BYTES = 1.0 * 2**30
-"""Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
+"""Device memory that no allocator can hand out: driver context, kernels and communicators."""
 
 
 PRESSURE_SHARE = 0.9
-"""Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
+"""Share of the usable memory above which the allocator is likely to free and retry within a step."""
 
 
 def usable_bytes(where: ClusterSystem) -> float:
-    """Of one device, for tensors."""
+    """Return the bytes of one device that tensors can use."""
     return where.memory_bytes - UNUSABLE_BYTES
 
 
 def under_pressure(seconds: Array, highest_bytes: Array, where: ClusterSystem) -> Array:
-    """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
+    """Return step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
     nearly_full = highest_bytes > PRESSURE_SHARE * usable_bytes(where)
     return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)

@@ -1,19 +1,19 @@
 """Step time of many candidates at once: compute from operation shapes, host time, pipeline, communication.
 
-    costs = step_costs(candidates, system)        # seconds of every ingredient, engine-independent
+    costs = step_costs(candidates, system)        # seconds of every ingredient, without the engine's constants
     times = assemble(costs, candidates, system.engine)
     times.step_seconds                       # one per job
 
 For a pipeline stage s and one micro-batch (forward, backward and recomputation together):
 
     device   matmuls + attention + streaming kernels + tensor, context parallel collectives on the critical path
-    host     launches: layers x (forward + backward); per micro-batch. It does not run ahead of the loss
+    host     launches: layers x (forward + backward); per micro-batch. The host does not run ahead of the loss
     stage    max(device, host) of its blocks + the same of embedding, output layer and loss + pipeline messages
-    step     m max_s stage + sum of the other stages x what the schedule leaves idle of them (`bubble_share`)
+    step     m max_s stage + sum of the other stages x the share that the schedule leaves idle (`bubble_share`)
              + exposed data parallel communication + optimizer + host per step
 
-Under ZeRO-3 the gathering of weights and scattering of gradients of each micro-batch runs beside the compute, under
-ZeRO-2 the scattering: gradients kept in shards cannot wait for the last micro-batch.
+Under ZeRO-3, each micro-batch gathers weights and scatters gradients while it computes. Under ZeRO-2 it scatters
+gradients: those kept in shards cannot wait for the last micro-batch.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.engines.engine import TrainingEngine
 
 RIVALRY = 6.0
-"""Exponent of the norm that stands for max(device, host): where both are close, each waits for the other at times."""
+"""Exponent of the norm that replaces max(device, host): where both are close, each sometimes waits for the other."""
 
 UNFUSED_SOFTMAX_LAUNCHES = 0.25
-"""Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
-fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
+"""Share of a block's launches that Megatron's scale, mask and softmax add when run separately (about 6 kernels to 25).
+The fused kernel takes four rows of scores at a time: heads x sequences of a rank must be a multiple of four."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per job and step, on the busiest stage; up to `host_step` they add up to `step_seconds`."""
+    """Seconds per job and step, on the busiest stage; `step_seconds` is the sum of all others."""
 
     step_seconds: Array
     forward: Array  # of the blocks
     backward: Array  # of the blocks, with what is recomputed
-    host_excess: Array  # launches that the device waits for
+    host_excess: Array  # time the device waits for launches
     bubble: Array
     tp_exposed: Array
     cp_exposed: Array
@@ -55,20 +55,20 @@ class Times:
     reduce_exposed: Array  # gradients over data parallel ranks, once per step
     gather_exposed: Array  # weights after the update
     optimizer: Array
-    offload_exposed: Array  # waiting for transfers to and from the host, and for its update
+    offload_exposed: Array  # time the device waits for host transfers and the host's update
     host_step: Array
     small_collectives: Array
-    busiest_layers: Array  # of the stage these times are of
-    heads: Array  # times that the output layer is run
+    busiest_layers: Array  # number of layers of the busiest stage
+    heads: Array  # number of runs of the output layer
     head_matmul: Array
     loss: Array
     embedding: Array
 
 
 def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
-    """What a run makes of the seconds of each part of a block.
+    """Return the factors of a run on the seconds of each part of a block.
 
-    Without a fused kernel attention is two batched matmuls, as fast or slow as any other.
+    Without a fused kernel, attention is two batched matmuls with the slowdown of all matmuls.
     """
     return {
         "matmul": engine.matmul_slowdown,
@@ -80,8 +80,8 @@ def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
 
 
 def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """How often gradients of a block are added to those of before, per micro-batch: ours from the second one on, and
-    under ZeRO-3 to a rank's own part."""
+    """Return how often a block's gradients are accumulated per micro-batch: by our trainer from the second one on, and
+    under ZeRO-3 into a rank's own part."""
     if engine.fused:
         return np.where(candidates.zero >= 3, 0.0, 1.0)
     part = np.where(candidates.zero >= 3, candidates.shard_ranks, 1.0)
@@ -89,10 +89,10 @@ def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
-    """Idle time of a pipeline over the time that the other stages spend on one micro-batch.
+    """Return a pipeline's idle time over the time that the other stages spend on one micro-batch.
 
-    forward, inputs, weights: seconds of a stage's forward pass, of the gradients of its inputs (which the stage before
-    waits for) and of its weights (which nobody waits for). With p equal stages and times F, B, W the idle time is
+    forward, inputs, weights: seconds of a stage's forward pass, of the gradients of its inputs (for which the previous
+    stage waits) and of its weights (for which no stage waits). With p equal stages and times F, B, W, the idle time is
     p - 1 times
 
         1f1b, gpipe   (F + B + W) / v        arXiv 2104.04473, section 2.2
@@ -100,8 +100,8 @@ def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array,
         zbv           max(F, B) / 2          the last rank of a V starts after p - 1 chunks
         dualpipe      (F + max(0, B - W) + max(0, B - F)) / 2   its V form, without the overlap of F and B inside a rank
 
-    Each checked against the order of passes that PyTorch's schedules produce. The paper's smaller figures for zb and
-    zbv let stages start their optimizer step at different times; gradient clipping makes them wait for each other.
+    Each was checked against the order of passes in PyTorch's schedules. The paper's smaller figures for zb and zbv let
+    stages start their optimizer step at different times; gradient clipping makes them wait for each other.
     """
     whole = forward + inputs + weights
     filled = forward + np.maximum(inputs - weights, 0.0)
@@ -113,7 +113,7 @@ def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array,
 
 @dataclass(frozen=True)
 class _Layer:
-    """Seconds of one block and micro-batch: of the device, of waiting, and of the processor that launches."""
+    """Seconds of one block and micro-batch: of device compute, exposed communication and launches by the host."""
 
     forward: Array
     backward: Array
@@ -125,11 +125,11 @@ class _Layer:
     fsdp_exposed: Array
     offloaded: Array
     launches: Array
-    first_half: Array  # the forward pass with what it waits for
+    first_half: Array  # the forward pass with its exposed communication
 
     @property
     def device(self) -> Array:
-        """Of both passes, before weights and activations that are elsewhere."""
+        """Device seconds of both passes, without waiting for sharded weights and offloaded activations."""
         return self.forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
 
 
@@ -146,11 +146,11 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + candidates.recomputed_share
     tp_exposed = costs.tp_collectives * passes * costs.tp_collective * slow["tp"] * (1 - engine.tp_hidden)
-    exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows go out and come back
+    exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows are sent out and back
     beside = np.where(costs.crosses["ep"], engine.ep_hidden_across, engine.ep_hidden) * exchange
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = context_kinds(candidates, engine)
-    # Megatron's selective recomputation repeats attention with its exchange.
+    # Megatron's selective recomputation repeats attention together with its exchange.
     repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
     cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of what was gathered are scattered
@@ -160,7 +160,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     return _Layer(
         forward, backward, again, backward_of["matmul"] / 2 + costs.accumulate, tp_exposed, cp_exposed, ep_exposed,
         fsdp_exposed=_sharded(costs, candidates, engine, slow["dp"], device),
-        # Activations go to the host behind the forward pass of the next block, and come back behind its backward pass.
+        # Activations move to the host during the next block's forward pass, and back during its backward pass.
         offloaded=np.maximum(costs.host_layer - forward, 0.0) + np.maximum(costs.host_layer - backward - again, 0.0),
         launches=_launches(costs, candidates, engine),
         first_half=forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes,
@@ -168,9 +168,9 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
 
 
 def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
-    """Of a layer's sharded weights and gradients, what its own seconds on the device do not hide.
+    """Return the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
 
-    Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
+    ZeRO-3 gathers weights for forward and again for backward; terms are zero where nothing is sharded.
     """
     travel = (2 * costs.fsdp_gather_layer + costs.fsdp_scatter_layer) * slow
     ranks = np.where(costs.fsdp_gather_layer > 0, candidates.shard_ranks, 0.0)
@@ -180,7 +180,7 @@ def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, s
 
 
 def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Seconds of the processor that launches a layer's kernels and collectives."""
+    """Return the seconds that the host takes to launch a layer's kernels and collectives."""
     host_passes = 1 + engine.host_backward_ratio + candidates.recomputed_share
     unfused = (not candidates.flash) & (candidates.micro_batch * candidates.model.heads / candidates.tp % 4 != 0)
     kernels = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
@@ -194,12 +194,12 @@ def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) 
 
 @dataclass(frozen=True)
 class _Stages:
-    """Seconds of the slowest stage and micro-batch; of the others together; and what the slowest one holds."""
+    """Seconds per micro-batch of the slowest stage and of all others together, and the contents of the slowest."""
 
     slowest: Array
     others: Array
     host_excess: Array
-    count: Array  # of its layers
+    count: Array  # layers
     has_head: Array
     has_embedding: Array
 
@@ -208,7 +208,7 @@ def _stages(
     layer: _Layer, layers: StageLayers, candidates: Candidates, engine: TrainingEngine, head: Array, embedding: Array,
     message: Array,
 ) -> _Stages:  # fmt: skip
-    # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
+    # Every chunk of a rank beyond the first adds a receive and a send in each direction.
     host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
 
@@ -217,7 +217,7 @@ def _stages(
         longer = _longer(blocks, count * layer.launches) + _longer(extra, host_microbatch)
         return longer + message, longer - blocks - extra
 
-    # Which ends the first stage has, and the last.
+    # Which ends of the model the first and the last stage have.
     alone = np.where(candidates.pp == 1, 1.0, 0.0)
     first_head = np.where((candidates.pp == 1) | candidates.v_shaped, 1.0, 0.0)
     last_head = np.where(candidates.v_shaped, 0.0, 1.0)
@@ -237,7 +237,7 @@ def _stages(
 def assemble(
     costs: StepCosts, candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None
 ) -> Times:
-    """Step time from its ingredients and the engine's constants."""
+    """Return the step time from its ingredients and the engine's constants."""
     layers = layers or stage_layers(candidates, engine.partition)
     slow = {
         kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
@@ -253,11 +253,11 @@ def assemble(
         candidates.schedule, candidates.virtual_stages, layer.first_half, second_half, layer.weight_gradients
     )
     count = stages.count
-    window = count * (layer.backward + layer.again)  # the last micro-batch's backward, behind which gradients travel
+    window = count * (layer.backward + layer.again)  # the last micro-batch's backward, which hides gradient reduction
     reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
     reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
     gather_exposed = gather - np.minimum(engine.dp_hidden * gather, count * layer.forward)
-    # Gradients leave during the last backward pass; weights come back while the rest is still updated.
+    # Gradients move to the host during the last backward pass; weights return while others are still updated.
     offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
     optimizer = costs.optimizer * engine.optimizer_traffic
     host_step = np.full(len(candidates), engine.host_step_seconds)

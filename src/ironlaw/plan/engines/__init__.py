@@ -1,1 +1,1 @@
-"""Training frameworks: what each adds to the arithmetic, one TOML file of constants each."""
+"""Training frameworks: the costs that each adds to the arithmetic, with one TOML file of constants each."""

@@ -1,7 +1,7 @@
-"""Engines: what a training framework of one generation adds to the arithmetic. One TOML file each.
+"""Engines: the costs that a training framework of one generation adds to the arithmetic. One TOML file each.
 
 Every constant has a unit and a physical meaning and is shared by all models, layouts and clusters that the engine
-runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists them with how they were obtained.
+runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists how each was obtained.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ironlaw.workload.sizes import Size
 
 
 def constant(default: Any, unit: str, meaning: str) -> Any:
-    """A field with its unit and meaning: for the data files, calibrated profiles and docs/accuracy.md."""
+    """Return a field with its unit and meaning, for data files, calibrated profiles and docs/accuracy.md."""
     return field(default=default, metadata={"unit": unit, "meaning": meaning})
 
 
 @dataclass(frozen=True)
 class TrainingEngine(Conventions):
-    """Constants of one engine. Times in seconds, memory in bytes, the rest are ratios.
+    """Constants of one engine: times in seconds, memory in bytes, ratios.
 
-    Time. The processor that launches kernels works at its own pace: a stage of a micro-batch takes the longer of
-    device time and host time, not their sum.
+    Host and device run asynchronously: a stage of a micro-batch takes the longer of device time and host time, not
+    their sum.
     """
 
     name: str
     source: str = ""
-    frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
+    frameworks: tuple[str, ...] = ()  # lower-case prefixes of the framework names that mean this engine
     attention: str = constant("", "", "runs of this framework with the other kind are another engine")
     lacks: tuple[str, ...] = constant((), "", "what it cannot run")
-    by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
+    by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # overrides by accelerator generation
 
     autocast: bool = field(default=False, kw_only=True)
     fused: bool = field(default=True, kw_only=True)
@@ -109,37 +109,37 @@ class TrainingEngine(Conventions):
     narrow_parameters: bool = constant(False, "", "weights of blocks stored so (fp8-param-gather)")
 
     element_bytes: float = 2.0  # of activations and of gathered weights
-    end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
+    end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them differently
 
     @property
     def gathered_bytes(self) -> float:
-        """Per weight, as which it is kept where it is gathered."""
+        """Bytes per gathered weight."""
         return 4.0 if self.autocast else self.element_bytes
 
     @property
     def sent_weight_bytes(self) -> float:
-        """Per weight that data parallel ranks gather."""
+        """Bytes sent per weight when data parallel ranks gather it."""
         return 4.0 if self.autocast else self.storage.gather_bytes
 
     @property
     def repeats_attention_alone(self) -> bool:
-        """What selective recomputation repeats: as Megatron does, or all that is cheap and a share of the rest."""
+        """Whether selective recomputation repeats attention alone, as in Megatron, or cheap operations and a share."""
         return self.fused and self.selective_matmul_share == 0
 
     def reduces_in_pieces(self, zero: Size, pp: Size) -> Size:
-        """Whether gradients are reduced with every micro-batch, and not once a step."""
+        """Return whether gradients are reduced with every micro-batch, not once a step."""
         return (zero >= 2) & ((pp == 1) | (not self.pipeline_keeps))
 
     def widens_again(self, model: ModelConfig) -> bool:
-        """Whether selective recomputation repeats what makes latent attention's inputs wide, and not attention."""
+        """Return whether selective recomputation repeats latent attention's up-projections, not attention."""
         return self.selective_widens and model.latent is not None
 
     def computing_in(self, precision: str, generation: str = "") -> TrainingEngine:
-        """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
+        """Return the conventions of a run in this precision: fp32 and tf32 keep one copy of each tensor, in 4 bytes."""
         if number_format(precision).narrow:
             held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
             recipe = self.recipe(precision)
-            if recipe is not None:  # whose program keeps what 16 bits do
+            if recipe is not None:  # our trainer's program keeps the same tensors as in 16 bits
                 held = LinearStorage(description="planned with the memory of bf16, an upper bound")
             casts = casts_by(self.low_precision, precision, generation)
             return replace(self, storage=held, casts=casts, tile=recipe.tile if recipe else 1)
@@ -152,11 +152,11 @@ class TrainingEngine(Conventions):
         )  # fmt: skip
 
     def recipe(self, precision: str) -> PrecisionRecipe | None:
-        """Of our own trainer, which linear layers multiply in it and how; None where they all do."""
+        """Return our own trainer's recipe: which linear layers use this precision, and how; None if all do."""
         return None if self.fused else precision_recipe(precision)
 
     def on(self, generation: str) -> TrainingEngine:
-        """The constants on one accelerator generation."""
+        """Return the constants on one accelerator generation."""
         values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
         return replace(self, **values)
 
@@ -171,4 +171,4 @@ MEANING = {f.name: (f.metadata["unit"], f.metadata["meaning"]) for f in fields(T
     "tile": ("", "what inputs and outputs of a layer are multiples of; others are not quantised"),
     "narrows_own_tokens": ("", "latent attention under sequence parallelism gathers narrow vectors, not the stream"),
 }
-"""Unit and meaning of every constant, those of `Conventions` too."""
+"""Unit and meaning of every constant, including those of `Conventions`."""

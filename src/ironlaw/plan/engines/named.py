@@ -1,8 +1,8 @@
-"""Engines by name: those shipped, and the user's own, which `ironlaw calibrate` saves.
+"""Engines by name: the shipped ones, and the user's own, saved by `ironlaw calibrate`.
 
 engine("nemo")
 engine("my-cluster")                       # ~/.cache/ironlaw/engines/my-cluster.toml
-engine_of_framework("Megatron-LM")         # as people write the name of a framework
+engine_of_framework("Megatron-LM")         # a framework's name as users write it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ironlaw.files import cache_folder, read_toml
 from ironlaw.plan.engines.engine import TrainingEngine
 
 GENERIC = "generic"
-"""The engine of software that is not known."""
+"""The engine for unknown software."""
 
 _FOLDER = Path(__file__).parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -26,12 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @lru_cache(maxsize=1)
 def engines() -> dict[str, TrainingEngine]:
-    """All engines by name."""
+    """Return all shipped engines by name."""
     return {path.stem: _loaded(path.stem, path) for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def engine(name: str) -> TrainingEngine:
-    """A shipped engine, or one that `ironlaw calibrate` saved under this name."""
+    """Return a shipped engine, or one that `ironlaw calibrate` saved under this name."""
     if name in engines():
         return engines()[name]
     own = own_profiles()
@@ -41,9 +41,9 @@ def engine(name: str) -> TrainingEngine:
 
 
 def engine_of_framework(framework: str, attention: str = "flash") -> TrainingEngine:
-    """The engine behind a framework's name as people write it: the longest name that some engine lists.
+    """Return the engine of a framework's name as users write it: the longest name that an engine lists.
 
-    What the name begins with counts before what a later word of it says: "NVIDIA NeMo", "ROCm (Megatron-LM)".
+    A listed name at the start takes precedence over one at a later word, as in "NVIDIA NeMo" or "ROCm (Megatron-LM)".
     Megatron-LM is two engines: before and after fused attention.
     """
     typed = framework.strip().lower()
@@ -65,7 +65,7 @@ def profile_folder() -> Path:
 
 
 def profile_path(name: str) -> Path:
-    """Where a profile is kept; a UserError for what cannot be a file's name or is a shipped engine's."""
+    """Return a profile's path. Raises UserError if the name cannot be a file's or belongs to a shipped engine."""
     if not _NAME.fullmatch(name):
         raise UserError(f"'{name}' cannot name a profile: use letters, digits, '.', '_' and '-'")
     if name in engines():
@@ -74,7 +74,7 @@ def profile_path(name: str) -> Path:
 
 
 def _loaded(name: str, path: Path, **fixed: Any) -> TrainingEngine:
-    """The engine of a file. UserError for a key or a type that is none of its own."""
+    """Return the engine of a file. Raises UserError for an unknown key or a wrong type."""
     try:
         data: dict[str, Any] = read_toml(path)
     except (OSError, UserError) as error:
