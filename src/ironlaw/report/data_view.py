@@ -146,7 +146,7 @@ def loaded_words(data: dict[str, Any]) -> str:
 
 
 def cache_view(folder: Path, entries: Sequence[Any]) -> Document:
-    """What `data clean` would remove: folders of the cache (name, kind, source, bytes, days, busy)."""
+    """Return the cache folders that `data clean` would remove (name, kind, source, bytes, days, busy)."""
     made = Document()
     if not entries:
         made.text(f"{folder}: nothing to remove")

@@ -1,4 +1,4 @@
-"""What a verb shows, made once: headings, paragraphs, tables and charts. `terminal.py` and `page.py` render it.
+"""The output of a verb, built once: headings, paragraphs, tables and charts. `terminal.py` and `page.py` render it.
 
 made = Document()
 made.heading("Step time by phase")
@@ -21,29 +21,29 @@ from ironlaw import units
 NOT_MEASURED = "not measured"
 NOT_PLANNED = "not planned"
 _ABSENT = {"planned": NOT_PLANNED, "measured": NOT_MEASURED}
-BAR = "| "  # heading of a column of bars: text without a name
+BAR = "| "  # heading of a column of bars, which has no name
 Print = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A piece of text, and of a figure what it is printed from."""
+    """A piece of text, with the value it shows if it is a figure."""
 
     text: str
     role: str = ""  # strong, dim, good, bad, caution or code
     value: float | None = None  # in SI units
-    below: str = ""  # on a line of its own: an interval
-    note: str = ""  # what it is, where the page has room for it
+    below: str = ""  # shown on its own line: an interval
+    note: str = ""  # explanation, shown where the page has room for it
     why: str = ""  # the formula behind a figure
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Of a whole; on a page two, planned above measured, where `pair` gives them and the longest of their table."""
+    """A fraction of a whole. With `pair`, a page draws two bars, planned above measured, on the table's scale."""
 
     fraction: float | None
     width: int = 16  # characters
-    pair: tuple[float | None, float | None, float, str] | None = None  # planned, measured, the longest, in words
+    pair: tuple[float | None, float | None, float, str] | None = None  # planned, measured, longest, description
 
 
 Piece = Cell | Bar | str
@@ -54,18 +54,18 @@ strong, dim, good, bad = (partial(Cell, role=role) for role in ("strong", "dim",
 
 
 def quantity(value: float | None, show: Print, absent: str = NOT_MEASURED, role: str = "", below: str = "") -> Cell:
-    """A figure with its unit, or words for its absence: never 0 for what is unknown."""
+    """Return a figure with its unit, or `absent` in words: never 0 for an unknown value."""
     return Cell(absent, "dim") if value is None else Cell(show(value), role, value, below)
 
 
 def interval(low: str, high: str) -> str:
-    """`22.6 to 30.5 s`: a unit that both share is printed once."""
+    """Return `22.6 to 30.5 s`: a unit that both bounds share is printed once."""
     number, _, unit = low.partition(" ")
     return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
 
 
 def between(bounds: Any, show: Print) -> str:
-    """`[low, high]` as text; empty where one is missing."""
+    """Return `[low, high]` as text; empty if a bound is missing."""
     return "" if not bounds or None in bounds else interval(*(show(bound) for bound in bounds))
 
 
@@ -80,71 +80,71 @@ class Title:
 class Heading:
     text: str
     level: int = 2
-    tail: str = ""  # less loud
+    tail: str = ""  # shown less prominently
 
 
 @dataclass(frozen=True)
 class Paragraph:
     pieces: Sequence[Cell]
     indent: int = 0
-    item: bool = False  # of a list
+    item: bool = False  # of a bulleted list
 
 
 @dataclass(frozen=True)
 class Table:
-    """The first column, and those whose heading begins with `<` or `|`, are text; the others are numbers.
+    """A table. The first column, and those whose heading begins with `<` or `|`, are text; the others are numbers.
 
-    `~` begins the heading of a column that a narrow page leaves out.
+    A narrow page leaves out columns whose heading begins with `~` or `<~`.
     """
 
     columns: Sequence[str]
     rows: Sequence[Row]
     total: Row | None = None
-    caption: str = ""  # what its figures are
+    caption: str = ""  # explains the figures
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and what they are."""
+    """Pairs of a name and its value."""
 
     pairs: Sequence[tuple[str, Piece]]
 
 
 @dataclass(frozen=True)
 class NameList:
-    """Many short words."""
+    """A list of many short names."""
 
     names: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing for the page, made for a width; on a terminal `line` stands for it, if there is one."""
+    """A drawing for the page, made for a given width. A terminal shows `line` instead, if there is one."""
 
     draw: Callable[[int], Markup]
     caption: str = ""
     legend: Sequence[tuple[str, str]] = ()  # style, name
     line: str = ""
-    key: str = ""  # of the line's letters
+    key: str = ""  # explains the letters of `line`
 
 
 @dataclass(frozen=True)
 class Cards:
-    """The figures at the head of a page: name, figure, what stands beside it. A terminal has the table."""
+    """The figures at the head of a page: name, value, remark. A terminal shows only the table."""
 
     cards: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A file's text, on a page."""
+    """The text of a file, shown on a page only."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Fold:
-    """What only a page has room for, folded away behind its summary; without one it is open."""
+    """Content for a page only, folded behind its summary; open if the summary is empty."""
 
     summary: str
     content: Document
@@ -179,7 +179,7 @@ class Document:
         self.add(Facts(list(pairs)))
 
     def fold(self, summary: str = "") -> Document:
-        """The document that is only on a page, to be filled."""
+        """Add content that only a page shows, and return it as a document to be filled."""
         content = Document()
         self.add(Fold(summary, content))
         return content
@@ -191,7 +191,7 @@ class Document:
         self, parts: Iterable[tuple[str, float | None, str]], show: Print, total: bool = True, least: float = -math.inf,
         side: str = "planned", meanings: bool = True,
     ) -> None:  # fmt: skip
-        """Parts of a whole, (name, value, meaning), with their shares; an absent part is not counted."""
+        """Add a table of the parts of a whole, (name, value, meaning), with their shares. Unknown parts are ignored."""
         parts = list(parts)
         whole = sum(value for _, value, _ in parts if value is not None)
         rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""What figures are called, how they are printed, and what they mean."""
+"""Labels of figures, their print formats and meanings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _loss(value: float | None) -> str:
     return units.NOT_KNOWN if value is None else f"{value:.3f} nats/token"
 
 
-# Name of a total -> (what people call it, how it is printed)
+# Name of a total -> (label, how it is printed)
 TOTALS: dict[str, tuple[str, Print]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", _flop),
@@ -35,7 +35,7 @@ TOTALS: dict[str, tuple[str, Print]] = {
     "unigram_loss": ("Unigram model's loss", _loss),
 }
 
-# The totals as `Explanation.to_json` nests them, and what each counts, in a line.
+# Path of each total in the document of `Explanation.to_json`, and what the total counts.
 EXPLAINED: dict[str, tuple[tuple[str, ...], str]] = {
     "step_seconds": (("time", "step"), ""),
     "tokens_per_second": (("time", "tokens_per_second"), "tokens trained on, per second of step time"),
@@ -97,7 +97,7 @@ WALL = {
 
 
 def error(value: float | None) -> str:
-    """A plan's relative error; an error that rounds to nothing has no sign."""
+    """Return a plan's relative error; an error that rounds to zero has no sign."""
     if value is None:
         return units.NOT_KNOWN
     text = units.signed_percent(value)
@@ -105,5 +105,5 @@ def error(value: float | None) -> str:
 
 
 def meaning(name: str, show: Print) -> str:
-    """Of a part of the step, or of memory."""
+    """Return the meaning of a part of the step or of memory."""
     return MEANINGS.get("optimizer state" if show is units.bytes_ and name == "optimizer" else name, "")

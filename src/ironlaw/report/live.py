@@ -1,6 +1,6 @@
-"""A run as it goes: one line that changes on a terminal, a line now and then everywhere else, a page in the browser.
+"""Progress of a run: a live line on a terminal, occasional lines elsewhere, a page in the browser.
 
-The page of `ironlaw train --dashboard` is served to this machine only, and drawn when asked for:
+The page of `ironlaw train --dashboard` is served to this machine only, and rendered on request:
 
     page = Dashboard(Path("runs/mine"))
     with page:                                  # page.address: "http://127.0.0.1:8421/"
@@ -33,11 +33,11 @@ from ironlaw.report.page import render
 
 PORT = 8421
 REFRESH_SECONDS = 2
-RECENT = 50  # steps behind the figures on the cards
+RECENT = 50  # last steps that the figures on the cards average
 
 
 class Dashboard:
-    """Takes what the terminal's live line takes; the page reloads itself every two seconds."""
+    """A page with the figures of the terminal's live line; it reloads itself every two seconds."""
 
     def __init__(self, folder: Path, port: int = PORT) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ class Dashboard:
         self._steps.append(asdict(report))
 
     def html(self) -> str:
-        """The page as it stands."""
+        """Return the page in its current state."""
         steps, page = list(self._steps), Document()
         since = units.seconds(time.monotonic() - self._began)
         page.title(str(self.folder), above=f"Ironlaw, training for {since}")
@@ -81,7 +81,7 @@ class Dashboard:
         return render(page, f"{self.folder}: training", footer, refresh=REFRESH_SECONDS)
 
     def _cards(self, steps: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-        """Heading figures: name, value, what stands beside it."""
+        """Return the figures at the head: name, value, remark."""
         if not steps:
             return [("Step", "none yet", "preparing data, or the first step")]
         last = steps[-1]
@@ -106,14 +106,14 @@ class Dashboard:
 
 
 def _pace(plan: Ledger, seconds: float) -> tuple[str, str, str]:
-    """Of steps that take so long: the plan's error, tokens per second, MFU."""
+    """Return the plan's error, tokens per second and MFU at this step time."""
     step = plan.totals["step_seconds"].value
     tokens, mfu = (plan.totals[name].value * step / seconds for name in ("tokens_per_second", "mfu"))
     return units.signed_percent(relative_error(step, seconds), 0), units.count(tokens), units.percent(mfu, 0)
 
 
 def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:
-    """On the wanted port, or on any that is free."""
+    """Serve on the given port, or on any free one if it is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -129,7 +129,7 @@ def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are no news for the terminal."""
+            """Requests are not logged on the terminal."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
@@ -137,12 +137,12 @@ def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:
         return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
-PACE_SAID = 0.03  # a change of the machine's speed that is worth a line
-SMOOTHING = 0.9  # of the step time shown: single steps jitter
+PACE_SAID = 0.03  # change of the machine's speed that is reported
+SMOOTHING = 0.9  # of the displayed step time, because single steps vary
 
 
 class DataProgress:
-    """Called with (bytes done, bytes in all): a bar with rate and time left, or a line now and then."""
+    """Progress of (bytes done, bytes in all): a bar with rate and time left, or occasional lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -152,7 +152,7 @@ class DataProgress:
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._update is None:  # a resumed preparation does not begin at nothing
+        if self._update is None:  # a resumed preparation does not begin at zero
             self._began, self._begun_bytes = now, done
             self._update = self._shown.enter_context(progress("Tokenising", self._console))
         self._update(done / total if total else 1.0, self._words(done, total, now - self._began))
@@ -173,8 +173,8 @@ class DataProgress:
 
 
 class LiveRun:
-    """Everything `train` prints while it works, on stderr. `data` is a `Dataset`, `report` the trainer's `StepReport`:
-    classes of rooms above this one."""
+    """Everything that `train` prints on stderr while it runs. `data` is a `Dataset` and `report` the trainer's
+    `StepReport`; this package may not import their classes."""
 
     def __init__(self, console: Console, folder: Path, page: Dashboard | None = None) -> None:
         self.console, self.folder, self._page = console, folder, page
@@ -205,7 +205,7 @@ class LiveRun:
         self._data(done, total)
 
     def planned(self, plan: Ledger, data: Any) -> None:
-        """The head of the run: what was prepared, and what is expected."""
+        """Print the head of the run: the prepared data and the plan."""
         self._data.close()
         totals, train, validation = plan.totals, len(data.train.tokens), len(data.validation.tokens)
         source = "from the cache" if data.reused else "prepared"
@@ -267,14 +267,14 @@ class LiveRun:
             extras.append(f"MFU {mfu}")
         left = (report.steps - report.step) * (seconds or self._plan.totals["step_seconds"].value)
         parts.append(f"{units.seconds(left)} left")
-        # On a narrow terminal the last of these go first: a line that wraps cannot be drawn over.
+        # On a narrow terminal the last of these are left out: a line that wraps cannot be redrawn.
         for extra in (*extras, units.bytes_(report.resident_bytes), f"wait {units.seconds(report.data_seconds)}"):
             if len("  ".join([*parts, extra])) <= self.console.width:
                 parts.insert(-1, extra)
         return Text("  ".join(parts), no_wrap=True, overflow="ignore")
 
     def summary(self, ledger: Ledger, console: Console) -> None:
-        """After the run: where it stands, and what to do next."""
+        """Print the state of the finished run and the next command."""
         totals, facts = ledger.totals, ledger.facts
         state = f"interrupted by {facts['interrupted']}" if facts["interrupted"] else "done"
         console.print(f"{facts['steps_done']:,} of {facts['steps']:,} steps, {state}")

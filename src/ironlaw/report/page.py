@@ -1,4 +1,4 @@
-"""A document as one HTML page that opens offline, for reading, for a phone and for printing."""
+"""Renders a document as one HTML page that works offline, on a phone and in print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piec
 
 
 def render(document: Document, name: str, footer: str, refresh: int | None = None) -> str:
-    """The page of a document, which begins with its title. `refresh`: seconds after which it asks for itself again."""
+    """Render a document, which begins with its title, as a page. `refresh`: seconds after which the page reloads."""
     title, *blocks = document.blocks
     assert isinstance(title, Title)
     sections = [Document()]
@@ -35,13 +35,13 @@ def render(document: Document, name: str, footer: str, refresh: int | None = Non
 
 
 def write(path: Path, document: Document, name: str, footer: str) -> Path:
-    """Render and write the page whole: an old one stays until the new one is complete."""
+    """Render the page and write it atomically: an old one stays until the new one is complete."""
     write_text(path, render(document, name, footer))
     return path
 
 
 def _kinds(document: Document) -> Iterator[tuple[str, Any]]:
-    """Blocks with what they are; lines of a list together."""
+    """Yield the blocks with their kinds. The items of a list come together."""
     for is_list, run in groupby(document.blocks, lambda block: isinstance(block, Paragraph) and block.item):
         if is_list:
             yield "Items", list(run)
@@ -50,30 +50,30 @@ def _kinds(document: Document) -> Iterator[tuple[str, Any]]:
 
 
 def _ticks(text: str) -> Markup:
-    """Text with `code` in backticks, as notes and advice have it."""
+    """Return text with `code` marked by backticks, as in notes and advice."""
     parts = [escape(part) for part in text.split("`")]
     return Markup("").join(_code(part) if i % 2 else part for i, part in enumerate(parts))
 
 
 def _code(text: str) -> Markup:
-    """Its words stay whole: a browser would break `--set` behind a hyphen."""
+    """Mark code whose words are not broken: a browser would break `--set` after a hyphen."""
     return Markup("<code>%s</code>") % Markup(" ").join(Markup("<span>%s</span>") % word for word in text.split())
 
 
 def _column(heading: str) -> Markup:
-    """The attributes of a column's cells."""
+    """Return the attributes of a column's cells."""
     classes = [name for mark, name in (("<", "text"), ("~", "hide-narrow")) if mark in heading[:2]]
     return Markup(' class="%s"') % " ".join(classes) if classes else Markup("")
 
 
 def _parted(figure: str) -> tuple[str, str]:
-    """ "205 ms" as number and unit; words for an absent figure are all unit."""
+    """Split "205 ms" into number and unit; words for an unknown figure are all unit."""
     number, _, unit = figure.partition(" ")
     return (number, unit) if number[:1].isdigit() else ("", figure)
 
 
 def _laid(cells: Row, columns: Sequence[str]) -> tuple[list[Bar], list[tuple[str, Piece]]]:
-    """The bars of a row, and its other cells with the headings of their columns."""
+    """Return the bars of a row, and its other cells with their columns' headings."""
     bars = [cell for cell in cells if isinstance(cell, Bar)]
     return bars, [(name, cell) for name, cell in zip(columns, cells, strict=True) if name != BAR]
 
@@ -83,13 +83,13 @@ def _paired(table: Table) -> bool:
 
 
 def _drawn(bar: Bar) -> Markup:
-    """Under the name of its row. An absent side has no bar."""
+    """Draw the bar, or the pair, below the name of its row. An unknown side has no bar."""
     planned, measured, longest, words = bar.pair or (None, bar.fraction, 1.0, f"{100 * (bar.fraction or 0):.0f}%")
     return svg.bar_pair(planned, measured, longest, words)
 
 
 def _key(style: str) -> Markup:
-    """The mark of a legend's entry: a line's style is prefixed with `line-`; a finished drawing is taken as it is."""
+    """Return the mark of a legend entry: a line if its style begins with `line-`; finished drawings are unchanged."""
     if isinstance(style, Markup):
         return style
     return Markup('<i class="%s"></i>') % (f"rule {style}" if style.startswith("line-") else style)

@@ -1,4 +1,4 @@
-"""A plan: what will be needed, how sure that is, and on request where each number comes from."""
+"""Views of a plan: its totals with their uncertainty, and on request the derivation of each number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DERIVED = {
 
 
 def plan_view(ledger: Ledger, fits: bool) -> Document:
-    """Parameters, FLOPs, memory, time and energy of a planned run, each with its interval and origin."""
+    """Return parameters, FLOPs, memory, time and energy of a planned run, each with its interval and origin."""
     made, facts = Document(), ledger.facts
     _title(made, facts)
     totals(made, ledger, {name: labels.TOTALS[name] for name in PLANNED})
@@ -70,7 +70,7 @@ def _title(made: Document, facts: Mapping[str, Any]) -> None:
 
 
 def totals(made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], absent: bool = True) -> None:
-    """Totals by name, (label, how it is printed), with interval and origin. `absent`: those not planned too."""
+    """Add totals by name, (label, print format), with interval and origin. `absent`: also those not planned."""
     rows: list[Row] = []
     for name, (label, show) in shown.items():
         estimate = ledger.totals.get(name)
@@ -89,7 +89,7 @@ def _shares(made: Document, parts: Mapping[Any, float | None], show: Print) -> N
 
 
 def why_view(ledger: Ledger) -> Document:
-    """Every total with its formula, its inputs and its origin; then every operation behind the step time."""
+    """Return every total with its formula, inputs and origin, then every operation behind the step time."""
     made, facts = Document(), ledger.facts
     made.heading("Where each number comes from")
     shown = {name: labels.TOTALS[name] for name in ledger.totals}
@@ -112,7 +112,7 @@ def derivations(
     made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], derived: Mapping[str, Sequence[str]],
     inputs: Mapping[str, Iterable[str]],
 ) -> None:  # fmt: skip
-    """`--why`: of every total its formula, the totals it is derived from and its other inputs, each with its origin."""
+    """Add for `--why` the formula, source totals and other inputs of every total, each with its origin."""
     for name, (label, show) in shown.items():
         estimate = ledger.totals.get(name)
         if estimate is None:
@@ -143,7 +143,7 @@ def memory_inputs(lines: Iterable[MemoryLine]) -> list[str]:
 
 
 def _inputs(ledger: Ledger) -> dict[str, list[str]]:
-    """What else went into a total, each marked with its origin."""
+    """Return the other inputs of each total, each marked with its origin."""
     facts = ledger.facts
 
     def fact(key: str, text: str, origin: str, show: Callable[[Any], str] = str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A measured machine: what each kind of kernel attains here."""
+"""View of a measured machine: the rates that each kind of kernel attains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ironlaw.report.document import BAR, Bar, Document, Row, dim, quantity, stro
 
 Attention = Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]
 
-# Tensors that a kernel reads and writes per element, each once: its least traffic.
+# Tensors that a kernel reads and writes, per element, each counted once: its minimum traffic.
 TENSORS_MOVED = {
     "add": 3, "add_in_place": 3, "multiply": 3, "multiply_backward": 5, "cast": 1.5, "sum_rows": 1,
     "concatenate": 2, "rotary": 2, "embedding_forward": 2, "loss_forward": 2, "loss_backward": 2, "adamw": 7,
@@ -27,7 +27,7 @@ MATMULS = {
 
 
 def profile_view(profile: Any, slowdown: Mapping[str, float]) -> Document:
-    """A machine profile: this machine's ceilings. `slowdown`: kind of kernel -> typical time over the best."""
+    """Return the ceilings of a machine profile. `slowdown`: kind of kernel -> typical time over the best."""
     made = Document()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     measured = f"measured {profile.created[:16].replace('T', ' ')} with {versions}"

@@ -1,4 +1,4 @@
-"""The planner's record: errors beside the trivial baseline's, ranking, what fits, what is missing; a calibration."""
+"""Views of the planner's record (errors beside the trivial baseline, ranking, memory fit) and of a calibration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ironlaw.report import svg
 from ironlaw.report.document import BAR, Bar, Cards, Cell, Chart, Document, Print, Row, dim, quantity, strong
 
 Found = Mapping[str, Any]
-MOST_LISTED = 12  # rows listed one by one; the JSON has them all
-SEEN = 0.95  # of the prior's spread left: above it the runs have said nothing of a constant
+MOST_LISTED = 12  # rows listed individually; the JSON has all
+SEEN = 0.95  # remaining share of the prior's spread, above which the runs tell nothing about a constant
 EXPLAINED = {
     "time": (
         "Step time, planned against measured",
@@ -27,7 +27,7 @@ EXPLAINED = {
         "The same; baseline: weights, gradients and optimizer state alone, as the layout shards them.",
     ),
 }
-# Key of the errors: planned, measured, how it is printed, how a tick is printed and in which base ticks are round.
+# Kind of error -> planned key, measured key, how values and ticks are printed, base in which ticks are round.
 QUANTITIES: dict[str, tuple[str, str, Print, Callable[[float], str], int]] = {
     "time": ("predicted_step_seconds", "step_seconds", units.seconds, svg.short_seconds, 10),
     "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, svg.short_bytes, 2),
@@ -48,7 +48,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def record_view(found: Found) -> Document:
-    """From the document of `Record.to_json`."""
+    """Return the view of a document of `Record.to_json`."""
     made, overall = Document(), found["overall"]
     planned = overall["n"] - overall["not_planned"]
     profile = f" with the profile {found['profile']}" if found.get("profile") else ""
@@ -94,7 +94,7 @@ def _cards(overall: Found, planned: int) -> list[tuple[str, str, str]]:
 
 
 def _with_all(found: Found) -> list[tuple[str, Found]]:
-    """Groups, and all together where there are several."""
+    """Return the groups, followed by their total if there are several."""
     groups = list(found["groups"].items())
     return [*groups, ("all", found["overall"])] if len(groups) > 1 else groups
 
@@ -116,7 +116,7 @@ def _errors(made: Document, found: Found, key: str) -> None:
 
 
 def _error(name: str, errors: Found) -> Row:
-    """Group, how many, and how far off they are."""
+    """Return a row with the group, the number of runs, and their errors."""
     return [
         Cell(name, "strong" if name == "all" else ""), str(errors["n"]), strong(percent(errors["median"])),
         strong(percent(errors["mean"])), percent(errors["p90"]), f"{100 * errors['bias']:+.1f}",
@@ -177,7 +177,7 @@ def _feasibility(made: Document, found: Found) -> None:
 
 
 def _failed(made: Document, failed: Sequence[Found]) -> None:
-    """Failed runs by the planned peak over the limit: out of memory is likely above 100%, a crash below."""
+    """Add the failed runs by planned peak over the limit: above 100% out of memory is likely, below it a crash."""
     if not failed:
         return
     made.heading(f"The {len(failed)} failed runs, by planned peak over what the device can hand out")
@@ -191,7 +191,7 @@ def _failed(made: Document, failed: Sequence[Found]) -> None:
 
 
 def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
-    """Failed runs by planned peak over the limit: names of the classes, and how many fall into each."""
+    """Return the classes of planned peak over the limit, and the number of failed runs in each."""
     edges = (0.0, 0.5, 0.75, 0.9, 1.0, 1.25, 2.0, float("inf"))
     pairs = list(pairwise(edges))
     counts = [sum(low <= row["over_limit"] < high for row in failed) for low, high in pairs]
@@ -200,7 +200,7 @@ def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
 
 
 def worst_rows(rows: Sequence[Found], count: int = MOST_LISTED) -> list[Found]:
-    """The runs whose step time is planned worst: where to look first."""
+    """Return the runs with the largest errors of step time."""
     timed = [row for row in rows if row["ran"] and row["step_seconds"] and "time" in row["checks"]]
     return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:count]
 
@@ -237,7 +237,7 @@ def _not_planned(made: Document, missing: Sequence[Found]) -> None:
 
 
 def _assumed(made: Document, rows: Sequence[Found]) -> None:
-    """What was assumed for rows that leave something open, and for how many."""
+    """Add the assumptions made for incomplete rows, with the number of runs."""
     counts = Counter(text for row in rows for text in row["assumed"])
     if counts:
         folded = made.fold("What was assumed for rows that leave something open")
@@ -245,8 +245,8 @@ def _assumed(made: Document, rows: Sequence[Found]) -> None:
 
 
 def calibration_view(found: Found) -> Document:
-    """From the document of `Calibration.to_json`, the profile's name and the rows not planned: constants before and
-    after with their meaning, and how well they do."""
+    """Return the view of a document of `Calibration.to_json`, extended by profile name and rows not planned: constants
+    before and after with their meaning, and their errors."""
     made, errors = Document(), found["errors"]
     made.heading(f"Profile {found['profile']}, from {found['start']} and {found['runs']} runs")
     made.table(
@@ -280,7 +280,7 @@ def calibration_view(found: Found) -> Document:
 
 
 def serving_record_view(found: Found) -> Document:
-    """The serving planner's record: its errors on measured servers."""
+    """Return the serving planner's record: its errors on measured servers."""
     made = Document()
     for name, title in SERVED.items():
         groups = {group: errors[name] for group, errors in found["groups"].items() if name in errors}

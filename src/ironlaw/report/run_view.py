@@ -1,6 +1,6 @@
-"""An explained run: the bottleneck, what to change next, plan beside run, and how far to trust it.
+"""View of an explained run: bottleneck, remedies, plan beside run, and reliability.
 
-Made from the document of `Explanation.to_json`, so that what is shown is what scripts read.
+Built from the document of `Explanation.to_json`, so that users see what scripts read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOOTER = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --
 
 
 def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> Document:
-    """The whole explanation, the most important first. `metrics`: the steps of `metrics.jsonl`, for the curves."""
+    """Return the whole explanation, the most important first. `metrics`: steps of `metrics.jsonl`, for the curves."""
     made, time = Document(), found["time"]
     _headline(made, found)
     _remedies(made, found)
@@ -97,7 +97,7 @@ def _headline(made: Document, found: Found) -> None:
 
 
 def _dig(found: Found, path: tuple[str, ...]) -> Any:
-    """A nested value, or None where any level is missing."""
+    """Return a nested value, or None if any level is missing."""
     value: Any = found
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -115,7 +115,7 @@ def _remedies(made: Document, found: Found) -> None:
 
 
 def _gains(remedy: Found) -> list[str]:
-    """What a remedy is planned to save, in seconds and bytes, and what it touches."""
+    """Describe the planned savings of a remedy in seconds and bytes, and its effect."""
 
     def saved(value: float, show: Print) -> str:
         return f"saves {show(value)}" if value > 0 else f"costs {show(-value)}"
@@ -130,7 +130,7 @@ def _gains(remedy: Found) -> list[str]:
 
 
 def _waterfall(made: Document, fall: Found | None) -> None:
-    """Peak at the top, what was attained at the bottom; nothing when neither is known."""
+    """Add the losses from the hardware's peak down to the attained rate; nothing if the step time is not known."""
     if not fall or not fall["step_seconds"] or not any(d["seconds"] for d in fall["drops"]):
         return
     made.heading("From the hardware's ceiling to this step")
@@ -159,7 +159,7 @@ def _waterfall(made: Document, fall: Found | None) -> None:
 
 
 def _difference(seconds: float, least: float = 0.0) -> str:
-    """With its sign; nothing where it is not more than `least`."""
+    """Return the difference with its sign, or zero if it is less than `least`."""
     sign = "" if abs(seconds) < least else "+" if seconds >= 0 else "−"
     return sign + units.seconds(0.0 if abs(seconds) < least else abs(seconds))
 
@@ -184,7 +184,7 @@ def _totals(made: Document, found: Found) -> None:
 
 
 def _composition(made: Document, time: Found) -> None:
-    """The step as one bar per side: kinds where operations were timed, phases otherwise."""
+    """Add the step as one bar per side: by kind of operation if operations were timed, otherwise by phase."""
     rows = time["kinds"] if any(row["measured"] is not None for row in time["kinds"]) else time["phases"]
     if not any(time["step"][side] for side in ("planned", "measured")):
         return
@@ -195,7 +195,7 @@ def _composition(made: Document, time: Found) -> None:
 
 
 def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:
-    """Parts of a whole, planned and measured, each with its share of the measured (else the planned) whole."""
+    """Add the parts of a whole, planned and measured, with their shares of the measured (or planned) whole."""
     side = "measured" if whole["measured"] is not None else "planned"
     longest = max((row[s] or 0.0 for row in rows for s in ("planned", "measured")), default=0.0)
     cells: list[Row] = []
@@ -210,7 +210,7 @@ def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> 
 
 
 def _both(row: Found, show: Print) -> list[Cell]:
-    """Planned, measured and the plan's error."""
+    """Return planned value, measured value and the plan's error."""
     error = Cell(labels.error(row["error"]), "caution" if row["error"] is not None and abs(row["error"]) > 0.1 else "")
     return [quantity(row["planned"], show, NOT_PLANNED), quantity(row["measured"], show), error]
 
@@ -230,7 +230,7 @@ def _operations(made: Document, operations: Sequence[Found]) -> None:
 def _operation(row: Found) -> Row:
     planned, measured, _ = _both(row, units.seconds)
     gap = NOT_MEASURED
-    if row["measured"] is not None:  # below a thousandth it is not a difference that the other columns would show
+    if row["measured"] is not None:  # the other columns would not show a difference below a thousandth
         gap = _difference(row["measured"] - (row["planned"] or 0.0), least=1e-3 * row["measured"])
     name = Cell(row["name"], note=f"{row['bound']}-bound" if row.get("bound") else "")
     return [name, row["kind"], row["phase"], planned, measured, gap]
@@ -272,7 +272,7 @@ def _memory(made: Document, found: Found) -> None:
 
 
 def _ranks(made: Document, ranks: Found | None) -> None:
-    """Communication by collective and dimension, memory by rank and the slowest rank of each phase."""
+    """Add communication by collective and dimension, memory by stage, and the slowest rank of each phase."""
     if not ranks:
         return
     made.heading(f"Communication of {ranks['ranks']} ranks, of a mean rank and step")
@@ -311,7 +311,7 @@ def _wall(made: Document, wall: Found | None) -> None:
 
 
 def _how(made: Document, facts: Found) -> None:
-    """Which attention kernel ran, and what the loader could have delivered."""
+    """Add the attention kernel that ran, and the loader's possible rate."""
     run, supply = facts["run"], facts["plan"].get("data_supply")
     data = run.get("data") or {}
     if not run.get("attention") and not data.get("tokens_per_second"):
@@ -370,7 +370,7 @@ def _accuracy(made: Document, found: Found) -> None:
 
 
 def _provenance(made: Document, found: Found, config: str) -> None:
-    """Where, when and with what the run was made; what is not recorded is left out."""
+    """Add where, when and with which versions the run was made; unrecorded values are left out."""
     plan, run = found["facts"]["plan"], found["facts"]["run"]
     versions = run.get("versions") or {}
     speed = run.get("machine_speed")

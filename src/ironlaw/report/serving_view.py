@@ -1,4 +1,4 @@
-"""Serving: a plan (does it fit, how fast, what binds, what it costs), and a measured server."""
+"""Views of serving: a plan (fit, speed, bottleneck, cost), a measured server, and a load test."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _candidates(made: Document, more: dict[str, Any]) -> None:
 
 
 def server_view(found: dict[str, Any]) -> Document:
-    """A measured server: its phases beside the plan's, what binds, what to change."""
+    """Return a measured server: its phases beside the plan's, bottlenecks and remedies."""
     made, totals, facts = Document(), found["totals"], found["facts"]
     made.title(f"{facts.get('name', 'a model')} served by {facts.get('engine', 'an engine')}")
     for name, (label, show) in _MEASURED.items():
@@ -163,7 +163,7 @@ def server_view(found: dict[str, Any]) -> Document:
 
 
 def load_view(found: dict[str, Any]) -> Document:
-    """What a load of requests measured of a server."""
+    """Return the measurements of a load test."""
     made = Document()
     told = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
     told += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]

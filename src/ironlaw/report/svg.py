@@ -1,6 +1,6 @@
-"""Small inline SVG drawings: bars, line charts and scatter plots, in colours that the page's style sheet sets.
+"""Small inline SVG drawings: bars, line charts and scatter plots, in colours of the page's style sheet.
 
-Every drawing is an image with a title and a description for screen readers, and no script, font or link.
+Each drawing is an image with a title and a description for screen readers, without scripts, fonts or links.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from html import escape
 
 from markupsafe import Markup
 
-MOST_POINTS = 320  # more than a chart is wide: longer series are averaged in bins
+MOST_POINTS = 320  # fewer than a chart's pixels; longer series are averaged in bins
 BAND = 0.10  # relative error of the band around a scatter plot's diagonal
-GOLDEN_ANGLE = 137.508  # degrees of hue from one group to the next: neighbours never look alike
+GOLDEN_ANGLE = 137.508  # degrees of hue between groups, so that neighbouring groups differ
 MARKERS = 3
 _ids = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line (or with `dots` single points) in the style sheet's class `style`."""
+    """A line, or single points with `dots`, drawn in the style sheet's class `style`."""
 
     name: str
     xs: Sequence[float]
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line across the chart, with a band around it when bounds are given."""
+    """A horizontal line across the chart, with a band around it if it has bounds."""
 
     name: str
     y: float
@@ -45,7 +45,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cloud:
-    """The points of one group, (measured, planned, title); `index` sets its colour and marker, alike in every plot."""
+    """The points of a group, (measured, planned, title). `index` selects colour and marker, the same in every plot."""
 
     name: str
     index: int
@@ -54,7 +54,7 @@ class Cloud:
 
 @dataclass(frozen=True)
 class Frame:
-    """From values to places, and the grid around them."""
+    """A linear mapping from values to coordinates, and the grid of its axes."""
 
     x0: float
     x1: float
@@ -82,7 +82,7 @@ class Frame:
         self, xs: Sequence[float], x_text: Callable[[float], str], ys: Sequence[float], y_text: Callable[[float], str],
         rules: bool = True,
     ) -> list[str]:  # fmt: skip
-        """Lines and their figures; without `rules` a tick of x is only a mark below."""
+        """Return grid lines and tick labels. Without `rules`, ticks of x are only marks below the axis."""
         parts = []
         for tick in ys:
             y = self.y(tick)
@@ -99,14 +99,14 @@ class Frame:
 
 
 class LogFrame(Frame):
-    """Both axes logarithmic."""
+    """A frame with logarithmic axes."""
 
     def scale(self, value: float) -> float:
         return math.log10(value)
 
 
 def bar_pair(planned: float | None, measured: float | None, largest: float, title: str) -> Markup:
-    """Two bars on one scale, planned above measured. An absent side has no bar."""
+    """Draw two bars on one scale, planned above measured. An unknown side has no bar."""
     bars = [
         rect(0, y, max(0.4, 100 * value / largest), 5, f"fill-{style}")
         for value, y, style in ((planned, 0, "planned"), (measured, 6, "measured"))
@@ -116,7 +116,7 @@ def bar_pair(planned: float | None, measured: float | None, largest: float, titl
 
 
 def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
-    """One bar of parts side by side on a scale where `whole` fills it."""
+    """Draw one bar with its parts side by side; `whole` is its full length."""
     drawn, x = [], 0.0
     for name, value in parts:
         width = 100 * value / whole if whole else 0.0
@@ -131,8 +131,8 @@ def line_chart(
     height: int = 0, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
     x_name: str = "step",
 ) -> Markup:  # fmt: skip
-    """Lines over steps with axes, ticks and levels. Values above `top` are drawn at it. 0: the usual height."""
-    height = height or (260 if width > 500 else 240)  # taller for its width on a phone
+    """Draw lines over steps with axes, ticks and levels. Values above `top` are drawn at `top`. `height` 0: default."""
+    height = height or (260 if width > 500 else 240)  # relatively taller on a phone
     thinned = [_thin(s) for s in series if len(s.xs)]
     ys = [y for s in thinned for y in s.ys] + [b for v in levels for b in (v.y, v.low, v.high) if b is not None]
     xs = [x for s in thinned for x in s.xs]
@@ -154,8 +154,8 @@ def scatter(
     title: str, description: str, clouds: Sequence[Cloud], y_text: Callable[[float], str], base: int = 10,
     size: float = 560.0,
 ) -> Markup:  # fmt: skip
-    """Measured to the right, planned upwards, both logarithmic: a perfect plan lies on the diagonal, a slow or large
-    one above it. Ticks are round numbers in `base` 10 or 2.
+    """Draw planned over measured values on logarithmic axes: exact plans lie on the diagonal, too slow or large ones
+    above it. Ticks are round numbers in `base` 10 or 2.
     """
     values = [v for cloud in clouds for measured, planned, _ in cloud.points for v in (measured, planned)]
     if not values:
@@ -169,14 +169,14 @@ def scatter(
     body.append(text((frame.left + frame.right) / 2, size - 10, "measured", "middle"))
     middle = (frame.upper + frame.lower) / 2
     body.append(f'<text transform="translate(13 {middle:.0f}) rotate(-90)" text-anchor="middle">planned</text>')
-    for cloud in sorted(clouds, key=lambda c: -len(c.points)):  # the small groups on top
+    for cloud in sorted(clouds, key=lambda c: -len(c.points)):  # small groups are drawn on top
         marks = "".join(_mark(cloud.index % MARKERS, frame.x(m), frame.y(p), name) for m, p, name in cloud.points)
         body.append(f'<g class="cloud" style="--h:{_hue(cloud.index)}">{marks}</g>')
     return image(size, size, title, description, body, 'class="scatter"')
 
 
 def legend_mark(index: int) -> Markup:
-    """The marker and colour of a cloud, for a legend or a table."""
+    """Draw the marker of a cloud in its colour, for a legend or a table."""
     drawn = _mark(index % MARKERS, 6, 6, "")
     return Markup(
         f'<svg class="key cloud" style="--h:{_hue(index)}" viewBox="0 0 12 12" aria-hidden="true">{drawn}</svg>'
@@ -213,7 +213,7 @@ def _series(frame: Frame, series: Series) -> str:
 
 
 def _thin(series: Series) -> Series:
-    """Means over bins of neighbouring points, so that a long run stays a readable line and a small file."""
+    """Average bins of neighbouring points, so that a long run gives a readable line and a small file."""
     finite = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
     per_bin = math.ceil(len(finite) / MOST_POINTS) if not series.dots else 1
     bins = [finite[i : i + per_bin] for i in range(0, len(finite), max(1, per_bin))]
@@ -230,7 +230,7 @@ def _range(ys: Sequence[float], from_zero: bool, top: float | None) -> tuple[flo
 
 
 def _round_ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) within the range."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) within the range."""
     raw = (high - low) / max(1, wanted)
     magnitude = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
@@ -239,7 +239,7 @@ def _round_ticks(low: float, high: float, wanted: int) -> list[float]:
 
 
 def ticks(low: float, high: float, base: int = 10, most: int = 8) -> list[float]:
-    """1, 2 and 5 times powers of the base within a range, thinned until there are few enough."""
+    """Return 1, 2 and 5 times powers of the base within a range, or fewer of them until there are at most `most`."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     finest = (((1, 2, 5), 1), ((1, 3), 1)) if base == 10 else ()
     found: list[float] = []
@@ -252,12 +252,12 @@ def ticks(low: float, high: float, base: int = 10, most: int = 8) -> list[float]
 
 
 def short_seconds(value: float) -> str:
-    """A round tick in seconds."""
+    """Format a round tick in seconds."""
     return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms" if value >= 1e-3 else f"{1e6 * value:g} µs"
 
 
 def short_bytes(value: float) -> str:
-    """A tick that is a power of two."""
+    """Format a tick that is a power of two."""
     for size, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
         if value >= size:
             return f"{value / size:g} {unit}"

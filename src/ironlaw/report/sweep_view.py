@@ -1,4 +1,4 @@
-"""A sweep of formats: the frontier of loss against bytes and speed."""
+"""View of a sweep of formats: the frontier of loss against bytes and speed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _told(found: Mapping[str, Any]) -> list[str]:
 
 
 def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
-    """Of two measures: those that nothing beats, in the order of the axis."""
+    """Return the points that are best in loss and this axis (the Pareto frontier), in the order of the axis."""
     sign = 1 if axis == "bytes" else -1
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (sign * p[axis], p["loss"])):
@@ -80,7 +80,7 @@ def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
 
 
 def _drawing(points: Sequence[Point], axis: str) -> list[str]:
-    """Letters of the table's rows; where several meet, the first."""
+    """Draw the letters of the table's rows as points; where several coincide, the first letter."""
     losses, values = [p["loss"] for p in points], [p[axis] for p in points]
     cells = [[" "] * WIDTH for _ in range(HEIGHT)]
     for letter, loss, value in reversed(list(zip(string.ascii_letters, losses, values, strict=False))):

@@ -1,4 +1,4 @@
-"""A document on a terminal: words are never cut, colour never carries a meaning alone."""
+"""Renders a document on a terminal: words are never cut, and colour never carries a meaning alone."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ironlaw.report.document import (
 
 STYLES = {"": "", "strong": "bold", "dim": "dim", "good": "bold green", "bad": "bold red", "caution": "yellow",
           "code": "cyan"}  # fmt: skip
-ROOM_FOR_BARS = 64  # columns of a terminal: on a narrower one words need them
+ROOM_FOR_BARS = 64  # columns of a terminal; a narrower one needs the space for words
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _FIGURES = (Table, Facts, NameList, Chart)
 
 
 def show(console: Console, document: Document) -> None:
-    """Print it. A paragraph at the margin and a table stand apart from each other, everything else follows on."""
+    """Print a document. A paragraph without indent and a table are separated by a blank line; other blocks are not."""
     before: Block | None = None
     for block in document.blocks:
         if before is not None and not isinstance(block, Heading) and _apart(before, block):
@@ -57,7 +57,7 @@ def _apart(before: Block, block: Block) -> bool:
 
 @singledispatch
 def _print(block: Any, console: Console) -> bool:
-    """Print a block; False for what only a page has."""
+    """Print a block and return True, or return False for blocks that only a page shows."""
     return False
 
 
@@ -88,7 +88,7 @@ def _paragraph(block: Paragraph, console: Console) -> bool:
 
 @_print.register
 def _table(block: Table, console: Console) -> bool:
-    """Where it is wider than the console, columns of seven move together and text wraps; figures stay whole."""
+    """Print a table. If it is too wide, text wraps but figures stay whole, and seven or more columns lose padding."""
     rows = [*block.rows, *([block.total] if block.total else [])]
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
     cells = [[_text(row[index]) for row in rows] for index in shown]
@@ -156,7 +156,7 @@ def _text(piece: Piece) -> Text:
 
 
 def bar(fraction: float | None, width: int = 16) -> Text:
-    """A horizontal bar in eighths of a character; empty when unknown."""
+    """Draw a horizontal bar in eighths of a character; empty if the fraction is unknown."""
     if fraction is None or fraction <= 0:
         return Text("")
     eighths = max(1, round(min(1.0, fraction) * width * 8))
@@ -168,6 +168,6 @@ def _joined(pieces: Any) -> Text:
 
 
 def _wrapped(text: Text) -> Text:
-    """Numbers are not coloured, so that colour keeps a meaning."""
+    """Let long words wrap."""
     text.overflow = "fold"
     return text
