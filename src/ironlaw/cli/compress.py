@@ -92,7 +92,7 @@ def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: st
 
 
 def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder:
-    """Single-stream decoding as `generate` does it: so many tokens after one, the likeliest each."""
+    """Return a decoder of one sequence, as in `generate`: the most likely token each time, after one token."""
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import prepare
@@ -180,7 +180,7 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
     from ironlaw.train.run_directory import complete_or_nothing
 
     model, tokenizer = trained.model, trained.tokenizer
-    config, kind = model.config, family_of(model.config).kind  # before anything is written
+    config, kind = model.config, family_of(model.config).kind  # raises before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
     precision = getattr(torch, _TORCH.get(dtype, "float32"))
     if dtype in STORED:

@@ -177,7 +177,7 @@ def _documents(split: TokenSplit) -> Iterator[Any]:
 
 
 def _prepared(settings: RunConfig, streaming: bool = False) -> Dataset:
-    """The config's dataset, with a progress bar where it has to be made."""
+    """Return the config's dataset, with a progress bar if it has to be made."""
     from ironlaw.data.prepare import prepare as prepare_data
     from ironlaw.report.live import DataProgress
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a verb, as one line and an exit code: the only place where errors become words for users."""
+"""Errors of a verb as one line and an exit code. No other module turns exceptions into messages for users."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ironlaw.errors import JobFailed, UserError, printable
 from ironlaw.report.console import Unfailing
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-FAULT = 70  # of our own; EX_SOFTWARE of sysexits.h
+FAULT = 70  # a bug in Ironlaw; EX_SOFTWARE of sysexits.h
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
-_CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # typer may bring its own click along
+_CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # of click, which typer may bundle
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-ALONE_SECONDS = 20.0  # after which a rank that refuses says so itself
+ALONE_SECONDS = 20.0  # after which a refusing rank reports the error itself
 
 
 class Interrupted(Exception):
-    """Ctrl-C, or the signal that it names, within a verb: typer would end the process without a word."""
+    """Ctrl-C or another signal, given by its number, within a verb: typer alone would exit without a message."""
 
 
 def described(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of what a verb raised."""
+    """Return exit code and message for an exception of a verb."""
     if isinstance(error, UserError):
         return WRONG_INPUT, str(error)
     if isinstance(error, JobFailed):
@@ -56,7 +56,7 @@ def described(error: BaseException) -> tuple[int, str]:
 
 
 def _errno(error: BaseException) -> int | None:
-    """What the system refused, if it did. Libraries in Rust have it in the words of exceptions of their own."""
+    """Return the system's error number, if there is one. Rust libraries put it in the text of their own exceptions."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -64,7 +64,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _fault(error: BaseException) -> str:
-    """A mistake of Ironlaw's: what and where in a line, the rest in a file to report."""
+    """Return a bug's type and place in one line, and write its traceback to a file for the report."""
     from ironlaw.files import cache_folder
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -80,9 +80,9 @@ def _fault(error: BaseException) -> str:
 
 
 def fail(error: BaseException, as_json: bool) -> int:
-    """Say what is wrong, once; the exit code. With --json the one document on stdout is the error's."""
+    """Report an error once and return the exit code. With --json, the document on stdout describes the error."""
     code, message = described(error)
-    if not message:  # no verb: its help is printed already
+    if not message:  # without a verb, typer has printed the help
         return code
     message = " ".join(printable(message).split())
     if code != INTERRUPTED and _is_another_rank():
@@ -101,23 +101,23 @@ def _is_another_rank() -> bool:
 
 
 def leave_quietly() -> None:
-    """The end of a rank whose refusal another one says."""
+    """End a rank whose error message another rank prints."""
     if _is_another_rank():
         _leave_it_to_the_first()
     _end_torchrun()
 
 
 def _leave_it_to_the_first() -> None:
-    """Ranks refuse alike, and the first of the node says it. Here only when it does not, within the time it needs."""
+    """Wait until the node's first rank has reported the error that all ranks share. Returns only if it does not."""
     started = time.monotonic()
     while time.monotonic() - started < ALONE_SECONDS:
-        if "TORCHELASTIC_RUN_ID" in os.environ and _torchrun() is None:  # the first has spoken
+        if "TORCHELASTIC_RUN_ID" in os.environ and _torchrun() is None:  # the first rank has ended torchrun
             os._exit(WRONG_INPUT)
         time.sleep(0.05)
 
 
 def _torchrun() -> int | None:
-    """The process id of the torchrun that started this rank; None when there is none, or no more."""
+    """Return the process id of the torchrun that started this rank; None if there is none (any more)."""
     parent = os.getppid()
     try:
         words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
@@ -127,11 +127,11 @@ def _torchrun() -> int | None:
 
 
 def _end_torchrun() -> None:
-    """End the torchrun that started this rank, without a word.
+    """End the torchrun that started this rank, without output.
 
-    It would start a job again that is refused again, as often as it may, and print its own stack and a table of ranks
-    under every refusal. Told to stop by SIGTERM it prints 36 lines (measured). SIGUSR1 it leaves to the system, which
-    ends it, unless whoever started it wants it handled (`--signals-to-handle`).
+    It would restart a job that is refused each time, as often as it may, and print its own stack and a table of ranks
+    after each refusal. On SIGTERM it prints 36 lines (measured). It does not handle SIGUSR1, so that the system ends
+    it, unless it was started with that signal in `--signals-to-handle`.
     """
     agent = _torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if agent is not None:

@@ -1,4 +1,4 @@
-"""`ironlaw catalog`, `formats`, `runs`, `doctor` and `measure`: what there is, was trained, is installed."""
+"""`ironlaw catalog`, `formats`, `runs`, `doctor` and `measure`: lists of what is known, trained and installed."""
 
 from __future__ import annotations
 

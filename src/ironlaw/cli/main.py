@@ -1,7 +1,7 @@
-"""The `ironlaw` command. Only the verb that is called is imported, so that `plan` never waits for PyTorch.
+"""The `ironlaw` command. Only the called verb is imported, so that `plan` never waits for PyTorch.
 
-Exit codes: 0 done, 1 the answer is no, 2 wrong input, 70 a fault of Ironlaw's own, 130 interrupted (SIGINT), 143 told
-to stop (SIGTERM), 129 hung up (SIGHUP). Ended by a signal, `train` has saved before.
+Exit codes: 0 done, 1 the answer is no, 2 wrong input, 70 a bug in Ironlaw, 130 interrupted (SIGINT), 143 terminated
+(SIGTERM), 129 hung up (SIGHUP). Before it ends by a signal, `train` saves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ironlaw.errors import LARGEST, LONGEST, JobFailed, UserError, shortened
 from ironlaw.package import __version__
 from ironlaw.report.console import silence
 
-# As `ironlaw --help` shows them: verb -> one line of help. Each verb is a function of that name, or a group of verbs.
+# Panels of `ironlaw --help`: verb -> one line of help. Each verb is a function of that name, or a group of verbs.
 PANELS = {
     "Plan": {
         "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
@@ -76,12 +76,12 @@ class Verbs(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise Interrupted(*stop.args) from None
-        except BrokenPipeError:  # not stdout's
+        except BrokenPipeError:  # `main` handles that of stdout
             raise JobFailed("a process that this one was writing to has ended") from None
 
 
 class Verb(TyperCommand):
-    """What is asked of the numbers of all verbs alike; an option's own bounds are its own."""
+    """A command that checks numbers and texts the same way for all verbs, beside the options' own bounds."""
 
     def invoke(self, ctx: Any) -> Any:
         for parameter in self.params:
@@ -97,7 +97,7 @@ class Verb(TyperCommand):
 
 
 def build_app(called: str | None) -> typer.Typer:
-    """The command line with the verb `called` loaded; the other verbs are there for their help lines only."""
+    """Build the command line with the verb `called` loaded; other verbs are present only for their help lines."""
     app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
 
     @app.callback()
@@ -130,12 +130,12 @@ def _not_loaded() -> None:
 def main() -> None:
     arguments = sys.argv[1:]
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
+        if getattr(sys, name) is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 until the end
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII only, or a file name that is no UTF-8
+        if isinstance(stream, io.TextIOWrapper):  # for ASCII-only terminals and file names that are not UTF-8
             stream.reconfigure(errors="backslashreplace")
-    if "_IRONLAW_COMPLETE" in os.environ:  # a shell asks what could come next, in variables of its own
+    if "_IRONLAW_COMPLETE" in os.environ:  # the shell asks for completions, with the words in its own variables
         words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         arguments = words.split()[1:]
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -154,7 +154,7 @@ def main() -> None:
         code = 0
     except (Exception, KeyboardInterrupt) as error:
         code = fail(error, "--json" in arguments)
-    finally:  # the work is done: Ctrl-C while libraries are taken down would only print their tracebacks
+    finally:  # from here on, Ctrl-C would only print tracebacks of libraries that are being unloaded
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code or 0)
 

@@ -72,7 +72,7 @@ def plan(
     from ironlaw.plan.request_types import Options, Prices
 
     runnable = None
-    if ranks and serve is None:  # what the trainer would refuse is not planned
+    if ranks and serve is None:  # layouts that the trainer refuses are not planned
         from ironlaw.train.parallel.planning import runs
 
         runnable = runs
@@ -96,7 +96,7 @@ def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
     if json:
         print_json(answer.to_json())
     elif "emit" in more and (answer.fits or "served" in more):
-        # Options alone on stdout, so that they can be sent to a file; what belongs to them on stderr.
+        # Only the options go to stdout, so that they can be redirected to a file; notes go to stderr.
         if "cluster" in more:
             text = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
             messages().print(text)
@@ -121,7 +121,7 @@ def rehearse(
     from ironlaw.plan.request_types import Options
     from ironlaw.workload.layout import Layout
 
-    # What is searched is what this trainer runs; a layout that is given, it refuses in its own words.
+    # The search is limited to layouts that this trainer runs; it refuses other given layouts itself.
     options = Options(layout=layout, engine="ironlaw", emit=None if layout else "ironlaw", precision="bf16")
     model = resolve(what).model
     plan = plan_request(what, on=on, options=options)

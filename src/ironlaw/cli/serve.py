@@ -94,7 +94,7 @@ def generate(
     if json:
         print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return
-    # A model may write anything, escapes of terminals too; a file gets it as it is.
+        # A model may write terminal escape sequences; a terminal gets them escaped, a file as they are.
     sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
     which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
@@ -158,7 +158,7 @@ def bench(
 
 
 def _keep(out: Path, report: Report, asked: dict[str, Any], found: dict[str, Any]) -> None:
-    """A run directory for `ironlaw explain`."""
+    """Write a run directory for `ironlaw explain`."""
     from ironlaw.ledger import line_of
     from ironlaw.serve.measured import serving_ledger, write_run
 

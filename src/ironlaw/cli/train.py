@@ -49,7 +49,7 @@ def train(
 
     say = messages()
     folder = out or default_name(settings.model.name)
-    find_run(folder, settings, resume)  # before a minute is spent on anything else
+    find_run(folder, settings, resume)  # raises before any time is spent
 
     profile = this_machine(say.print, progress)
     threads = usable_threads()
@@ -100,9 +100,9 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
 
 
 def _leave(outcome: Outcome) -> None:
-    """A run that a signal ended has saved, and is not done: `ironlaw train ... && ironlaw explain ...` must not go on.
+    """Exit with the code of a signal that ended the run, so that `ironlaw train ... && ironlaw explain ...` stops.
 
-    torchrun would start its job again for any exit code but 0, so of ranks that it may restart only Ctrl-C has one.
+    torchrun restarts its job after any exit code but 0; if it may restart, only Ctrl-C gives another code.
     """
     restarts = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if outcome.interrupted and (outcome.interrupted == "SIGINT" or not restarts):
@@ -110,7 +110,7 @@ def _leave(outcome: Outcome) -> None:
 
 
 def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboard: bool, json: bool) -> None:
-    """One rank of a job that torchrun started. A restarted job goes on where it was."""
+    """Train on one rank of a job that torchrun started. A restarted job resumes its run."""
     if out is None and (resume or torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
@@ -145,7 +145,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
 
 def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
-    """The config in the layout that the flag says, in place of its own; what the flag leaves open stays as it is."""
+    """Return the config with the layout of the flag in place of its own; keys that the flag omits are unchanged."""
     from ironlaw.workload.layout import parse_layout
 
     parsed = parse_layout(text)
@@ -198,7 +198,7 @@ def launch(
     if settings.layout is not None:
         from ironlaw.train.parallel.ranks import check
 
-        check(settings, nodes * per_node)  # a layout that cannot run should not wait in a queue
+        check(settings, nodes * per_node)  # refuses an impossible layout before it waits in a queue
     name = as_name(f"ironlaw-{settings.model.name.lower().replace('_', '-').replace('.', '-')}", 52)
     request = jobs.LaunchRequest(
         name, config, out or Path("runs") / name, nodes, per_node, tuple(set_ or ()),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_SECONDS = 366 * 86400.0
-AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # of a served load, unless given
+AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # defaults of the load for serving
 
 
 def tune(
@@ -92,7 +92,7 @@ def _tune_serving(
     base = resolved(path, start)
     formats = () if "weights" in start.model_fields_set or not is_text else ("bf16", "int8", "int4")
     tried = candidates(base["cores"], at_once, input + tokens, formats, exact, is_text)
-    tried = [one for one in tried if not one.settings.keys() & start.model_fields_set]  # what is given stays
+    tried = [one for one in tried if not one.settings.keys() & start.model_fields_set]  # given settings stay fixed
 
     def measure(settings: dict[str, Any], name: str) -> Measured:
         found = load(settings)
@@ -102,7 +102,7 @@ def _tune_serving(
 
 
 def seconds_of(text: str) -> float:
-    """A time to spend: `90s`, `15min`, `1h`."""
+    """Parse a time to spend, in seconds: `90s`, `15min`, `1h`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
     seconds = float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]] if found else 0.0
     if not 0 < seconds <= LONGEST_SECONDS:
@@ -124,7 +124,7 @@ def explain(
 
     document, view = explained(run, other)
     page = None
-    if "time" in document:  # of one run
+    if "time" in document:  # an explanation of one run
         page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
         write(page, view, page_name(document), FOOTER)
     answer(json, document, lambda _: view)

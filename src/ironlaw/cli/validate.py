@@ -1,4 +1,4 @@
-"""`ironlaw validate` and `ironlaw calibrate`: the planner on measured runs, and its constants from them."""
+"""`ironlaw validate` and `ironlaw calibrate`: compare the planner with measured runs, and fit its constants to them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def calibrate(
     from ironlaw.plan.measured.read import read_runs
     from ironlaw.report.record_view import calibration_view
 
-    profile_path(name)  # before anything is fitted
+    profile_path(name)  # raises before anything is fitted
     engine = engine_named(start) if start else None
     read, rejected = read_runs(runs, engine)
     found = fit(read, name, engine)
