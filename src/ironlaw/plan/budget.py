@@ -1,4 +1,4 @@
-"""What a run costs: accelerator-hours, rent or purchase, electricity and carbon. Every figure is an Estimate.
+"""The cost of a run: accelerator-hours, rent or purchase, electricity and carbon. Every figure is an Estimate.
 
     hours   accelerators x seconds / 3600
     rent    hours x price per accelerator-hour
@@ -6,7 +6,7 @@
     energy  watts x seconds x PUE
     carbon  energy x kilograms of CO2 per kilowatt-hour of the grid
 
-The functions at the top are that arithmetic alone; `budget` puts a plan and the catalogue's figures through it.
+The first functions are this arithmetic alone; `budget` applies it to a plan and the figures of the catalogue.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from ironlaw.plan.request_types import Prices
 JOULES_PER_KWH = 3.6e6
 
 COMPUTING_SHARE = (0.9, 0.75, 1.0)
-"""Of TDP while kernels compute: value, low, high. With `HOST_SHARE` a node of eight H100s that computes all the time
-draws 8.3 kW of its rated 10.2; measured were 8.4 kW at most (arXiv 2412.08602) and 76% of the rating (2506.14551)."""
+"""Share of TDP drawn while kernels compute: value, low, high. With `HOST_SHARE`, a node of eight busy H100s draws
+8.3 of its rated 10.2 kW; measured: at most 8.4 kW (arXiv 2412.08602) and 76% of the rating (2506.14551)."""
 
 WAITING_SHARE = (0.4, 0.15, 0.7)
-"""Of TDP while a device waits: for others (communication kernels poll), in a pipeline bubble, for the host. Assumed:
-between idle, a tenth to a sixth of TDP, and the draw of memory-bound kernels."""
+"""Share of TDP drawn while a device waits for other devices (communication kernels poll), in a pipeline bubble, or for
+the host. Assumed: between the idle draw, a tenth to a sixth of TDP, and that of memory-bound kernels."""
 
 HOST_SHARE = (0.7, 0.5, 1.0)
-"""Of the host's maximum (processors, memory, switches, network cards, fans, losses). Assumed, see above."""
+"""Share of the host's maximum power (processors, memory, switches, network cards, fans, losses). Assumed, see above."""
 
 WAITING = (Phase.COMMUNICATION, Phase.HOST, Phase.IDLE)
 
 
 def break_even_hours(purchase_usd: float, usd_per_hour: float) -> float:
-    """Hours of use after which one bought accelerator cost less than a rented one: power, hosts and people aside."""
+    """Hours of use after which an accelerator is cheaper bought than rented; power, hosts and staff are ignored."""
     return purchase_usd / usd_per_hour
 
 
 def drawn_watts(tdp_watts: float, computing: float, computing_share: float, waiting_share: float) -> float:
-    """Average draw of one accelerator that computes the fraction `computing` of the time and waits otherwise."""
+    """Returns the average power of one accelerator that computes for the fraction `computing` of the time."""
     return tdp_watts * (computing * computing_share + (1 - computing) * waiting_share)
 
 
 def energy_joules(
     seconds: float, accelerators: int, accelerator_watts: float, hosts: int, host_watts: float, pue: float = 1.0
 ) -> float:
-    """Joules from the grid: accelerators and hosts, times the data centre's overhead."""
+    """Returns the energy of accelerators and hosts, multiplied by the data centre's overhead `pue`."""
     return seconds * (accelerators * accelerator_watts + hosts * host_watts) * pue
 
 
 Costs = tuple[dict[str, Estimate], dict[str, Any]]
-"""Estimates by name, and the figures behind them."""
+"""Estimates by name, and the facts that they are based on."""
 
 
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
-    """Money, energy and carbon of a run of `total` seconds whose step is `ledger`."""
+    """Returns money, energy and carbon of a run that takes `total` seconds and whose step is `ledger`."""
     count = cluster.count
     hours = total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600")
     hours = replace(hours, origin=Origin.CALCULATED)
@@ -80,7 +80,7 @@ def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
         rate, told = prices.usd_per_hour, "--price-per-hour"
         facts["rent"] = {"usd_per_hour": rate, "provider": "given", "date": "", "source": told}
     elif quotes:
-        # The quote of the node that was asked for, else the most recent one.
+        # Prefer the quote for the requested node, else the most recent one.
         of_node = (quote for quote in quotes if cluster.node.name in re.sub(r"[. ]", "-", quote.provider.lower()))
         chosen = next(of_node, max(quotes, key=lambda quote: quote.date))
         rate, told = chosen.usd.value, f"{chosen.provider}, {chosen.date}"
@@ -161,18 +161,18 @@ def _power(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) ->
 
 
 def _host_watts(cluster: Cluster) -> tuple[float, str]:
-    """Watts of one host at its maximum, of the usual node of the accelerator where this one's is not known."""
+    """Returns the maximum watts of one host and their basis, from the accelerator's default node if unknown."""
     usual = node(cluster.accelerator.default_node)
     for candidate in (cluster.node, usual):
         if candidate.host_watts is not None:
-            share = min(1.0, cluster.count / candidate.accelerators)  # a part of a host is billed its part
+            share = min(1.0, cluster.count / candidate.accelerators)  # a job on part of a host counts that part
             words = f"hosts at {HOST_SHARE[0]:.0%} of {candidate.host_watts.value:,.0f} W ({candidate.product})"
             return candidate.host_watts.value * share, words
     return 0.0, f"hosts are not counted: what a {cluster.node.product} draws is not known"
 
 
 def _overhead(text: str | None) -> tuple[float, str]:
-    """Power usage effectiveness from a number or a kind of data centre."""
+    """Returns the PUE for a number (UserError outside 1 to 3) or a kind of data centre, and its basis."""
     try:
         given = float(text) if text is not None else None
     except ValueError:

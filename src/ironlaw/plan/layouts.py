@@ -1,8 +1,8 @@
-"""The layout that a job is planned to be fastest in, of those that the trainer runs and that fit; and the answer to
+"""Choice of the fastest planned layout that fits and that the trainer supports; the answer to
 `ironlaw plan CONFIG --ranks N`.
 
-For CPU ranks every layout that divides is planned: there are tens, not thousands. For accelerators the search of
-`plan/cluster` says which come first, and each is planned until one fits (`train/parallel/planning.py`).
+For CPU ranks, every layout that divides the job is planned: there are tens, not thousands. For accelerators, the search
+in `plan/cluster` orders them, and they are planned in turn until one fits (`train/parallel/planning.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 SIMPLER = 0.01
-"""Within so much of the best, the layout with fewer kinds of parallelism: the plan's own error is larger."""
+"""Of layouts within this fraction of the shortest step, the simplest is chosen: the plan's error is larger."""
 
 
 Plan = TypeVar("Plan", bound="StepPlan | ClusterPlan")
-"""Seconds and bytes of one rank: the slowest, and the fullest."""
+"""A plan has the step time of the slowest rank and the peak bytes of the fullest rank."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice(Generic[Plan]):
-    """The plans that fit, the chosen first, then by step time."""
+    """The plans that fit: the chosen one, then the others by step time."""
 
     plans: list[Plan]
     tried: int
@@ -48,7 +48,7 @@ class LayoutChoice(Generic[Plan]):
 
     @property
     def reason(self) -> str:
-        """In one line, why this layout."""
+        """One line that explains the choice."""
         best = self.best
         seconds, held = units.seconds(best.step_seconds), units.bytes_(best.peak_bytes)
         said = f"{best.layout}: {seconds} per step planned, {held} per rank"
@@ -66,7 +66,7 @@ def kinds(layout: Layout) -> tuple[bool, ...]:
 def best_layout(
     config: RunConfig, profile: Profile, ranks: int, fabric: RankFabric, runnable: Callable[[Layout], bool]
 ) -> LayoutChoice[StepPlan]:
-    """Of so many ranks of this machine. UserError where no layout can run, or none fits."""
+    """Plans all layouts of `ranks` ranks of this machine. Raises UserError if no layout can run or none fits."""
     precision = choose_precision(config, profile)
     asked: dict[str, int] = {"sequence": config.sequence, "global_batch": config.train.global_batch}
     possible = (
@@ -79,7 +79,7 @@ def best_layout(
 def chosen(
     layouts: Iterable[Layout], plan: Callable[[Layout], Plan], ranks: int, fastest_first: bool = False
 ) -> LayoutChoice[Plan]:
-    """The best by its plan. `fastest_first`: as the layouts come, so that the first that fits is the best."""
+    """Plans `layouts` and chooses one that fits; `fastest_first`: the first that does. UserError if none fits."""
     found: list[Plan] = []
     for layout in layouts:
         found.append(plan(layout))
@@ -102,7 +102,7 @@ def chosen(
 
 
 def candidates(config: RunConfig, ranks: int) -> Iterator[Layout]:
-    """Layouts of `ranks`, one micro-batch size each unless the config leaves it open."""
+    """Yields the layouts of `ranks`; each with several micro-batch sizes if the config leaves the size open."""
     batch = config.train.global_batch
     for tp, pp, cp in product(divisors(ranks), repeat=3):
         dp, rest = divmod(ranks, tp * pp * cp)
@@ -128,7 +128,7 @@ SHOWN = 8
 
 
 def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
-    """UserError where no layout divides the model and the batch, or this machine's ranks were not measured."""
+    """Raises UserError if no layout divides the model and the batch, or if ranks on this machine were not measured."""
     ranks = options.ranks or 1
     profile, fabric = load_profile(), RankFabric(load_costs())
     if options.layout or config.layout:
@@ -156,7 +156,7 @@ def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
 
 
 def _given(config: RunConfig, text: str | None, ranks: int) -> Layout:
-    """The layout in words, or else the config's own; replicas and micro-batch follow where they are not said."""
+    """Returns the layout in `text`, else that of the config; replicas and micro-batch are derived if not given."""
     written = parse_layout(text) if text else layout_of(config.layout or LayoutConfig(), 1)
     others = written.tp * written.pp * written.cp
     dp_given = "dp=" in text if text else config.layout is not None and config.layout.dp is not None

@@ -1,13 +1,12 @@
-"""Bytes of tensors a rank holds over a step: its program walked pass by pass, gathered weights and buffers included.
+"""Bytes of tensors that a rank holds during a step, from a walk over its program, with gathered weights and buffers.
 
     peak = peak_memory(step(model, batch, layout, recipe), position=0)
     peak.total, peak.where, peak.components
 
-What lasts: the rank's weights, its optimizer's state, DDP's buckets, a pipeline's buffers for messages. What comes and
-goes: activations between forward and backward, temporaries, gradients, and what FSDP2 gathers and reduces: a buffer of
-all weights gathered together beside those copied out of it, kept until the next one is there; backward, the next
-weights are gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction. Gloo
-copies both.
+Held throughout: the rank's weights, the optimizer state, DDP's buckets, a pipeline's message buffers. Held for a time:
+activations between forward and backward, temporaries, gradients, and the buffers of FSDP2. In the forward pass, FSDP2
+gathers weights into a buffer and copies them out; the buffer lives until the next gather. In the backward pass, the
+next weights are prefetched, and gradients are copied to a buffer that lives until the next reduction. Gloo copies both.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from ironlaw.workload.sharding import EXPERTS, bucket_bytes, expert_dp, of_exper
 
 
 def peak_memory(program: Program, position: int = 0) -> Peak:
-    """The peak of a rank at a pipeline position."""
+    """Returns the peak memory of a rank at a pipeline position."""
     return _Rank(program, position).peak()
 
 
 def highest_peak(
     model: ModelConfig, batch: StepBatch, layout: Layout, recipe: Recipe, enough: float = math.inf
 ) -> tuple[int, Peak, Program]:
-    """The pipeline position that needs most, its peak and its program; or the first that needs more than `enough`."""
+    """Returns the pipeline position of the highest peak, the peak and its program; stops at a peak above `enough`."""
     program = step(model, batch, layout, recipe, position=0)
     highest = 0, peak_memory(program, 0), program
     for position in _rivals(program):
@@ -53,8 +52,8 @@ def highest_peak(
 
 
 def _rivals(program: Program) -> Iterator[int]:
-    """Positions behind the first that may need most. Of two with the same layers the later has fewer micro-batches in
-    flight; where there are enough of them, the earlier starts forward passes when it has all of its gradients, too."""
+    """Yields positions after the first that may have the highest peak. Of two with the same layers, the later has fewer
+    micro-batches in flight; with enough micro-batches the earlier also runs forward passes beside all its gradients."""
     pp, virtual = program.layout.pp, program.layout.virtual_stages
     enough = pp if virtual == 1 else 2 * pp
     in_turn = program.layout.schedule == "1f1b" and program.micro_batches > enough
@@ -69,13 +68,13 @@ def _rivals(program: Program) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What FSDP gathers at a time, in bytes: rows are padded to a multiple of the ranks that share them."""
+    """Parameters that FSDP gathers together, in bytes; rows are padded to a multiple of the ranks that share them."""
 
     sharing: int
     gathered: float
-    gradients: float  # of what is trained
+    gradients: float  # of trained parameters
     reduced: float  # the same, padded
-    whole: float  # gradients of everything
+    whole: float  # gradients of all parameters
 
 
 class _Rank:
@@ -90,7 +89,7 @@ class _Rank:
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
         self.expert_dp = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
-        self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
+        self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # bytes of one message between stages
         self.alike: dict[Hashable, _Unit] = {}
         self.units = {
             s: {
@@ -103,27 +102,27 @@ class _Rank:
         self.gathered = dict.fromkeys(self.stages, frozenset[str]())
         self.reduced: set[tuple[int, str]] = set()
         self.has_gradients: set[int] = set()
-        self.waiting_buffer = 0.0  # of the last reduction
-        self.last_gather = 0.0  # buffer of the last gather, forward
-        # PyTorch's schedules of several chunks, or with split passes, wait for what they have sent at the end only.
+        self.waiting_buffer = 0.0  # bytes of the last reduction's buffer
+        self.last_gather = 0.0  # bytes of the last forward gather's buffer
+        # PyTorch's schedules with several chunks or a split backward pass wait for their sends only at the end.
         self.sends_late = layout.pp > 1 and not (layout.virtual_stages == 1 and layout.schedule in ("1f1b", "gpipe"))
-        # Once every pass has come by after every other, further micro-batches hold nothing new.
+        # After every pass has followed every other, further micro-batches cannot raise the peak.
         steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
         self.walked = min(self.micro_batches, 2 * layout.pp + 1) if steady else self.micro_batches
-        self.after: dict[Hashable, frozenset[str]] = {}  # what a pass leaves gathered
-        self.waiting: dict[int, float] = {}  # of a split pass of a stage: what its gradients of weights need
-        self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
+        self.after: dict[Hashable, frozenset[str]] = {}  # units that a pass leaves gathered
+        self.waiting: dict[int, float] = {}  # by stage: bytes kept for a split backward pass's weight gradients
+        self.ahead: dict[tuple[int, str], float] = {}  # bytes of prefetch buffers in the backward pass
         self.inputs_only: dict[int, tuple[Operation, ...]] = {}
         self.passes = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
     def sharing(self, parameter: Parameter) -> int:
-        """Ranks that FSDP shards a tensor over."""
+        """Returns the number of ranks that FSDP shards a tensor over."""
         return self.expert_dp if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
 
     def _unit(self, tensors: list[Parameter]) -> _Unit:
-        """Equal ones are worked out once."""
+        """Returns the sizes of a unit; units with equal tensors share one result."""
         key = tuple((p.shape, p.width, p.trained) for p in tensors)
         if key not in self.alike:
             shares = self.sharing(tensors[0])
@@ -146,7 +145,7 @@ class _Rank:
             walk.now[tensor.component] = tensor.bytes
         first = (op for layer in self.layers.get(0, ()) for op in layer.forward)
         if walk.now["gradients"] + sum(op.gradient_bytes for op in first) > 0:
-            self.has_gradients.add(0)  # a user's loop keeps them from step to step
+            self.has_gradients.add(0)  # a user's training loop may keep gradients from step to step
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
         self._communication_state(mine)
@@ -174,13 +173,13 @@ class _Rank:
     # -- what compression and local updates hold -----------------------------------------------------------------------
 
     def _resident(self, layers: Sequence[Layer]) -> list[Layer]:
-        """What of them the device sees; the rest is offloaded."""
+        """Returns the layers as they occupy device memory, without offloaded activations."""
         if not self.recipe.offloads_activations:
             return list(layers)
         return on_device(layers, stream_bytes(self.program))
 
     def _communication_state(self, mine: list[Parameter]) -> None:
-        """Common weights and their momentum; what PowerSGD left out of the last step, and its matrices."""
+        """Add the common weights and momentum of local updates, or PowerSGD's error and matrices."""
         communication, walk = self.recipe.communication, self.walk
         if communication.local_steps:
             walk.now["communication"] = 2 * sum(p.elements for p in mine) * FP32
@@ -189,7 +188,7 @@ class _Rank:
             walk.now["communication"] = self.whole(0) + matrices * FP32
 
     def _meeting(self, mine: list[Parameter]) -> None:
-        """Differences to the common weights, put together and reduced some at a time, and the outer gradient."""
+        """Walk the sites' exchange: differences to the common weights, reduced in chunks, and the outer gradient."""
         narrow = 0.5 if self.recipe.communication.gradients == "bf16" else 1.0
         sizes, held = [p.elements * FP32 for p in mine], 0.0
         while sizes:
@@ -202,10 +201,10 @@ class _Rank:
             self.walk.now["communication"] -= chunk
 
     def _buckets(self, ready: float, reduced: int) -> int:
-        """DDP's hook for the buckets that are full once gradients of so many bytes are ready: copies it makes. Returns
-        how many buckets have been reduced."""
+        """Add the copies made by DDP's hook for the buckets that are full when `ready` bytes of gradients exist.
+        Returns the number of buckets reduced so far."""
         communication = self.recipe.communication
-        # Cast to bf16; or the gradient as it was, and what is left out of it.
+        # bf16: a cast copy. PowerSGD: a copy of the gradient, and its approximation error.
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
@@ -216,7 +215,7 @@ class _Rank:
     def _pipelined(self) -> None:
         layout = self.layout
         for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
-            # Also for a neighbour on the same rank, whose tensors take the buffers' place.
+            # Also for a neighbour on the same rank: its tensors replace the buffers.
             others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
             self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
         self.walk.look("messages")
@@ -228,9 +227,9 @@ class _Rank:
             self._reduce_all(stage)
 
     def _pass(self, kind: str, stage: int) -> None:
-        """One of a pipeline, which is the same whenever it finds the same weights gathered and gradients there."""
+        """Walk one pipeline pass; its effect is the same whenever the same units are gathered and gradients exist."""
         if kind == "I" and stage == 0:
-            return  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
+            return  # tokens have no gradient to send: PyTorch leaves all work to the weight pass
         key = kind, stage, self.gathered[stage], stage in self.has_gradients
         self.walk.repeat(key, self.passes[kind], stage)
         self.gathered[stage] = self.after.setdefault(key, self.gathered[stage])  # as the first of them left it
@@ -248,7 +247,7 @@ class _Rank:
             walk.run(layer.forward)
             if self.layout.zero == 3:
                 self._release(stage, *self._parts(stage, layer.name))
-        # Autocast remembers its copies of weights until the pass is over; where nothing runs again they are kept.
+        # Autocast caches its casts of weights until the pass is over; without recomputation, autograd keeps them.
         walk.now["activations"] -= sum(layer.cast_weight_bytes for layer in self.layers[stage])
         walk.add("gathered", -self.last_gather, "")
         self.last_gather = 0.0
@@ -256,7 +255,7 @@ class _Rank:
     def _backward(self, stage: int, last: bool = False) -> None:
         walk, piped = self.walk, self.layout.pp > 1
         adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
-        # DDP copies gradients into its buckets with the last micro-batch; until then they are tensors of their own.
+        # DDP copies gradients into its buckets in the last micro-batch; until then they are separate tensors.
         keeps = not (adding or (self.ddp and self.micro_batches == 1))
         order = self.layers[stage][::-1]
         if stage != self.last:
@@ -264,7 +263,7 @@ class _Rank:
         ready, reduced = 0.0, 0
         for index, layer in enumerate(order):
             backward = layer.backward
-            if layer.name == HEAD and HEAD in self.units[stage]:  # the loss is the root's, before the output layer
+            if layer.name == HEAD and HEAD in self.units[stage]:  # the root unit computes the loss: it comes first
                 self._regather(stage, "root", [HEAD])
                 walk.run([op for op in backward if op.kind is Kind.LOSS], keeps)
                 backward = tuple(op for op in backward if op.kind is not Kind.LOSS)
@@ -278,7 +277,7 @@ class _Rank:
                 self._after_backward(stage, layer.name, last)
         if stage != 0:
             walk.now["temporaries"] -= self.stream
-            walk.now["activations"] += self.stream  # the input is a buffer for messages
+            walk.now["activations"] += self.stream  # the input is a message buffer, which is not freed
             self._sent(stage, stage - 1)
         if stage != self.last:
             walk.now["activations"] -= self.stream  # the output
@@ -286,8 +285,8 @@ class _Rank:
         self.has_gradients.add(stage)
         if self.fsdp and not piped:
             self._after_backward(stage, "root", last)
-            self._after_backward(stage, EMBEDDING, last)  # tokens have no gradient that would tell
-            if last:  # else the buffer of the last reduction stays until the next one
+            self._after_backward(stage, EMBEDDING, last)  # tokens have no gradient whose hook would trigger this
+            if last:  # otherwise the buffer of the last reduction stays until the next reduction
                 walk.now["reducing"] -= self.waiting_buffer
                 self.waiting_buffer = 0.0
 
@@ -296,7 +295,7 @@ class _Rank:
             self.walk.add("messages", self.stream, "messages")
 
     def _inputs(self, stage: int) -> None:
-        """Gradients of inputs alone: nothing that was saved is freed, and gradients of wide layers' outputs stay."""
+        """Walk a backward pass of input gradients only: saved tensors stay, as do gradients of wide layers' outputs."""
         shape, walk = self.program.shape, self.walk
         assert shape is not None
         before = walk.now["activations"]
@@ -329,19 +328,19 @@ class _Rank:
         return found
 
     def _weights(self, stage: int) -> None:
-        """Gradients of weights: what waited for them goes."""
+        """Walk a backward pass of weight gradients: the tensors kept for it are freed."""
         if stage not in self.has_gradients:
             self.walk.add("gradients", self.whole(stage), "gradients of weights")
         self.walk.now["activations"] -= self.waiting[stage]
 
     def _saved(self, stage: int) -> float:
-        """What a forward pass leaves, its input left out where that is a buffer for messages."""
+        """Returns the bytes that a forward pass leaves saved, without an input that is a message buffer."""
         return sum(op.saved_bytes - op.frees_saved_bytes for layer in self.layers[stage] for op in layer.forward)
 
-    # -- what FSDP does ----------------------------------------------------------------------------------------
+    # -- FSDP --------------------------------------------------------------------------------------------------
 
     def _parts(self, stage: int, *layers: str) -> Iterator[str]:
-        """Units of layers, experts after the rest of their block."""
+        """Yields the units of layers; experts follow the rest of their block."""
         return (part for layer in layers for part in (layer, layer + EXPERTS) if part in self.units[stage])
 
     def _gather(self, stage: int, layer: str) -> None:
@@ -363,7 +362,7 @@ class _Rank:
         self.gathered[stage] -= set(units)
 
     def _regather(self, stage: int, layer: str, following: list[str]) -> None:
-        """Backward: the layer's weights out of the buffer that was gathered ahead, and the next one's buffer."""
+        """In the backward pass, copy the layer's weights out of the prefetched buffer and prefetch the next layer's."""
         if not self.fsdp or self.layout.zero != 3:
             return
         walk = self.walk
@@ -405,12 +404,12 @@ class _Rank:
         self.reduced.add((stage, name))
 
     def _copied(self, size: float, where: str, unit: _Unit) -> None:
-        """Gloo's own copy of what it gathers, or reduces and scatters."""
+        """Add Gloo's own copy of the buffer that it gathers or reduce-scatters."""
         if unit.sharing > 1 and self.recipe.gloo:
             self.walk.passing("temporaries", size, where)
 
     def _reduce_all(self, stage: int) -> None:
-        """A pipeline's gradients, when its passes are through."""
+        """Reduce the gradients of a pipeline stage after its last pass."""
         for name in reversed(self.units[stage]):
             self._release(stage, name)
             self._reduce(stage, name)
@@ -418,7 +417,7 @@ class _Rank:
         self.waiting_buffer = 0.0
 
     def _finish(self) -> None:
-        """Gradients of a tied weight are exchanged between the ends of a pipeline."""
+        """Add the exchange of a tied weight's gradient between the ends of a pipeline."""
         tied = self.program.model is not None and self.program.model.tied
         if self.layout.pp > 1 and tied and self.recipe.adapters is None and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
@@ -426,4 +425,4 @@ class _Rank:
             self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 
-MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/diloco.py` reduces at a time
+MEETING_ELEMENTS = 8 * 2**20  # chunk size of the reduction in `train/parallel/diloco.py`

@@ -1,10 +1,10 @@
-"""Operations walked in order: bytes allocated and freed by component, and the highest moment.
+"""Memory over a sequence of operations: bytes allocated and freed by component, and the peak.
 
     walk = Walk()
     walk.run(layer.forward)
     walk.peak.total, walk.peak.where
 
-What comes again, operations that layers share or a whole pass, is walked once: after that it rises and falls as then.
+Repeated parts (operations that layers share, or a whole pass) are walked once; their effect is then applied again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTES = {"activations": "saved for the backward pass"}
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest moment of a rank's step, in bytes by component."""
+    """The peak memory of a rank's step, in bytes by component, and the operation where it occurs."""
 
     where: str
     components: dict[str, float]
@@ -37,7 +37,7 @@ class Peak:
         return sum(self.components.values())
 
     def lines(self, notes: dict[str, str]) -> list[MemoryLine]:
-        """For the ledger: what there always is, and what else there is here."""
+        """Returns memory lines for the ledger: the components always shown, then the other nonzero ones."""
         order = [*ALWAYS_SHOWN, *(name for name in self.components if name not in ALWAYS_SHOWN)]
         return [
             MemoryLine(name, self.components.get(name, 0), note=notes.get(name, NOTES.get(name, "")))
@@ -48,14 +48,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class MemoryDelta:
-    """Something in a row, in bytes by component above where it starts: what it leaves, and its highest moment."""
+    """The effect of a sequence of operations, in bytes by component above its start: what remains, and the peak."""
 
     left: dict[str, float]
     highest: Peak
 
     @classmethod
     def of(cls, operations: Iterable[Operation], keeps_gradients: bool) -> MemoryDelta:
-        """`keeps_gradients`: new ones stay; else they are freed again, once added to those that are there."""
+        """With `keeps_gradients`, new gradients stay; otherwise they are added to existing ones and freed."""
         saved = temporary = gradients = 0
         highest, most, where = (0, 0, 0), -math.inf, ""
         for op in operations:
@@ -74,12 +74,12 @@ class MemoryDelta:
 
 @dataclass
 class Walk:
-    """What is held now, and the highest moment so far."""
+    """Bytes held now by component, and the peak so far."""
 
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0))
     peak: Peak = Peak("start", {})
     known: dict[Hashable, MemoryDelta] = field(default_factory=dict)
-    operations: list[Sequence[Operation]] = field(default_factory=list)  # known by their identity, which they keep
+    operations: list[Sequence[Operation]] = field(default_factory=list)  # kept alive: their ids are keys of `known`
 
     def add(self, component: str, size: float, where: str) -> None:
         self.now[component] += size
@@ -87,7 +87,7 @@ class Walk:
             self.look(where)
 
     def passing(self, component: str, size: float, where: str) -> None:
-        """Bytes that are there for a moment."""
+        """Add `size` bytes that are freed right away: only the peak can change."""
         self.add(component, size, where)
         self.now[component] -= size
 
@@ -105,7 +105,7 @@ class Walk:
         self._take(self.known[key])
 
     def repeat(self, key: Hashable, walked: Callable[[int], None], stage: int) -> None:
-        """What `walked` does to a stage, which is the same whenever the key is."""
+        """Call `walked(stage)` the first time; for a known key, apply the effect recorded then."""
         if key in self.known:
             return self._take(self.known[key])
         before, highest = dict(self.now), self.peak

@@ -1,10 +1,10 @@
-"""The plan of any torch module: traced on fake tensors, then timed on this machine or on a catalogued accelerator.
+"""Plans for any torch module: traced on fake tensors, then timed for this machine or a catalogued accelerator.
 
     ledger = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
 
-One process (a replica on each of several accelerators), one micro-batch per step, AdamW on every trained parameter,
-gradients in the parameters' own type. The module decides the rest: what it recomputes, which types it uses. torch is
-imported when a module is traced, not before.
+Assumed: one process (or one replica on each of several accelerators), one micro-batch per step, AdamW on every trained
+parameter, gradients in the parameters' own type. The module decides the rest: what it recomputes and which types it
+uses. torch is imported only when a module is traced.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 
 
 HOST_SECONDS_PER_CALL = 8e-6
-"""Of the processor that launches one eager kernel: Python, dispatch and autograd. Assumed: reports lie at 5 to 10 µs.
-A device that needs less than this per kernel waits for its host."""
+"""Host time to launch one eager kernel: Python, dispatch and autograd. Assumed: reported values are 5 to 10 µs.
+A device that needs less time per kernel waits for its host."""
 
 
 @dataclass(frozen=True)
 class CataloguedAccelerator:
-    """Constants of the accelerator's generation; eager kernels, launched by a host that runs ahead if it can."""
+    """Times of eager kernels from the constants of an accelerator generation; launches overlap with kernels."""
 
     hardware: Hardware
     engine: TrainingEngine  # how much slower kernels are inside a run than in a benchmark
-    precision: str = "fp32"  # of operations that name none
-    fabric: Fabric | None = None  # to others of its kind
+    precision: str = "fp32"  # of operations without their own
+    fabric: Fabric | None = None  # between accelerators
 
     def time(self, op: Operation) -> Timing:
         dtype = element_type(op, op.precision or self.precision)
@@ -82,21 +82,21 @@ class CataloguedAccelerator:
         return Timing(seconds, bound, Origin.CALCULATED)
 
     def _attention(self, op: Operation, dtype: str) -> float:
-        """Scores that differ in queries and keys count as a square of the same area."""
+        """Scores of unequal numbers of queries and keys are timed as a square of the same area."""
         assert op.attention is not None
         sequences, tokens, heads, kv_heads, size = op.attention
         scores = op.elements / (sequences * heads)
         causal = scores <= tokens * tokens / 2
         side = round((2 * scores if causal else scores) ** 0.5)
         direction = "backward" if op.phase is Phase.BACKWARD else "forward"
-        # Of a head's value: what its FLOPs leave beside those of scores, two per score and element of a key.
+        # Size of a head's values: the FLOPs without those of the scores, which take two per score and key element.
         products = 4 if op.phase is Phase.BACKWARD else 2
         value_size = (op.flops or 0) / (products * op.elements) - size if op.flops and op.elements else size
         seconds = attention_seconds(
             sequences, side, heads, kv_heads, size, causal, dtype if dtype in ("bf16", "fp16") else "bf16",
             hardware=self.hardware, direction=direction, sustained=True, value_size=value_size,
         )  # fmt: skip
-        if dtype not in ("bf16", "fp16"):  # no flash kernel: as slow as the peaks are apart
+        if dtype not in ("bf16", "fp16"):  # no flash kernel: limited by half of the fp32 peak
             flops = (op.flops or 0) * (BACKWARD_FLOPS_RATIO / 2 if direction == "backward" else 1.0)
             return max(float(seconds), flops / (0.5 * self.hardware.peak("fp32")))
         old = FLASH2_SLOWDOWN.get(self.hardware.efficiency.generation, 1.0)
@@ -112,25 +112,25 @@ class CataloguedAccelerator:
 
 
 EAGER_FRAMEWORK = "torchtitan"
-"""Whose engine says how much slower PyTorch's kernels are in a run than alone."""
+"""The framework whose engine gives the slowdown of PyTorch's kernels in a run, relative to a benchmark."""
 
 ACCELERATOR_FACTORS = (0.75, 1.6)
-"""80% of measured over planned step time on an accelerator. Assumed: no traced plan has met a run on one yet."""
+"""80% interval of measured / planned step time on an accelerator. Assumed: no traced plan was compared with a run."""
 
 ACCELERATOR_MEMORY_INTERVAL = 0.1
-"""A trace sees what CPU kernels keep; those of accelerators keep a little less (dropout masks) or more (workspaces)."""
+"""A trace shows what CPU kernels keep; accelerator kernels keep a little less (dropout masks) or more (workspaces)."""
 
 
 @dataclass(frozen=True)
 class PlannedTarget:
-    """Where something is planned to run."""
+    """The machine or cluster that a plan is made for."""
 
     machine: Machine
     system: PlannedOn
     precision: str  # for the trace: "as is", "bf16", "fp16"
     precision_reason: str
     facts: dict[str, Any]
-    cluster: Cluster | None = None  # of a replica on each accelerator; None: this machine
+    cluster: Cluster | None = None  # one replica on each accelerator; None: this machine
 
     @property
     def replicas(self) -> int:
@@ -138,9 +138,9 @@ class PlannedTarget:
 
 
 def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> Ledger:
-    """The plan of `package.module:factory` with inputs as `name=8x2048:int64`.
+    """Returns the plan of `package.module:factory` for inputs such as `name=8x2048:int64`.
 
-    `on` is "this" or accelerators of the catalogue; `real` as in `trace`.
+    `on` is "this" or catalogued accelerators; `real` as in `trace`. Raises UserError without inputs.
     """
     if not inputs:
         raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
@@ -158,11 +158,11 @@ def plan_module(
     real: bool | None = None,
     repeated: bool = False,
 ) -> Ledger:
-    """A planned ledger of one training step.
+    """Returns the planned ledger of one training step.
 
-    `precision`: "as is" runs the module in its own types, "bf16" and "fp16" under autocast; "auto" is as is on this
-    machine, and autocast where an accelerator multiplies 16 bits faster than 32. `inputs` are one replica's; of
-    several, ZeRO 0 is planned, and 3 where that does not fit.
+    `precision`: "as is" runs the module in its own types, "bf16" and "fp16" under autocast; "auto" is "as is" on this
+    machine, and autocast on an accelerator with a 16-bit matrix peak. `inputs` are those of one replica; several
+    replicas are planned with ZeRO 0, or with ZeRO 3 if that does not fit.
     """
     from ironlaw.workload.trace import trace
 
@@ -187,8 +187,8 @@ def plan_trace(
     name: str | None = None,
     loop: Loop | None = None,
 ) -> Ledger:
-    """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
-    or without one on the accelerator `on`."""
+    """Returns the plan of a traced micro-batch, `accumulation` of which make a step, on the machine of `profile`, or
+    on the accelerators `on` without a profile."""
     target = _this_machine(profile, "auto") if profile else accelerator_target(parse_cluster(on), "as is")
     return _planned(traced, target, name, accumulation, loop)
 
@@ -214,9 +214,9 @@ def _planned(
 
 
 def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any]) -> Ledger:
-    """A program of one process, or of one of several alike, where it is to run, with what else is known of it.
+    """Returns the ledger of a program of one replica on `target`; `facts` are added to its facts.
 
-    Seconds and bytes are one replica's, FLOPs those of all.
+    Seconds and bytes are those of one replica, FLOPs those of all replicas.
     """
     system, peak = target.system, peak_memory(program)
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
@@ -243,7 +243,7 @@ def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: d
 
 
 def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line]) -> list[Line]:
-    """What a replica sends, and how much of it the passes are too short for."""
+    """Returns the collectives of a replica; their time is exposed where it exceeds that of forward and backward."""
     if target.replicas == 1:
         return []
     sent = collective_costs(program, program.collectives[0], target.machine)
@@ -253,7 +253,7 @@ def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line
     return [replace(cost, exposed_seconds=exposed * cost.seconds).line() for cost in sent]
 
 
-# -- where it runs -----------------------------------------------------------------------------------------------
+# -- targets -----------------------------------------------------------------------------------------------------
 
 
 def _this_machine(profile: Profile, precision: str) -> PlannedTarget:
@@ -277,7 +277,7 @@ def _this_machine(profile: Profile, precision: str) -> PlannedTarget:
 
 
 def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
-    """UserError for accelerators whose memory nobody printed."""
+    """Returns the target for catalogued accelerators. Raises UserError if the catalogue lacks their memory size."""
     found = cluster.accelerator
     hardware = hardware_of(found)
     if found.memory_bytes is None:
@@ -320,7 +320,7 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
 
 
 def _types(traced: ModuleTrace) -> str:
-    """The types that the matrix products run in, the busiest first."""
+    """Returns the types of the matrix products, in descending order of FLOPs."""
     flops = Counter[str]()
     for op in traced.operations:
         if op.flops:
@@ -334,11 +334,11 @@ USUAL_SEQUENCE = 2048
 
 
 def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
-    """Fine-tuning with adapters on catalogued accelerators: our trainer's own program.
+    """Plans fine-tuning with adapters on catalogued accelerators, as Ironlaw's trainer runs it.
 
-    Nothing is recomputed where that fits, else every block; a config file says which itself. Several are replicas,
-    which share the base too (ZeRO 3) where one does not hold it; what they send passes behind the computation while
-    that lasts. UserError for layouts of other kinds and for models whose adapters are not planned.
+    Nothing is recomputed if that fits, else every block; a config file sets recomputation itself. Several accelerators
+    hold replicas, which also shard the base (ZeRO 3) if it does not fit on one; communication overlaps with
+    computation. Raises UserError for other kinds of layouts and for models whose adapters are not planned.
     """
     assert requested.config is not None
     if requested.model.latent is not None or requested.model.moe is not None:
@@ -347,7 +347,6 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
         raise UserError("adapters are planned on replicas alone here: leave --layout and --emit out")
     cluster = parse_cluster(on)
     config, assumed = _settled(requested.config, options, cluster.count)
-    # A config file says itself what is recomputed.
     modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
     choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
     for mode, zero in choices:

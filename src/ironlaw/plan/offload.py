@@ -1,9 +1,9 @@
-"""What a run on one device leaves to its host's memory: bytes that move, what of their time shows, what is held where.
+"""Offloading from one device to its host's memory: bytes transferred, exposed transfer time, and bytes held on each.
 
-Activations: every block's but the last one's leave behind the forward pass of the next block and come back behind the
-backward pass of the one after; two blocks' are on the device at a time (`train/offload.py` bounds it by bytes).
-Optimizer state: gradients go to the host, the processor updates, weights come back, bucket by bucket, so that the
-slowest of the three sets the time (`train/host_optimizer.py`). The same words and rates as the planner of clusters has.
+Activations: those of every block but the last are sent during the forward pass of the next block and return during the
+backward pass of the block after it; two blocks' are on the device at a time (`train/offload.py` bounds it by bytes).
+Optimizer state: gradients go to the host, the CPU updates, and weights come back, bucket by bucket, so that the
+slowest of the three sets the time (`train/host_optimizer.py`). Options and rates are those of the cluster planner.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ironlaw.workload.program import Layer, Program, runs_on_device
 if TYPE_CHECKING:
     from ironlaw.plan.cluster.system import Host
 
-SMALLEST_BYTES = 2**20  # of a tensor that is worth a copy: as in train/offload.py
+SMALLEST_BYTES = 2**20  # smallest tensor that is worth a copy, as in train/offload.py
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Per optimizer step; bytes are those of one direction."""
+    """Transfers of one optimizer step; bytes are those of one direction."""
 
-    block_bytes: int  # saved by the block that saves most, in tensors worth a copy
+    block_bytes: int  # largest of the blocks' saved bytes, in tensors worth a copy
     activation_bytes: int  # each way over the link, over all micro-batches
-    optimizer_bytes: int  # gradients to the host; as many of weights come back
+    optimizer_bytes: int  # gradients to the host; the same number of bytes of weights comes back
     host_bytes: int  # held in the host's memory
-    exposed: dict[Phase, float]  # seconds that the step is longer for it
+    exposed: dict[Phase, float]  # seconds that the transfers add to the step
 
 
 def host_of_machine(profile: Profile) -> Host:
-    """The link and the memory of the host, by the catalogue. UserError where it does not know them."""
+    """Returns the host's link and memory from the catalogue. Raises UserError if the catalogue lacks them."""
     from ironlaw.catalog.nodes import parse_cluster
-    from ironlaw.plan.cluster.system import host_of  # the cluster planner: a plan without offloading has no need of it
+    from ironlaw.plan.cluster.system import host_of  # imported late: only offloading needs the cluster planner
 
     try:
         found = host_of(parse_cluster(f"1x{catalogued(profile.name)}"))
@@ -57,7 +57,7 @@ def host_of_machine(profile: Profile) -> Host:
 
 
 def plan_offload(program: Program, host: Host, seconds: dict[Phase, float]) -> Offload:
-    """`seconds`: of all blocks of one micro-batch, forward and backward, recomputation included."""
+    """`seconds`: time of all blocks of one micro-batch in each pass; backward includes recomputation."""
     recipe, model = program.recipe, program.model
     assert model is not None
     blocks = blocks_of(program.stages[0].layers)
@@ -87,24 +87,24 @@ def blocks_of(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def stream_bytes(program: Program) -> int:
-    """Of what a recomputed block keeps: its input."""
+    """Returns the bytes of a block's input, which is what a recomputed block keeps."""
     assert program.shape is not None
     return program.shape.tokens * program.shape.model.hidden * FP32
 
 
 def saved_by(layer: Layer, stream: int) -> tuple[int, int]:
-    """Bytes that a block keeps for its backward pass: in tensors worth a copy, and in others."""
+    """Returns the bytes that a block keeps for its backward pass: in tensors worth a copy, and in smaller ones."""
     whole = sum(op.saved_bytes - op.frees_saved_bytes for op in layer.forward)
     if layer.recomputed:
-        # What a policy keeps is held by the recomputation itself, out of reach: only the block's input leaves.
+        # Results kept by a policy are held by the checkpoint itself and cannot be offloaded: only the input is.
         return (stream, whole - stream) if stream >= SMALLEST_BYTES else (0, whole)
     big = sum(op.saved_bytes for op in layer.forward if op.saved_bytes >= SMALLEST_BYTES)
     return big, whole - big
 
 
 def on_device(layers: Sequence[Layer], stream: int) -> list[Layer]:
-    """Layers as the device's memory sees them where saved activations leave: two blocks, the small tensors and the
-    gradients of the others."""
+    """Returns layers that hold what stays in device memory under activation offloading: two blocks, and the small
+    tensors and the gradients of the other blocks."""
     blocks = blocks_of(layers)
     if len(blocks) <= 2:
         return list(layers)
@@ -121,7 +121,7 @@ def on_device(layers: Sequence[Layer], stream: int) -> list[Layer]:
 
 
 def lines_of(offload: Offload) -> list[Line]:
-    """What shows of the transfers, by the phase that waits."""
+    """Returns ledger lines of the exposed transfer time, one per phase that waits."""
     each = {Phase.OPTIMIZER: offload.optimizer_bytes}
     return [
         Line(

@@ -1,10 +1,10 @@
-"""What a config asks of our trainer, in the words of the planner; and what a plan decides where it leaves that open:
-attention kernel, recomputation under a budget.
+"""Conversion of a config into the planner's recipe, and the plan's decisions where the config leaves them open: the
+attention kernel and recomputation under a memory budget.
 
-Choices of one block under a budget form a frontier of kept bytes against seconds of recomputation, from the same
-operations and times as the rest of the plan. Going from "keep everything" to "keep nothing", layer by layer along the
-convex hull of that frontier, each step gives up the fewest seconds per byte; the first point of that path that fits is
-taken. By convexity no other mixture of layers that fits is more than one layer's choice faster.
+The policies of one block form a frontier of kept bytes against seconds of recomputation, from the same operations and
+times as the rest of the plan. A path leads from "keep everything" to "keep nothing", layer by layer along the convex
+hull of this frontier; each step costs the fewest seconds per byte. The first point of the path that fits is taken.
+By convexity, no other mixture of layers that fits is faster by more than one layer's choice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ironlaw.workload.recompute import keepable, kept_bytes, kept_results, polic
 from ironlaw.workload.sections import KEEPABLE
 from ironlaw.workload.sharding import expert_dp
 
-FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
+FULL_LOGITS_BYTES = 64 * 2**20  # above this, three copies of the logits dominate the peak of a small machine
 CHUNK_BYTES = 128 * 2**20
 
 
@@ -51,16 +51,16 @@ def batch_of(config: RunConfig) -> StepBatch:
 
 
 def layout_of(layout: LayoutConfig, micro_batch: int, dp: int = 1) -> Layout:
-    """A config's layout with what it leaves open: the replicas, and the sequences of a forward pass of each."""
+    """Returns the config's layout with the micro-batch size (sequences) and, if it leaves `dp` open, `dp` replicas."""
     return Layout(**layout.model_dump() | {"dp": layout.dp or dp}, micro_batch=micro_batch)
 
 
 def micro_batch_of(config: RunConfig, share: int, stages: int | None = None) -> int:
-    """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
-    below it, so that a job that goes on with fewer ranks need not be configured anew.
+    """Returns the sequences per forward pass of a replica with `share` sequences per step: train.micro_batch, or the
+    largest divisor of `share` below it, so that a job can continue on fewer ranks with the same config.
 
-    Where it is not given, pipeline stages (the config's layout's unless given) get four micro-batches each, or as many
-    as there are: their bubble is then a fifth of the step at most (arXiv 2104.04473, section 2.2).
+    If train.micro_batch is not set, each of `stages` pipeline stages (default: those of the config's layout) gets four
+    micro-batches if the share allows: the bubble is then at most a fifth of the step (arXiv 2104.04473, section 2.2).
     """
     if stages is None:
         stages = config.layout.pp if config.layout is not None else 1
@@ -73,7 +73,7 @@ def micro_batch_of(config: RunConfig, share: int, stages: int | None = None) -> 
 def recipe_of(
     config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False, gloo: bool = True
 ) -> Recipe:
-    """Nothing is recomputed for a budget until it is solved (`within_budget`)."""
+    """Returns the recipe of a config. A recomputation budget has no effect until `within_budget` solves it."""
     return Recipe(
         cast(Precision, number_format(precision).held_as), cuda, onednn, gloo,
         policies(config.recompute, config.model), loss_chunk(config), config.optimizer, config.communication,
@@ -83,10 +83,10 @@ def recipe_of(
 
 
 def loss_chunk(config: RunConfig) -> int:
-    """Tokens whose logits exist at a time; 0: all of a micro-batch.
+    """Returns the number of tokens whose logits exist at a time; 0 means all of a micro-batch.
 
-    An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product. None where
-    logits are more than a product.
+    A chunk is an eighth of the micro-batch, but at most 128 MiB of logits, and at least 64 tokens: products of fewer
+    are slow. There are no chunks if the logits are more than a product or the objective needs all of them.
     """
     if not config.model.logits_are_a_product or config.objective.needs_logits:
         return 0
@@ -99,7 +99,7 @@ NOT_ON_THE_HOST = (*QUANTIZED, *PAGED, *MATRIX_OPTIMIZERS)
 
 
 def check_supported(config: RunConfig, device: str) -> None:
-    """UserError for what needs CUDA on a device without it. What a CUDA device itself lacks is found when it trains."""
+    """Raises UserError for settings that this kind of device cannot run; a CUDA device is checked in training."""
     train, optimizer, cuda = config.train, config.optimizer.name, device == "cuda"
     offload = f'train.offload = "{train.offload}"'
     refuse((
@@ -122,7 +122,7 @@ def check_supported(config: RunConfig, device: str) -> None:
 def not_trained_here(
     layout: Layout, model: ModelConfig, precision: str = "", optimizer: str = "adamw"
 ) -> str | None:  # fmt: skip
-    """Why Ironlaw's own trainer cannot run this, or None."""
+    """Returns the reason why Ironlaw's own trainer cannot run this layout, or None."""
     if optimizer not in ELEMENTWISE and (layout.zero or layout.tp * layout.pp * layout.ep > 1):
         return (
             f"optimizer.name = {optimizer!r} works on whole tensors and this layout divides them: use one of "
@@ -137,8 +137,8 @@ def not_trained_here(
     if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):
         return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
     if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute.mode != "none"):
-        # Between the two backward passes ZeRO 3 may give weights back, and gradients of those that are gone are lost;
-        # PyTorch runs a recomputed block again for each group of its weights, ten times.
+        # Between the two backward passes, ZeRO 3 may free weights, and gradients of freed weights are lost;
+        # PyTorch recomputes a block for each group of its weights, ten times.
         return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):
@@ -159,7 +159,7 @@ def recipe_of_layout(
     model: ModelConfig, layout: Layout, sequence: int, global_batch: int, precision: str, optimizer: str,
     config: RunConfig | None = None,
 ) -> tuple[StepBatch, Recipe]:  # fmt: skip
-    """What our trainer does on accelerators in this layout; what it does not say is as in the config, if any."""
+    """Returns batch and recipe of Ironlaw's trainer on accelerators; other settings are those of `config`, if any."""
     document: dict[str, Any] = config.model_dump(exclude_none=True, exclude={"layout"}) if config else {}
     document["train"] = document.get("train", {}) | {
         "sequence": sequence, "global_batch": global_batch, "micro_batch": layout.micro_batch,
@@ -172,7 +172,7 @@ def recipe_of_layout(
     return batch_of(settled), recipe_of(settled, precision, cuda=True, gloo=False)
 
 
-# -- what a plan decides --------------------------------------------------------------------------------------------
+# -- decisions of a plan --------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -180,17 +180,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Decision:
-    """What a plan decided on, and why."""
+    """A choice of the planner and its reason."""
 
     value: str
     reason: str
 
 
 def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tuple[Recipe, Decision]:
-    """`recipe` with the kernel that the config names, or with `auto` the one that takes less time here: PyTorch's
-    "fused" one, or our "native" one.
+    """Returns `recipe` with the attention kernel that the config names, or with "auto" the faster one on this machine:
+    PyTorch's "fused" or Ironlaw's "native".
 
-    UserError where the one that it names cannot compute this attention.
+    Raises UserError if the named kernel cannot compute this attention.
     """
     wanted, native = config.train.attention, replace(recipe, native=True)
     measured = measured_precision(recipe.precision, profile)
@@ -217,7 +217,7 @@ def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tup
 
 @dataclass(frozen=True)
 class Choice:
-    """One block under one policy: bytes it holds for its backward pass and seconds it computes a second time."""
+    """One block under one policy: bytes kept for its backward pass and seconds of recomputation."""
 
     policy: Policy
     held_bytes: int
@@ -225,9 +225,9 @@ class Choice:
 
 
 def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "block") -> list[Choice]:
-    """The convex hull of all policies of a block, from everything kept to least kept.
+    """Returns the convex hull of all policies of a block, from all kept to least kept.
 
-    `seconds`: of one call of an operation. `kind`: the group of the block's operations.
+    `seconds` returns the time of one call of an operation; `kind` is the group of the block's operations.
     """
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32
@@ -242,7 +242,7 @@ def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "bl
 
 
 def _hull(found: list[Choice]) -> list[Choice]:
-    """From the most bytes to the fewest, each step the one that gives up the fewest seconds per byte."""
+    """Returns the lower convex hull from the most bytes to the fewest; each step costs the fewest seconds per byte."""
     hull = [min(found, key=lambda c: (c.seconds, c.held_bytes))]
     while True:
         last = hull[-1]
@@ -253,20 +253,20 @@ def _hull(found: list[Choice]) -> list[Choice]:
 
 
 def _seconds_per_byte(last: Choice, choice: Choice) -> tuple[float, int]:
-    """Of equals the smallest, which needs no step in between."""
+    """Returns the slope from `last` to `choice`, then bytes: of equal slopes, the fewest bytes need no step between."""
     slope = (choice.seconds - last.seconds) / (last.held_bytes - choice.held_bytes)
     return slope, choice.held_bytes
 
 
 def first_within(path: Sequence[T], budget_bytes: float, peak_bytes: Callable[[T], float], limit: float = inf) -> T:
-    """Of a path along which seconds rise and bytes fall, the first point whose step stays within a budget. UserError
-    where not even the last one does; `limit`: of the device."""
+    """Returns the first point within a memory budget on a path along which seconds rise and bytes fall. Raises
+    UserError if the last point exceeds the budget; `limit` is the device's memory in bytes."""
     least = peak_bytes(path[-1])
     if least > budget_bytes:
         advice = "raise the budget to that, shard more, or lower train.micro_batch"
         if least > limit:
             advice = f"more than the {units.bytes_(limit)} of the device: shard more, or lower train.micro_batch"
-        # In whole MiB, not rounded down: the size that it names is enough.
+        # Round up to whole MiB, so that the named size is enough.
         raise UserError(
             f"a recomputation budget of {units.bytes_(budget_bytes)} is too little: the step needs "
             f"{math.ceil(least / 2**20)} MiB even with every block recomputed: {advice}"
@@ -275,16 +275,16 @@ def first_within(path: Sequence[T], budget_bytes: float, peak_bytes: Callable[[T
 
 
 def mixtures(shape: Shape, seconds: Callable[[Operation], float]) -> list[tuple[Policy, ...]]:
-    """Policies of all layers from nothing recomputed to everything, each with the fewest seconds per byte given up.
+    """Returns the policies of all layers from no to full recomputation; each step costs the fewest seconds per byte.
 
-    Layers that recompute come first: when it is their turn in the backward pass, the others have let go of theirs.
+    The first layers recompute first: when the backward pass reaches them, the later layers have freed theirs.
     """
     kinds = layer_groups(shape.model)
     moves = []  # (seconds per byte, kind, the choice it leads to)
     for kind in dict.fromkeys(kinds):
         hull = choices(shape, seconds, kind)
         moves += [(_seconds_per_byte(a, b)[0], kind, b.policy) for a, b in pairwise(hull)]
-    moves.sort(key=lambda move: move[0])  # stable, and a hull's own slopes rise: no choice is passed over
+    moves.sort(key=lambda move: move[0])  # stable, and slopes rise along a hull: the order within a hull stays
     path, mixed = list[tuple[Policy, ...]]([()]), list[Policy]([None] * len(kinds))
     for _, of, policy in moves:
         for layer in (n for n, kind in enumerate(kinds) if kind == of):
@@ -297,7 +297,7 @@ def within_budget(
     model: ModelConfig, batch: StepBatch, layout: Layout, recipe: Recipe, budget_bytes: float,
     seconds: Callable[[Operation], float], limit: float = inf,
 ) -> Recipe:  # fmt: skip
-    """The recipe with one policy per layer, so that the rank of the layout that holds most stays within the budget."""
+    """Returns the recipe with one policy per layer, such that the layout's fullest rank stays within the budget."""
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), layout)
 
     def peak(policies: tuple[Policy, ...]) -> float:

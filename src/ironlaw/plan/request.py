@@ -1,4 +1,4 @@
-"""From what a user asks (`ironlaw plan WHAT --on WHERE`) to an answer.
+"""Answers to plan requests (`ironlaw plan WHAT --on WHERE`).
 
 WHAT is a config file, a catalogued model, or a Hugging Face config (its file or directory); WHERE is `this`, the
 measured machine, or a catalogued cluster such as `64xh100-sxm-80gb`.
@@ -39,7 +39,7 @@ def plan_request(
     overrides: Sequence[str] = (),
     options: Options | None = None,
 ) -> PlanOutcome:
-    """The planned answer. UserError for whatever cannot be planned."""
+    """Returns the plan. Raises UserError for requests that cannot be planned."""
     options = options or Options()
     if isinstance(what, RunConfig):
         return _planned(RequestedModel(what.model, what), on, options)
@@ -70,11 +70,11 @@ def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcom
 
 
 TRACED_SEQUENCE = 2048
-"""Tokens, where nobody says: recurrent layers are traced step by step."""
+"""Default sequence length in tokens; short, because recurrent layers are traced step by step."""
 
 
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
-    """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
+    """Plans a decoder that only transformers can build, by tracing. Raises UserError with `refusal` if that fails."""
     from ironlaw.catalog.nodes import parse_cluster
     from ironlaw.plan.module import plan_module
     from ironlaw.workload.module_source import Input, causal_decoder
@@ -107,7 +107,7 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
-    """The model behind WHAT."""
+    """Returns the model that `what` names. Raises UserError if there is none."""
     path = Path(what)
     holds_run = path.is_dir() and (path / "config.toml").is_file()
     if path.suffix == ".toml" or holds_run:
@@ -125,8 +125,8 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
 
 
 def _overridden(model: ModelConfig, overrides: Sequence[str]) -> RequestedModel:
-    """The model with `--set model.KEY=VALUE`, or adapters of it with `finetune.KEY=VALUE`; other sections belong to a
-    config file."""
+    """Applies `--set model.KEY=VALUE`, or `finetune.KEY=VALUE` for adapters. Raises UserError for other sections, which
+    need a config file."""
     document: dict[str, Any] = {"model": model.model_dump(exclude_none=True)}
     for override in overrides:
         if not override.startswith(("model.", "finetune.")):
@@ -144,7 +144,7 @@ def _overridden(model: ModelConfig, overrides: Sequence[str]) -> RequestedModel:
 
 
 THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
-"""Assumed on this machine, where a model comes without a config: small enough to be tried."""
+"""Assumed on this machine for a model without a config: small enough for a first try."""
 
 
 def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:

@@ -1,4 +1,4 @@
-"""What `ironlaw plan` is asked, the work that follows, and what it gives back. Nothing of the cluster planner is here.
+"""Options of `ironlaw plan`, the training run that they describe, and the result. Independent of the cluster planner.
 
     work = settle(model, Options(tokens="1T"), accelerators=64)
     work.sequence, work.global_batch, work.steps
@@ -32,12 +32,12 @@ SUBJECTS = {
     "layout": (CLUSTER, RANKS, SERVED), "ranks": (RANKS,), "input": (TRACED,), "real": (TRACED,), "weights": (SERVED,),
     "kv": (SERVED,),
 }  # fmt: skip
-"""Of an option, what is planned with it."""
+"""Subjects that each option applies to."""
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """Something the plan needed and nobody gave."""
+    """A value that the plan needs and the user did not give."""
 
     name: str
     value: str
@@ -49,13 +49,13 @@ class Assumption:
 
 
 def assume_unsaid(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:
-    """Of (name, what was said, value, option that sets it) those that nobody said."""
+    """Returns assumptions for those of (name, given value, default, option that sets it) that were not given."""
     return [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What the user says of money and power; None: the catalogue's."""
+    """Prices and power figures from the user; None: those of the catalogue."""
 
     usd_per_hour: float | None = None
     grid: str | None = None
@@ -64,9 +64,9 @@ class Prices:
 
 @dataclass(frozen=True)
 class Options:
-    """What can be said beside WHAT and WHERE; None: not said."""
+    """The options beside WHAT and WHERE; None: not given."""
 
-    tokens: str | None = None  # in all: "1T", "500B", "2e12"
+    tokens: str | None = None  # in total: "1T", "500B", "2e12"
     sequence: int | None = None  # tokens
     global_batch: int | None = None  # sequences per step
     steps: int | None = None
@@ -78,46 +78,46 @@ class Options:
     prices: Prices = field(default_factory=Prices)
     inputs: tuple[str, ...] = ()  # of a traced module: NAME=SIZES:DTYPE
     real: bool = False  # a traced module runs one step on real tensors
-    network: str | None = None  # of a node, in words, where it is not the usual one
-    per_node: int | None = None  # accelerators, likewise
+    network: str | None = None  # of a node, as text; None: the usual one
+    per_node: int | None = None  # accelerators per node; None: the usual number
     ranks: int | None = None  # on this machine: CPU ranks that torchrun starts
     weights: str | None = None  # of a server: their format, and the cache's
     kv: str | None = None
     runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
 
     def refuse_beside(self, *subjects: str) -> None:
-        """UserError for an option of something else than these."""
+        """Raises UserError for an option that applies to none of `subjects`."""
         refuse_options(vars(self) | {"seq": self.sequence, "input": self.inputs}, SUBJECTS, *subjects)
 
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """`ledger` is the plan; `more` the sections beside it (candidates, budget, advice), empty on this machine."""
+    """A plan: its ledger, and in `more` further sections (candidates, budget, advice)."""
 
     ledger: Ledger
     fits: bool
     more: dict[str, Any] = field(default_factory=dict)
-    layout: Layout | None = None  # of a cluster
+    layout: Layout | None = None  # on a cluster
 
     @classmethod
     def of(cls, ledger: Ledger, assumed: Iterable[Assumption]) -> PlanOutcome:
-        """A plan of one process, or of replicas alike."""
+        """Returns the plan of one process or of identical replicas."""
         return cls(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
     def to_json(self) -> dict[str, Any]:
-        """`fits` and the totals at the top, each {value, interval, origin, basis}; the whole ledger below."""
+        """Returns `fits` and the totals, each {value, interval, origin, basis}, then `more` and the whole ledger."""
         totals = {name: estimate.to_json() for name, estimate in self.ledger.totals.items()}
         return {"fits": self.fits} | totals | self.more | {"ledger": self.ledger.to_json()}
 
 
 @dataclass(frozen=True)
 class RequestedModel:
-    """The model, and the run around it where a config file gives one."""
+    """The model of a request, and the run's config if a config file gives one."""
 
     model: ModelConfig
     config: RunConfig | None = None
-    left_out: tuple[str, ...] = ()  # of what was asked about, what the model here has not
-    has_file: bool = False  # whether the config is one that somebody wrote
+    left_out: tuple[str, ...] = ()  # parts of the requested model that `model` lacks
+    has_file: bool = False  # whether the config comes from a file
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ TOKENS_PER_PARAMETER = 20
 """Compute-optimal training tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556, tables 2 and 3)."""
 
 USUAL_SEQUENCE = 8192
-"""Longest sequence of ordinary pretraining (Llama 3, arXiv 2407.21783, section 3.4.1); long contexts come last."""
+"""Longest sequence of ordinary pretraining (Llama 3, arXiv 2407.21783, section 3.4.1); long contexts follow it."""
 
 BATCH_TOKENS = ((1e9, 0.5e6), (5e9, 1e6), (10e9, 2e6), (math.inf, 4e6))
-"""Parameters below, tokens per step: after table 2.1 of GPT-3 (arXiv 2005.14165: 0.5M below 1B, 1M, 2M, then 2 to 3.2M)
-and the 4M of Llama 2 and Llama 3."""
+"""(Upper bound of the parameters, tokens per step), after table 2.1 of GPT-3 (arXiv 2005.14165: 0.5M below 1B, 1M, 2M,
+then 2 to 3.2M) and the 4M of Llama 2 and Llama 3."""
 
 _QUANTITY = re.compile(r"^(\d[\d,_]*\.?\d*(?:e[+-]?\d+)?)\s*([kmbt]?)$", re.IGNORECASE)
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -148,7 +148,7 @@ class Work:
 
 
 def tokens_of(text: str) -> float:
-    """`1T`, `500B`, `2e12`, `1,000,000` as a number of tokens."""
+    """Parses a number of tokens: `1T`, `500B`, `2e12`, `1,000,000`. Raises UserError for other text."""
     match = _QUANTITY.match(text.strip())
     if match is None:
         raise UserError(f"--tokens '{text}' is not a number of tokens: write for example 1T, 500B or 2e12")
@@ -159,7 +159,7 @@ def tokens_of(text: str) -> float:
 
 
 def settle(model: ModelConfig, options: Options, accelerators: int, config: RunConfig | None = None) -> Work:
-    """The work that is planned: what was said, then what a config file says, then stated assumptions."""
+    """Returns the run to plan: from the options, else the config file, else stated assumptions."""
     if options.tokens is not None and options.steps is not None:
         raise UserError("--tokens and --steps say the same thing twice: give one of them")
     assumed: list[Assumption] = []
@@ -189,7 +189,7 @@ def _usual_sequence(model: ModelConfig, assumed: list[Assumption]) -> int:
 
 
 def _usual_batch(model: ModelConfig, sequence: int, accelerators: int, assumed: list[Assumption]) -> int:
-    """The power of two nearest to the usual tokens per step, times the odd part of the number of accelerators."""
+    """Returns the odd part of the number of accelerators times the power of two nearest to the usual batch."""
     target = next(tokens for below, tokens in BATCH_TOKENS if model.parameters < below) / sequence
     odd = accelerators
     while odd % 2 == 0:

@@ -1,7 +1,7 @@
-"""A program on a machine as lines of a ledger: its operations, what calling them costs, its collectives; and seconds of
-its stages on measured ranks: of each pass, of a step by phase, and what ranks wait for.
+"""Costs of a program on a machine: ledger lines of its operations, their dispatch and its collectives; and seconds of
+its stages on measured ranks, for each pass and each phase of a step, with the time that ranks wait.
 
-A pipeline is played pass by pass: who computes when, who waits for whose message.
+A pipeline is simulated pass by pass: when each rank computes, and when it waits for which message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ironlaw.workload.sharding import bucket_bytes
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """One kind of collective of a mesh dimension, in a step of one rank. Exposed: the rank only waits for it."""
+    """All collectives of one kind over a mesh dimension in a step of one rank. Exposed: time without computation."""
 
     dimension: str
     kind: str
@@ -44,15 +44,15 @@ class CollectiveCost:
 
 
 def seconds_over(program: Program, machine: Machine, dimension: str, kind: str, size: float) -> float:
-    """Of one collective over a dimension of the program's mesh."""
+    """Returns the time of one collective over a dimension of the program's mesh."""
     return machine.collective_seconds(kind, size, *group_of(program.layout, dimension))
 
 
 def collective_costs(program: Program, collectives: Iterable[Collective], machine: Machine) -> list[CollectiveCost]:
-    """Everything a rank sends in a step, each at its own buffer sizes, taken as waited for."""
+    """Returns the costs of a rank's collectives in a step, each at its own buffer sizes, as fully exposed."""
     found: dict[tuple[str, str], CollectiveCost] = {}
     for dimension, kind, calls, size in collectives:
-        # PowerSGD's are not counted, which sends of each of DDP's buckets what it makes of it.
+        # A count of 0 is PowerSGD's: one compressed message per DDP bucket.
         count = calls or len(bucket_bytes(list(program.stages[0].parameters)))
         if not size:
             continue
@@ -65,7 +65,7 @@ def collective_costs(program: Program, collectives: Iterable[Collective], machin
 
 
 def tied_seconds(program: Program, machine: Machine) -> float:
-    """The gradients of a tied weight, sent both ways at once between the first stage and the last."""
+    """Returns the time to exchange a tied weight's gradients between the first and the last stage."""
     assert program.model is not None
     if program.recipe.adapters is not None or not program.model.tied or program.last_stage in program.stages_at(0):
         return 0.0
@@ -74,8 +74,8 @@ def tied_seconds(program: Program, machine: Machine) -> float:
 
 
 def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[Line]:
-    """Operations with how often each runs; the costliest decides what bounds a line. What calling them costs the host
-    is a line of each phase."""
+    """Returns ledger lines of (operation, count) pairs; a line's costliest operation sets its bound. Each phase has a
+    line for the host's dispatch."""
 
     def line(op: Operation, count: int) -> Line:
         timing, flops = machine.time(op), None if op.flops is None else op.flops * count
@@ -83,7 +83,7 @@ def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[
         return Line(op.phase, op.kind, line_name(op.name), count, flops, moved, seconds, bound=timing.bound)
 
     calls: dict[int, tuple[Operation, int]] = {}
-    for op, count in operations:  # a loop over tokens lists the same objects again and again
+    for op, count in operations:  # a loop over tokens lists the same objects many times
         calls[id(op)] = op, count + calls.get(id(op), (op, 0))[1]
     lines = merged(line(op, count) for op, count in calls.values())
     passes = (Phase.FORWARD, Phase.BACKWARD)
@@ -92,7 +92,7 @@ def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[
 
 
 def _dispatch(phase: Phase, lines: list[Line], machine: Machine) -> Line:
-    """What the host adds to the calls of a phase; an update is two calls, priced by its own curve."""
+    """Returns the host's dispatch time in a phase. An update is two calls; its curve already includes them."""
     here = [line for line in lines if line.phase is phase]
     calls, busy = sum(line.count or 0 for line in here), sum(line.seconds or 0.0 for line in here)
     seconds = machine.dispatch_seconds(phase, calls, busy)
@@ -100,16 +100,16 @@ def _dispatch(phase: Phase, lines: list[Line], machine: Machine) -> Line:
 
 
 class PlayedPipeline:
-    """Per rank: seconds it computes (`busy`), when its last pass ends (`ends`), and how long it waited for messages
-    until then (`waited`).
+    """A simulated pipeline step. Per rank, in seconds: time computing (`busy`), end of the last pass (`ends`), and time
+    waiting for messages until then (`waited`).
 
-    `message_seconds(from_rank, to_rank)`: how long a message holds their link; `latency_seconds` on top of it.
+    `message_seconds(from_rank, to_rank)` is the time that a message occupies their link, `latency_seconds` its latency.
 
-    As on gloo, measured (benchmarks/results/shaped_links.md): a message is on its way from when its receiver waits for
-    it, not before; and the messages of two neighbours take turns, whatever their direction, because what says "ready"
-    goes behind what the same rank is sending.
+    As measured on gloo (benchmarks/results/shaped_links.md), a message is sent only once its receiver waits for it, and
+    messages of two neighbours take turns in both directions, because a "ready" signal queues behind data that the same
+    rank is sending.
 
-    `cores(rank)`: the rank's host and how many ranks can compute there at full speed; more share what there is.
+    `cores(rank)` returns the rank's host and the number of ranks that compute there at full speed; more share them.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class PlayedPipeline:
         self.message_seconds, self.latency = message_seconds, latency_seconds
         self.holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
         self.last = max(self.holder)
-        self.arrived: dict[Pass, float] = {}  # when what a pass needs from another stage is there
-        self.offered: dict[Pass, tuple[int, float]] = {}  # by which rank, and since when, what is not yet on its way
+        self.arrived: dict[Pass, float] = {}  # arrival time of a pass's input from another stage
+        self.offered: dict[Pass, tuple[int, float]] = {}  # sender and time of inputs that are not yet being sent
         self.link_free: dict[frozenset[int], float] = {}
         self.position, self.now = [0] * len(orders), 0.0
-        self.remaining: dict[int, float] = {}  # seconds of the passes that run, by rank
+        self.remaining: dict[int, float] = {}  # seconds left of the running passes, by rank
         self.ends, self.busy = [0.0] * len(orders), [0.0] * len(orders)
         self._play()
         self.waited = [end - work for end, work in zip(self.ends, self.busy, strict=True)]
@@ -149,7 +149,7 @@ class PlayedPipeline:
         assert done, "a pipeline that never ends"
 
     def _start(self) -> list[float]:
-        """Let ranks begin that are free and have what they need; when the others will, as far as is known."""
+        """Start passes on free ranks whose inputs are there. Returns the known start times of the others."""
         waiting = []
         for rank, order in enumerate(self.orders):
             if rank in self.remaining or self.position[rank] >= len(order):
@@ -164,7 +164,7 @@ class PlayedPipeline:
         return waiting
 
     def _ready_at(self, rank: int, p: Pass) -> float | None:
-        """When a rank that is free has what `p` needs; None: not known yet."""
+        """Returns when the input of `p` is at the free rank; None: not known yet."""
         if p.kind == "W" or p.stage == (0 if p.kind == "F" else self.last):
             return 0.0
         needed = Pass("F" if p.kind == "F" else "B", p.stage, p.micro_batch)
@@ -192,7 +192,7 @@ class PlayedPipeline:
 
 
 WEIGHT_GRADIENTS = ("matmul_weight_gradient", "sum_rows", "embedding_backward")
-"""Kernels whose results nobody waits for but the update."""
+"""Kernels whose results are needed only by the update."""
 
 Phases = list[dict[Phase, float]]  # by pipeline position
 Costs = list[list[CollectiveCost]]
@@ -200,14 +200,14 @@ Costs = list[list[CollectiveCost]]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of one stage on one rank: of the passes of a micro-batch, and once per step."""
+    """Seconds of one stage on one rank: for the passes of a micro-batch, and once per step."""
 
     forward_seconds: float
-    input_seconds: float  # of the backward pass, what the stage before waits for
-    weight_seconds: float  # gradients of weights, which nobody waits for
+    input_seconds: float  # gradients of inputs, which the previous stage waits for
+    weight_seconds: float  # gradients of weights, which no other stage waits for
     update_seconds: float
     accumulate_seconds: float  # gradients added to those of earlier micro-batches
-    lines: list[Line]  # of a step
+    lines: list[Line]  # for a step
 
     @property
     def backward_seconds(self) -> float:
@@ -233,7 +233,7 @@ def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> Stage
     for phase, took in _wrapping(program, stage, machine):
         wrapped[phase] = wrapped.get(phase, 0.0) + took
         seconds["F" if phase is Phase.FORWARD else "I"] += took
-    # The host's, as its other work: a run cannot tell them apart.
+    # Booked as dispatch: a run cannot tell this from the host's other work.
     lines += [
         Line(phase, Kind.HOST, "dispatch", count=0, seconds=took * times, bound="overhead")
         for phase, took in wrapped.items()
@@ -244,7 +244,7 @@ def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> Stage
 
 
 def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> Iterator[tuple[Phase, float]]:
-    """What FSDP, DTensor and the pipeline add to a micro-batch beside their collectives: measured on tiny layers."""
+    """Yields the host overhead of FSDP, DTensor and the pipeline in a micro-batch, measured on tiny layers."""
     if machine.fabric is None:
         return
     layout, costs, turns = program.layout, machine.fabric.costs, machine.oversubscription
@@ -268,14 +268,14 @@ def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> Iterato
 
 
 def alike(program: Program, costs: StageCosts, machine: MeasuredMachine) -> tuple[Phases, Costs]:
-    """No pipeline: every rank does the same at the same time."""
+    """Returns phases and collectives of a step without a pipeline: all ranks run the same at the same time."""
     layout, fabric = program.layout, machine.fabric
     sent = collective_costs(program, program.collectives[0], machine) if fabric is not None else []
     if fabric is not None and layout.zero == 0 and layout.tp == 1 and layout.dp * layout.cp > 1:
         buckets = bucket_bytes(list(program.stages[0].parameters))
         reductions = [seconds_over(program, machine, "replicate", "all_reduce", b) for b in buckets]
         hidden = _hidden_behind(costs.backward_seconds, buckets, reductions)
-        # What the processor does for a bucket it does not do for the backward pass, where ranks fill all cores.
+        # If ranks use all cores, CPU work for the reduction of a bucket does not overlap with the backward pass.
         on_cores = fabric.costs
         if machine.local_ranks >= on_cores.cores:
             hidden -= min(hidden, sum(on_cores.collective_seconds("all_reduce", b, machine.ranks) for b in buckets))
@@ -290,7 +290,7 @@ def alike(program: Program, costs: StageCosts, machine: MeasuredMachine) -> tupl
 
 
 def _hidden_behind(window: float, buckets: list[int], seconds: list[float]) -> float:
-    """Seconds of the buckets' reductions that pass while the backward pass still fills others."""
+    """Returns the seconds of the buckets' reductions that overlap with a backward pass of `window` seconds."""
     ready, free, sent = 0.0, 0.0, 0
     for size, took in zip(buckets, seconds, strict=True):
         sent += size
@@ -300,7 +300,7 @@ def _hidden_behind(window: float, buckets: list[int], seconds: list[float]) -> f
 
 
 def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredMachine) -> tuple[Phases, Costs]:
-    """Passes played on one replica's ranks; then gradients are reduced, and all meet to agree on loss and norm."""
+    """Simulates the passes of one replica's ranks; then gradients are reduced, and all ranks reduce loss and norm."""
     layout, micro_batches, fabric = program.layout, program.micro_batches, machine.fabric
     assert fabric is not None
     sent = [collective_costs(program, collectives, machine) for collectives in program.collectives]
@@ -358,5 +358,5 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
 
 
 def _inside(cost: CollectiveCost, layout: Layout) -> bool:
-    """Whether a pipeline pass waits for it, rather than the end of all passes."""
+    """Returns whether a collective runs inside each pipeline pass, rather than after all passes."""
     return cost.dimension in ("tp", "cp", "ep", "micro_batch") or (layout.zero == 3 and cost.kind == "all_gather")

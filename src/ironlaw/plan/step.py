@@ -1,15 +1,15 @@
-"""The plan of a run: step time, memory and communication of a program, as one process or as ranks of a layout.
+"""Plans of a run: step time, memory and communication of a program, for one process or for the ranks of a layout.
 
     plan_run(config, load_profile())                                       # the ledger of one process on this machine
-    fabric = RankFabric(load_costs())                                          # ranks that are all on this machine
+    fabric = RankFabric(load_costs())                                          # all ranks on this machine
     fabric = RankFabric(load_costs(), ranks_per_host=1, between=Link(latency_seconds=2e-4, bytes_per_second=125e6))
     plan = plan_step(config, load_profile(), Layout(dp=4, zero=3, micro_batch=2), fabric)
     plan.step_seconds, plan.stages[0].communication, plan.ledger
 
-A single process is `Layout()`: no collective, no pipeline. The program says what is computed, sent and held
-(`workload/program.py`); operations are timed by the measured machine, collectives by `machine/links.py`. On CPUs FSDP,
-DTensor and context parallelism wait for each collective; DDP reduces its buckets behind the last backward pass; a
-pipeline is played pass by pass.
+A single process is `Layout()`: no collective, no pipeline. The program (`workload/program.py`) lists operations,
+messages and tensors; the measured machine times operations, and `machine/links.py` collectives. On CPUs, FSDP, DTensor
+and context parallelism wait for each collective; DDP reduces its buckets during the last backward pass; a pipeline is
+simulated pass by pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ironlaw.workload.recipe import Recipe
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What each rank of one pipeline position does in a step; its phases add up to the step."""
+    """The step of each rank at one pipeline position; its phases add up to the step time."""
 
     position: int
     phase_seconds: dict[Phase, float]
@@ -58,7 +58,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A planned step. `stages` by pipeline position; `fabric` None: one process, which talks to nobody."""
+    """A planned step. `stages` by pipeline position; `fabric` None: one process without communication."""
 
     config: RunConfig
     program: Program
@@ -68,9 +68,9 @@ class StepPlan:
     profile: Profile = field(repr=False)
     fabric: RankFabric | None = None
     offload: Offload | None = None
-    attention: Decision | None = None  # None: ranks, whose kernel is the fused one
-    now: Mapping[str, float] | None = None  # as `interference.expected`
-    composition: float = 1.0  # a whole step over the sum of its kernels timed alone
+    attention: Decision | None = None  # None: ranks, which use the fused kernel
+    now: Mapping[str, float] | None = None  # as in `interference.expected`
+    composition: float = 1.0  # time of a whole step / sum of its kernels timed alone
 
     @property
     def layout(self) -> Layout:
@@ -82,7 +82,7 @@ class StepPlan:
 
     @property
     def local_ranks(self) -> int:
-        """On one host."""
+        """Number of ranks on one host."""
         return 1 if self.fabric is None else self.fabric.local_ranks(self.ranks)
 
     @property
@@ -91,18 +91,18 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that holds most."""
+        """Peak of the fullest rank."""
         return max(stage.memory.total for stage in self.stages)
 
     @property
     def fits(self) -> bool:
-        """Whether a host holds all of its ranks."""
+        """Whether all ranks of a host fit in its memory."""
         context, (_, held, _) = held_by_process(self.profile, self.config)
         return self.local_ranks * (context + held * self.peak_bytes) <= self.profile.memory_bytes
 
     @cached_property
     def ledger(self) -> Ledger:
-        """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
+        """The job's ledger: seconds, counts and bytes of a mean rank, FLOPs of all ranks, memory of the fullest."""
         fullest = max(self.stages, key=lambda stage: stage.memory.total)
         notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
         ledger = Ledger("plan", lines=merged(self._lines()), memory=fullest.memory.lines(notes))
@@ -131,12 +131,12 @@ class StepPlan:
         return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.native)
 
     def _lines(self) -> Iterator[Line]:
-        """Of every stage its share in the job's."""
+        """Yields each stage's share in the job's lines."""
         per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
         for stage in self.stages:
             found = {p: sum(line.seconds or 0.0 for line in stage.lines if line.phase is p) for p in Phase}
             for line in stage.lines:
-                # Ranks that take turns on the cores take longer than their operations.
+                # Ranks that share cores take longer than their operations alone.
                 wanted = stage.phase_seconds[line.phase]
                 scale = wanted / found[line.phase] if found[line.phase] else 1.0
                 yield replace(
@@ -188,7 +188,7 @@ class StepPlan:
 
 
 def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
-    """The recipe of a config that trains adapters, where that is planned."""
+    """Returns the recipe with the config's adapters, if it trains any. Raises UserError for adapters of experts."""
     if not config.finetune.adapts or config.model.latent is not None:
         return recipe
     if config.model.moe is not None:
@@ -200,18 +200,18 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
 
 
 def with_objective(program: Program, config: RunConfig) -> Program:
-    """With the second model that the objective asks, if any."""
+    """Returns the program with the second model of the objective (teacher or reference), if any."""
     objective = config.objective
     if objective.kind == "distillation":
         teacher = at_home(objective.teacher or "")
         return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
-    if objective.kind == "dpo":  # of adapters the reference is the base, which is there
+    if objective.kind == "dpo":  # with adapters, the reference is the base, which is already held
         return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
     return program
 
 
 def finetuning(config: RunConfig, program: Program) -> str:
-    """What is trained."""
+    """Returns a sentence about the trained and the frozen parameters."""
     if config.model.latent is not None:
         return f"{config.finetune.method} is planned here as if everything were trained: an upper bound"
     model, adapters = config.model, program.recipe.adapters
@@ -231,7 +231,7 @@ def finetuning(config: RunConfig, program: Program) -> str:
 
 
 def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
-    """One stage of plan.json: what each of its ranks does, sends and holds."""
+    """Returns one stage of plan.json: the seconds, collectives and memory of each of its ranks."""
     per_stage = plan.ranks // plan.layout.pp
     return {
         "position": stage.position,
@@ -248,10 +248,11 @@ def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
 
 
 def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | None = None) -> Ledger:
-    """Parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch needed.
+    """Returns parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine, without
+    torch.
 
-    `now`: what was seen of the machine right before (`Probe.slowdown`); it changes times, and no decision.
-    UserError for what the machine cannot do, or was not measured with.
+    `now`: slowdowns just measured (`Probe.slowdown`); they change times, but no decision.
+    Raises UserError for settings that the machine does not support or was not measured with.
     """
     if config.train.threads not in (None, profile.threads):
         raise UserError(
@@ -265,9 +266,9 @@ def plan_step(
     config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: RankFabric | None = None, ranks: int = 0,
     precision: Decision | None = None, now: Mapping[str, float] | None = None,
 ) -> StepPlan:  # fmt: skip
-    """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
+    """Returns the plan of `config` in a layout, on `ranks` processes if given. Raises UserError if it cannot run.
 
-    `precision`: chosen already, for another layout of the same config.
+    `precision`: a decision already made for another layout of the same config.
     """
     check_supported(config, profile.device)
     precision = precision or choose_precision(config, profile)
@@ -318,8 +319,8 @@ def plan_step(
 
 
 def step_operations(config: RunConfig, precision: str, profile: Profile | None = None) -> list[tuple[Operation, int]]:
-    """All operations of an optimizer step of one process with how often each runs in it; of a machine that is measured,
-    with the attention kernel that it would take."""
+    """Returns the operations of one process's optimizer step, each with its count. A `profile` decides the attention
+    kernel."""
     recipe = recipe_of(config, precision)
     if profile is not None:
         recipe, _ = choose_attention(config, recipe, profile)
@@ -327,7 +328,7 @@ def step_operations(config: RunConfig, precision: str, profile: Profile | None =
 
 
 def choose_precision(config: RunConfig, profile: Profile) -> Decision:
-    """What the config says, or with `auto` the precision whose planned step is shorter on this machine."""
+    """Returns the config's precision, or for "auto" the one with the shortest planned step on this machine."""
     wanted = config.train.precision
     if wanted != "auto":
         planned = measured_precision(wanted, profile)
@@ -339,7 +340,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> Decision:
     for p in profile.matmul:
         machine = MeasuredMachine(profile, interference.typical(profile), p)
         seconds[p] = sum(line.seconds or 0.0 for line in fold(step_operations(config, p, profile), machine))
-    # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
+    # Reduced precision must justify its rounding: a gain within the plan's error does not.
     best = min(seconds, key=lambda p: seconds[p])
     if best != "fp32" and seconds[best] > 0.9 * seconds["fp32"]:
         best = "fp32"
@@ -348,7 +349,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> Decision:
 
 
 def _offload(program: Program, machine: MeasuredMachine, profile: Profile) -> Offload | None:
-    """What goes to the host and how much of its time shows behind the blocks of a micro-batch."""
+    """Returns the transfers to the host and their exposed time, beside the blocks of a micro-batch."""
     if program.recipe.offload == "none":
         return None
     seconds = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0.0)

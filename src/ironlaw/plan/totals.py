@@ -1,4 +1,4 @@
-"""What the lines and the memory of a planned ledger come to, with the interval that past plans earned."""
+"""Totals of a planned ledger's lines and memory, with intervals from the errors of past plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 ENOUGH_RUNS = 8
-# Until there are enough runs of one's own: measured / planned over the configurations of `benchmarks/plan_error.py`
+# Used until this machine has enough runs: measured / planned over the configurations of `benchmarks/plan_error.py`
 # (the table is in benchmarks/results) and over repeated demo runs, whose low end is lower.
 DEFAULT_LOW, DEFAULT_HIGH = 0.90, 1.22
 
@@ -38,7 +38,7 @@ def remember(profile_created: str, planned_seconds: float, measured_seconds: flo
 
 
 def past_ratios() -> list[float]:
-    """Measured / planned of the runs remembered; unreadable lines are passed over."""
+    """Returns measured / planned step time of the recorded runs; unreadable lines are skipped."""
     ratios = []
     for entry in read_json_lines(record_path()):
         with suppress(ValueError, KeyError, TypeError, ZeroDivisionError):
@@ -47,7 +47,7 @@ def past_ratios() -> list[float]:
 
 
 def time_interval(profile: Profile) -> tuple[float, float, str]:
-    """Factors on a planned time that held 80% of past runs, and in one phrase where they come from."""
+    """Returns factors on a planned time that contained 80% of past runs, and their basis."""
     ratios = past_ratios()
     if len(ratios) >= ENOUGH_RUNS:
         tenths = quantiles(ratios, n=10, method="inclusive")
@@ -57,35 +57,35 @@ def time_interval(profile: Profile) -> tuple[float, float, str]:
         low, high = DEFAULT_LOW, DEFAULT_HIGH
         basis = "interval from the planner's record, no runs of this machine yet"
     share = interference.disturbed(profile)
-    if share is not None:  # assumed: what shares its cores waits for all of them, and again for the slowest
+    if share is not None:  # assumed: a kernel on shared cores waits for all of them, and again for the slowest
         low *= max(0.1, 1 - share) ** 2
         basis += f"; widened: other programs used {share:.0%} of the cores while this machine was measured"
     return low, high, basis
 
 
-# The byte count is exact for the operations listed (tests compare it with autograd's); what is left is workspace
-# that a library's kernel allocates inside.
+# The byte count is exact for the listed operations (tests compare it with autograd's); the interval covers workspace
+# that library kernels allocate.
 MEMORY_INTERVAL = 0.02
 RESIDENT_INTERVAL = 0.05
 
 HELD = (1.0, 1.0, 2.0)
 LIBRARY_BYTES, HELD_BY_TRAINER, HELD_WHEN_PROFILED = 93 * 2**20, (1.0, 1.2, 1.4), (1.6, 1.95, 2.8)
-"""Bytes that the allocator holds per byte of tensors: least, typical and most. Our trainer has it keep what is freed
-(`machine/host.py`), and imports and compiles more than a bare process; a profiler's events lie in the holes that freed
-tensors leave. Measured on a CPU: eleven variants of gpt-tiny of 65 to 850 MiB, profiled (0.97 to 1.18 times the plan),
-and six models of 37 MiB to 4.2 GiB that were not (0.96 to 1.03)."""
+"""Bytes that the allocator holds per byte of tensors: least, typical, most. In our trainer it keeps freed memory
+(`machine/host.py`), and imports and compilation take more than in a bare process; a profiler's events fill the gaps
+that freed tensors leave. Measured on a CPU: eleven variants of gpt-tiny of 65 to 850 MiB, profiled (0.97 to 1.18 times
+the plan), and six models of 37 MiB to 4.2 GiB, not profiled (0.96 to 1.03)."""
 
 GUESSED_FACTORS = (0.5, 3.0)
-"""80% of a kernel's time over its bytes at copy rate, or over the product that a convolution implies. Assumed."""
+"""80% interval of a kernel's time relative to a copy of its bytes, or to a convolution's matrix product. Assumed."""
 
 EMULATED_FACTOR = 10.0
-"""How much longer than planned a step of emulated products may take. Assumed: forward and backward of gpt-tiny took 3.0
-(fp8) to 3.9 (mxfp4) times bf16's on two CPU cores; the ratio grows where products are faster or narrower."""
+"""Upper bound of measured / planned time of a step with emulated products. Assumed: on two CPU cores, gpt-tiny's forward
+and backward took 3.0 (fp8) to 3.9 (mxfp4) times bf16's; the ratio grows with faster or narrower products."""
 
 
 def held_by_process(profile: Profile, trainer: RunConfig | None) -> tuple[float, tuple[float, float, float]]:
-    """Bytes of a process here before any tensor is, and what it holds per byte of tensors, as `HELD`: in a run of our
-    trainer, or with any module."""
+    """Returns the bytes of a process without tensors, and the bytes held per byte of tensors, as `HELD`. `trainer` is
+    the config of a run of Ironlaw's trainer; None: any module."""
     if trainer is None or profile.device != "cpu":
         return profile.runtime_bytes, HELD
     return profile.runtime_bytes + LIBRARY_BYTES, (
@@ -95,23 +95,23 @@ def held_by_process(profile: Profile, trainer: RunConfig | None) -> tuple[float,
 
 @dataclass(frozen=True)
 class PlannedOn:
-    """What a plan runs on, as far as its totals need it. Bytes of one device or of one process on the machine."""
+    """The system that a plan is made for, as needed for its totals. Bytes are those of one device or process."""
 
     name: str
     memory_bytes: float
-    context_bytes: float  # in use before any tensor is
+    context_bytes: float  # in use before any tensor exists
     context_basis: str
     peak_flops_per_second: float
     peak_basis: str
-    time_factors: tuple[float, float]  # on a planned time: they held 80% of past runs
+    time_factors: tuple[float, float]  # on a planned time: they contained 80% of past runs
     time_basis: str
     memory_interval: float = MEMORY_INTERVAL
     held: tuple[float, float, float] = HELD
 
     @classmethod
     def measured(cls, profile: Profile, precision: str, hosts: int = 1, trainer: RunConfig | None = None) -> PlannedOn:
-        """This machine, or so many like it, for a run of our trainer or any module; `precision`: one that it was
-        measured in."""
+        """Returns this machine, or `hosts` like it, for a run of Ironlaw's `trainer` or any module, in a measured
+        `precision`."""
         low, high, basis = time_interval(profile)
         machines = "this machine" if hosts == 1 else f"this machine and {hosts - 1} like it"
         context, held = held_by_process(profile, trainer)
@@ -126,23 +126,23 @@ class PlannedOn:
         )  # fmt: skip
 
     def at_pace(self, pace: float) -> PlannedOn:
-        """The same, planned for the speed seen just now; the interval holds that it stays so, and that it passes.
+        """Returns the system at the speed measured just now; the interval covers a lasting and a passing disturbance.
 
-        `pace`: how much longer kernels took than they typically do.
+        `pace`: time of kernels now / typical time.
         """
         (low, high), ends = self.time_factors, (1.0, pace**-PROBE_WEIGHT, pace ** (1 - PROBE_WEIGHT))
         basis = f"{self.time_basis}; just now this machine runs at {1 / pace:.2f} of its usual speed"
         return replace(self, time_factors=(low * min(ends), high * max(ends)), time_basis=basis)
 
     def emulating(self) -> PlannedOn:
-        """The same, for a run whose products are emulated."""
+        """Returns the system for a run with emulated products."""
         low, high = self.time_factors
         basis = f"{self.time_basis}; rounding of emulated products not planned, up to {EMULATED_FACTOR:g} times assumed"
         return replace(self, time_factors=(low, high * EMULATED_FACTOR), time_basis=basis)
 
 
 def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -> None:
-    """Parameters, FLOPs, seconds, MFU and bytes of a planned step; `where`: its highest moment."""
+    """Adds parameters, FLOPs, seconds, MFU and bytes of a planned step; `where`: the operation at the memory peak."""
     calculated, totals = Origin.CALCULATED, ledger.totals
     step = sum(line.seconds or 0.0 for line in ledger.lines)
     low, high = _bounds(ledger, step, system)
@@ -170,7 +170,7 @@ def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -
 
 
 def add_run_totals(ledger: Ledger, config: RunConfig, profile: Profile) -> None:
-    """What a run of many steps adds: tokens per second, its whole time and energy, and FLOPs as others count them."""
+    """Adds the totals of a whole run: tokens per second, time and energy, and FLOPs without the causal mask."""
     calculated, totals, tokens = Origin.CALCULATED, ledger.totals, config.tokens_per_step
     step = totals["step_seconds"]
     totals["flops_per_step_unmasked"] = Estimate(
@@ -184,12 +184,12 @@ def add_run_totals(ledger: Ledger, config: RunConfig, profile: Profile) -> None:
 
 
 def fits(ledger: Ledger) -> bool:
-    """Whether what the process needs is planned to stay within the memory there is."""
+    """Returns whether the planned memory of the process is at most the available memory."""
     return ledger.totals["resident_bytes"].value <= float(ledger.facts["memory_bytes"])
 
 
 def model_flops(ledger: Ledger) -> int:
-    """Products of forward and backward, each once: neither what is recomputed nor the optimizer's own."""
+    """Returns the FLOPs of the matrix products of forward and backward, without recomputation and the optimizer."""
     return sum(line.flops or 0 for line in ledger.lines if _of_the_model(line))
 
 
@@ -198,7 +198,7 @@ def _of_the_model(line: Line) -> bool:
 
 
 def _bounds(ledger: Ledger, step: float, system: PlannedOn) -> tuple[float, float]:
-    """Known kernels vary as past plans did; guessed ones by `GUESSED_FACTORS`."""
+    """Returns bounds of the step time: measured kernels vary as in past plans, guessed ones by `GUESSED_FACTORS`."""
     guessed = sum(line.seconds or 0.0 for line in ledger.lines if line.bound in (COPY_RATE, AS_MATMUL))
     known = step - guessed
     low, high = system.time_factors
@@ -213,7 +213,7 @@ def _unmasked_flops(ledger: Ledger, config: RunConfig) -> int:
 
 
 def total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:
-    """All steps, and the validation passes between them (forward only)."""
+    """Returns the time of all steps and of the validation passes between them (forward only)."""
     forward = sum(line.seconds or 0.0 for line in ledger.select(phase=Phase.FORWARD)) / step.value
     passes = 1 + (config.train.steps - 1) // config.evaluation.every if config.evaluation.every else 1
     evaluation_steps = passes * config.evaluation.batches * forward
@@ -224,7 +224,7 @@ def total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:
 
 
 def _energy(profile: Profile, total: Estimate) -> Estimate | None:
-    """Joules of the processor. A range: what one core of such a processor draws is only known between bounds."""
+    """Returns the energy of the processor, with a wide interval: the power per core is only known between bounds."""
     power = cpu_power(profile.name) if profile.device == "cpu" else None
     if power is None:
         return None
@@ -243,7 +243,7 @@ PREPARED, STREAMED = ("read", "pack", "copy"), ("read", "tokenise", "pack", "cop
 
 
 def data_supply(config: RunConfig, profile: Profile, tokens_per_second: float) -> dict[str, Any]:
-    """The plan's line about data; rates in tokens per second. `tokens_per_second` is what the planned step consumes."""
+    """Returns the plan's data rates in tokens per second. `tokens_per_second` is the planned step's consumption."""
     known = recall(config.data, config.sequence)
     stages: dict[str, float | None] = dict.fromkeys(STREAMED if config.data.streaming else PREPARED)
     basis = "not measured: no run has loaded this source in this way yet"
