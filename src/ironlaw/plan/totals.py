@@ -79,8 +79,8 @@ GUESSED_FACTORS = (0.5, 3.0)
 """80% interval of a kernel's time relative to a copy of its bytes, or to a convolution's matrix product. Assumed."""
 
 EMULATED_FACTOR = 10.0
-"""Upper bound of measured / planned time of a step with emulated products. Assumed: on two CPU cores, gpt-tiny's forward
-and backward took 3.0 (fp8) to 3.9 (mxfp4) times bf16's; the ratio grows with faster or narrower products."""
+"""Upper bound of measured / planned time of a step with emulated products. Assumed: gpt-tiny's forward and backward on
+two CPU cores took 3.0 (fp8) to 3.9 (mxfp4) times bf16's; the ratio grows with faster or narrower products."""
 
 
 def held_by_process(profile: Profile, trainer: RunConfig | None) -> tuple[float, tuple[float, float, float]]:

@@ -1,1 +1,1 @@
-"""What `ironlaw plan` says beside the numbers: the layout chosen, why others lose, what to change."""
+"""Answers of `ironlaw plan` on clusters: the chosen layout, why others are slower, and advice on changes."""

@@ -1,5 +1,5 @@
-"""What to do about a plan: what holds the winner back, what sending less is worth, when more accelerators stop paying,
-what would make it fit."""
+"""Advice on a cluster plan: the largest term of its step, the savings from compressed communication, how far more
+accelerators pay, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 MOST_ACCELERATORS = 16_384
 STOP_BELOW = 0.5
-"""Doubling the accelerators pays while it speeds the step up by at least this share; 1 would be twice as fast."""
+"""Doubling the accelerators pays while it speeds up the step by at least this share; 1 means twice as fast."""
 
 WORTH = 0.02
-"""A change whose planned gain is smaller is not proposed."""
+"""Least planned gain of a proposed change."""
 
 COLLECTIVES = {
     "tp": ("tensor parallel communication", "faster links, or a framework that overlaps it"),
@@ -37,7 +37,7 @@ COLLECTIVES = {
     "world": ("agreement of all ranks", "a larger batch, so that it comes less often"),
     "replicate": ("data parallel communication", "a larger batch, or a faster network"),
 }
-"""Mesh dimension -> what people call its communication, what makes it smaller."""
+"""Name of each mesh dimension's communication, and what reduces it."""
 
 OPERATIONS = {
     "head": ("output layer and loss", "a fused loss, or a smaller vocabulary"),
@@ -48,7 +48,7 @@ OPERATIONS = {
     "pipeline_bubble": ("pipeline bubble", "a larger batch: more micro-batches fill the pipeline"),
     "allocator_retries": ("allocator retries", "a layout with more memory to spare"),
 }
-"""The same by operation, where its kind does not say it."""
+"""The same by operation, for those that their kind does not determine."""
 
 RECOMPUTATION = ("recomputation", "more memory per accelerator, so that activations can be kept")
 PRODUCTS = ("matrix products of the blocks", "a faster accelerator, or narrower numbers where it has them")
@@ -61,20 +61,20 @@ ELEMENTWISE = ("norms, residuals and activations", "fused or compiled kernels")
 
 
 def term(line: Line) -> tuple[str, str]:
-    """What a line of a cluster ledger is called, and what makes it smaller."""
+    """Returns the name of the term that a line of a cluster ledger belongs to, and what reduces it."""
     if line.operation.endswith(RECOMPUTED_SUFFIX):
         return RECOMPUTATION
     if line.kind is Kind.COLLECTIVE:
         return COLLECTIVES[line.operation.split()[0]]
     if line.operation.endswith("_cast"):
         return PRODUCTS
-    if line.kind in (Kind.ELEMENTWISE, Kind.NORM):  # experts' rows are dispatched, too
+    if line.kind in (Kind.ELEMENTWISE, Kind.NORM):  # before OPERATIONS: the experts also have a "dispatch"
         return ELEMENTWISE
     return OPERATIONS.get(line.operation) or KINDS.get(line.kind, ELEMENTWISE)
 
 
 def terms(ledger: Ledger) -> dict[str, float]:
-    """Seconds of the step by term, largest first."""
+    """Returns the seconds of the step by term, largest first."""
     sums: dict[str, float] = {}
     for line in ledger.lines:
         if line.seconds:
@@ -84,7 +84,7 @@ def terms(ledger: Ledger) -> dict[str, float]:
 
 
 def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dict[str, Any]:
-    """The largest term of the step, what makes it smaller, and what the planner finds when it changes a setting."""
+    """Returns the largest term of the step, what reduces it, and the planned gains of changes to the request."""
     largest, seconds = next(iter(terms(ledger).items()))
     remedy = next(remedy for name, remedy in map(term, ledger.lines) if name == largest)
     tried = sorted(_tried(request, layout, ledger), key=lambda change: -change["gain"])
@@ -98,7 +98,7 @@ def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dic
 
 
 def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """Settings changed one at a time with the layout kept; `gain` is in tokens per second."""
+    """Yields plans with one setting changed and the layout kept; `gain` is the relative rise in tokens per second."""
     doubled = 2 * request.global_batch
     changes = [(f"--global-batch {doubled}", replace(request, global_batch=doubled))]
     if request.precision in ("bf16", "fp16"):
@@ -119,14 +119,14 @@ def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[
 
 
 def _rounder_counts(cluster: Cluster) -> list[int]:
-    """Fewer accelerators than an odd lot: whole nodes, a power of two. None where there are such already."""
+    """Returns smaller counts that divide better: whole nodes and a power of two; empty if the count is both."""
     count, node_size = cluster.count, cluster.node.accelerators
     rounder = {count - count % node_size, 2 ** (count.bit_length() - 1)}
     return sorted(n for n in rounder if 0 < n < count) if count % node_size or count & (count - 1) else []
 
 
 def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
-    """The same work on half, twice, four times ... the accelerators, until doubling stops paying."""
+    """Plans the same work on half, twice, four times ... the accelerators, until doubling stops paying."""
     count = request.cluster.count
     rows: list[dict[str, Any]] = [{"accelerators": count, "step_seconds": step_seconds, "gain": None}]
     half = _best(request, count // 2) if count % 2 == 0 else None
@@ -148,7 +148,7 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
 
 
 def fastest(request: ClusterRequest) -> RankedLayout | None:
-    """The layout of what was asked; None where none fits or can be formed."""
+    """Returns the fastest layout for the request; None if none fits or can be formed."""
     try:
         found = search(request, keep=1, hybrid=False, fastest_alone=True)
     except UserError:
@@ -157,13 +157,14 @@ def fastest(request: ClusterRequest) -> RankedLayout | None:
 
 
 def _best(request: ClusterRequest, count: int) -> float | None:
-    """Step seconds of the best layout on that many accelerators."""
+    """Returns the step seconds of the best layout on `count` accelerators."""
     found = fastest(replace(request, cluster=replace(request.cluster, count=count)))
     return found.step_seconds if found else None
 
 
 def would_fit(request: ClusterRequest) -> list[str]:
-    """The least change of hardware with which some layout fits: more of the same, or as many with more memory."""
+    """Returns the smallest changes of hardware for which some layout fits: more accelerators, or ones with more
+    memory."""
     words = []
     count = request.cluster.count * 2
     while count <= MOST_ACCELERATORS:
@@ -201,7 +202,7 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
 
 
 MATERIAL = 0.02
-"""Of the step, below which exposed data parallel communication is not worth a setting."""
+"""Share of the step below which exposed data parallel communication does not justify a setting."""
 
 RANK = 4
 LOCAL_STEPS = 500  # arXiv 2311.08105
@@ -210,12 +211,12 @@ COMPRESSION_PASSES = 11  # over fp32 elements
 OUTER_PASSES = 5
 KERNELS_PER_COLUMN = 6
 LAUNCH_SECONDS = 5e-6
-"""Of one small kernel on an accelerator, assumed: kernels of this size take as long as their launch."""
+"""Time of one small kernel on an accelerator. Assumed: kernels of this size take as long as their launch."""
 
 
 @dataclass(frozen=True)
 class CommunicationSaving:
-    """One setting. Seconds are per step; `exposed_seconds`: what a step waits for gradients without it."""
+    """The effect of one setting, in seconds per step; `exposed_seconds`: the wait for gradients without the setting."""
 
     setting: str
     sent_share: float  # bytes of gradients (or weights) per step, over fp32 gradients at every step
@@ -232,7 +233,7 @@ class CommunicationSaving:
 
 
 def compressed_share(parameters: Sequence[Parameter], rank: int = RANK) -> float:
-    """Bytes that PowerSGD sends over those of the gradients."""
+    """Returns the bytes that PowerSGD sends / those of the gradients."""
     whole = sum(p.elements for p in parameters)
     return sum(compressed_elements(p.shape, rank) for p in parameters) / whole
 
@@ -243,27 +244,27 @@ SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 
 def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
-    """What sending less would be worth for a planned layout; empty where its gradients are not waited for.
+    """Returns the savings of compressed communication for a planned layout; empty if its gradients are not exposed.
 
-    Saved is what a step no longer waits for: the plan of the same layout with fewer bytes of gradients. A cost is work
-    that the setting adds to every step, none of which is hidden:
+    The saving is the exposed time that disappears when the same layout is planned with fewer gradient bytes. The cost
+    is the work that the setting adds to every step, none of it hidden:
 
         bf16        gradients are read in fp32 and written in bf16, and back: 12 bytes of memory traffic per parameter
-        powersgd    PyTorch's hook passes over a compressed gradient 11 times in fp32 (add what was left out, copy,
-                    three products, subtract) and makes its thin matrices orthogonal, 6 small kernels per column, two
-                    matrices for each gradient
-        sites       an all-reduce of the weights in fp32, and the outer step's five passes, every `local_steps` steps:
-                    here with every replica a site of its own
+        powersgd    PyTorch's hook passes over a compressed gradient 11 times in fp32 (add the last error, copy, three
+                    products, subtract) and orthogonalises its thin matrices, 6 small kernels per column, two matrices
+                    for each gradient
+        sites       an all-reduce of the weights in fp32 and the five passes of the outer step, every `local_steps`
+                    steps; here each replica is a site
 
-    Savings are exact for the plan's own model of time; what they cost in loss is not planned. PowerSGD needs tuning of
-    rank and start (arXiv 1905.13727), and DiLoCo's loss was that of ordinary training after 500 local steps in its
-    paper's runs (arXiv 2311.08105, section 4), not in general.
+    Savings are exact for the plan's own time model; the effect on the loss is not planned. PowerSGD needs tuning of
+    rank and start (arXiv 1905.13727). DiLoCo matched the loss of ordinary training with 500 local steps in the runs of
+    its paper (arXiv 2311.08105, section 4), not in general.
     """
     where = request.system
     candidates = request.candidates([layout])
     parameters = model_parameters(request.model)
     replicas = layout.dp > 1
-    sites = replicas and layout.zero == 0  # state that all replicas share cannot be a site's own
+    sites = replicas and layout.zero == 0  # state sharded over replicas cannot belong to one site
 
     def step(gradient_bytes: float) -> tuple[float, float]:
         engine = replace(where.engine, gradient_communication_bytes=gradient_bytes)
@@ -285,7 +286,7 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
         found.append(CommunicationSaving(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
     if sites and layout.tp * layout.pp == 1:
         share = compressed_share(parameters)
-        matrices = [p for p in parameters if compressed_elements(p.shape, RANK) < p.elements]  # the others travel whole
+        matrices = [p for p in parameters if compressed_elements(p.shape, RANK) < p.elements]  # others are sent whole
         work = passing(COMPRESSION_PASSES * 4 * sum(p.elements for p in matrices))
         work += len(matrices) * 2 * RANK * KERNELS_PER_COLUMN * LAUNCH_SECONDS
         found.append(CommunicationSaving(POWERSGD, share * 4 / now, exposed, seconds - step(4 * share)[0], work))

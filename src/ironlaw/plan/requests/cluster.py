@@ -1,4 +1,4 @@
-"""A request on a catalogued cluster: what was said, what is assumed, and the answer with all that goes with it."""
+"""Plan requests on a catalogued cluster: given settings, assumptions, and the complete answer."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ironlaw.workload.moe import IMBALANCE
 
 
 def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
-    """Plan the given layout, or search; every default taken is among the assumptions."""
+    """Plans the given layout, or searches for one; all defaults are among the assumptions."""
     config = requested.config
     if config is not None and config.finetune.adapts:
         return plan_adapters(requested, on, options)
     cluster, layout, assumed = _where(on, options)
     if layout is None and cluster.count == 1 and config and config.train.offload != "none":
-        # A config that says where its memory goes says all of a single device.
+        # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
     work = settle(requested.model, options, cluster.count, config)
     precision = _precision(requested, cluster.accelerator, options, assumed)
@@ -77,7 +77,7 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
 
 
 def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
-    """Cluster and layout; each may say how many accelerators the other leaves open."""
+    """Returns cluster and layout; each may set the number of accelerators if the other leaves it open."""
     assumed: list[Assumption] = []
     cluster = _described(parse_cluster(on), options, assumed)
     named = re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip()
@@ -98,7 +98,7 @@ def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assu
 
 
 def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) -> Cluster:
-    """The cluster with nodes as described; UserError where the words say no network."""
+    """Returns the cluster with the nodes that the options describe. Raises UserError if they name no network."""
     if options.per_node is not None:
         cluster = replace(cluster, node=resized(cluster.node, options.per_node))
     if options.network is None:
@@ -115,7 +115,7 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
 
 
 def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:
-    """The given precision; else the config's; else the widest 16-bit format the accelerator multiplies fast."""
+    """Returns the given precision, else the config's, else the first of bf16 and fp16 that has a peak, else bf16."""
     said = options.precision
     if said is None and requested.config and requested.config.train.precision != "auto":
         said = requested.config.train.precision
@@ -135,7 +135,7 @@ def _precision(requested: RequestedModel, acc: Accelerator, options: Options, as
 
 
 def _optimizer(requested: RequestedModel, options: Options) -> str:
-    """The given optimizer, else the config's, else AdamW."""
+    """Returns the given optimizer, else the config's, else AdamW."""
     said = options.optimizer or (requested.config.optimizer.name if requested.config else None)
     if said is None:
         return "adamw"
@@ -146,14 +146,14 @@ def _optimizer(requested: RequestedModel, options: Options) -> str:
 
 
 OTHERS = 2
-"""Other engines that an answer is compared with: those with the most runs checked on this generation."""
+"""Number of other engines that a plan is compared with: those with the most checked runs on this generation."""
 
 MODEL_PARALLEL = {"tp", "pp"}
-"""What a large model cannot do without: software that lacks it is not the only one to be tried."""
+"""Parallelism that large models need: if an engine lacks it, the next one is tried too."""
 
 
 def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelerator) -> list[Assumption]:
-    """Engines to plan with, the first choice first; one without a reason where it was given."""
+    """Returns the engines to plan with, in order of preference; a given engine is the only one, without a reason."""
     if said is not None:
         return [Assumption("engine", engine_named(said).name, "", "--engine")]
     usual = (DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning")
@@ -173,7 +173,8 @@ def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelera
 
 
 def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
-    """The answer under the first that can run the given layout, or under which a searched one fits."""
+    """Returns the answer for the first engine that can run the given layout, or for which the search finds one that
+    fits. Raises UserError if there is none."""
     passed: list[str] = []
     for position, assumption in enumerate(software):
         engine, last = engine_named(assumption.value), position == len(software) - 1
@@ -204,7 +205,7 @@ def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[C
 
 
 def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str, Any]]:
-    """The same work under other engines: the chosen layout, or their own best where they cannot run it."""
+    """Plans the same work for other engines, in the chosen layout, or in their own best if they cannot run it."""
     layout, found = answer.layout, list[dict[str, Any]]()
     assert layout is not None
     for name in list(evidence(request.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
@@ -224,17 +225,17 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
 SHOWN = 5
 
 KEPT, WALKED = 200, 20
-"""Of a ranking; and of one of our own trainer's layouts, each of which is walked."""
+"""Layouts kept in a ranking, and in one of Ironlaw's own trainer, where each is walked for its memory."""
 
 SURE_AT_MOST = 1.03
-"""A layout that fits for sure is chosen over the fastest, which may not, if it is at most this many times slower."""
+"""A layout that fits with certainty is preferred to the fastest if its step takes at most this many times as long."""
 
 SIMPLE_AT_MOST = 1.01
-"""And one with fewer kinds of parallelism over one at most this many times faster: far inside the plan's own error."""
+"""The same for a layout with fewer kinds of parallelism: the difference is far below the plan's own error."""
 
 
 def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
-    """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
+    """Plans the given layout, or searches for the best one. Raises UserError if no layout can be formed."""
     found = _ranking(request) if request.layout is None else None
     where = request.system
     if found is not None:
@@ -274,7 +275,7 @@ def _ranking(request: ClusterRequest) -> SearchResult:
 
 
 def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, ClusterPlan, str]:
-    """The chosen layout and its plan."""
+    """Returns the chosen layout, its plan and the reason for the choice."""
     candidate, choice = chosen(request, found, limit)
     plan = plan_cluster(request, candidate.layout)
     if candidate.layout.offload != "none" and found.best:
@@ -283,9 +284,9 @@ def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> 
 
 
 def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[RankedLayout, str]:
-    """The layout to recommend and why; the fastest, unless another is hardly slower and safer or simpler.
+    """Returns the recommended layout and the reason: the fastest, unless a safer or simpler one is almost as fast.
 
-    Out of memory after a day in the queue costs more than a percent of speed. Where nothing fits: the nearest miss.
+    Running out of memory after a day in the queue costs more than a percent of speed. If none fits: the nearest miss.
     """
     if not found.best:
         assert found.nearest_miss is not None
@@ -304,13 +305,13 @@ def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> 
 
 
 def _kinds(layout: Layout) -> int:
-    """How many kinds of parallelism beside data parallelism, and what else must be set up for them."""
+    """Counts the kinds of parallelism besides data parallelism, hybrid sharding, and schedules other than 1F1B."""
     degrees = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.virtual_stages))
     return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
 
 
 def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: ClusterSystem) -> None:
-    """Total time and the other conventions of MFU."""
+    """Adds the total time and the other conventions of MFU to the ledger."""
     step = ledger.totals["step_seconds"]
     candidates = request.candidates([layout])
     peak = where.hardware.peak(request.precision) * request.cluster.count
@@ -341,7 +342,7 @@ def _when_it_fits(
 
 
 def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, Any]:
-    """How much is missing, and what would make it fit."""
+    """Returns the missing bytes, and changes that would make the plan fit."""
     limit, host = plan.outcome.limit_bytes, float(plan.outcome.host_bytes[0]) - plan.outcome.host_limit_bytes
     margin = {
         "limit_bytes": limit, "missing_bytes": plan.peak_bytes - limit, "missing_host_bytes": max(host, 0.0),
@@ -355,7 +356,7 @@ def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, A
 
 
 def _different(best: list[RankedLayout], layout: Layout) -> list[RankedLayout]:
-    """The fastest ones and the chosen one; of those that differ in hybrid sharding alone the fastest stands for all."""
+    """Returns the fastest layouts and the chosen one; of those that differ only in hybrid sharding, the fastest."""
     seen: set[Layout] = set()
     different = []
     for candidate in best:
@@ -406,7 +407,7 @@ def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, An
 def other_conventions(
     model: ModelConfig, candidates: Candidates, step: Estimate, peak_flops_per_second: float
 ) -> dict[str, Estimate]:
-    """`mfu_palm`, `mfu_6nd` and `hfu` of the first job; `peak_flops_per_second` is that of all accelerators."""
+    """Returns `mfu_palm`, `mfu_6nd` and `hfu` of the first job; the peak is that of all accelerators."""
     tokens = float(candidates.sequence[0] * candidates.global_batch[0])
     attention = 6 * model.layers * (model.query_size + model.mixed_size) * float(candidates.sequence[0])
     n = model.active_parameters  # all of them in a dense model
