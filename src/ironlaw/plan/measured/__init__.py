@@ -1,1 +1,1 @@
-"""Measured runs: reading them, planning them, judging the plans, calibrating an engine."""
+"""Measured runs: reading and planning them, evaluating the plans, calibrating an engine."""

@@ -1,11 +1,11 @@
-"""The accelerator of a row of measured runs, and the model's experts, as people write them.
+"""Identify the accelerator and the model's experts of a measured run from the names that people write.
 
     found, assumed = accelerator_of("NVIDIA H100-SXM5-80GB")     # h100-sxm-80gb
     found, assumed = accelerator_of("A100")                      # a100-sxm-80gb, and a note that this is assumed
     named_experts("Mixtral 8x7B", hidden=4096, layers=32)[1]["moe"]     # MoEConfig(experts=8, experts_per_token=2, ...)
 
-The catalogue's own names come first. After them the chip decides, then what is said of its form and memory must agree.
-Most tables have no columns for experts, only a model's name.
+The catalogue's own names come first. Otherwise the chip decides, and a stated form or memory must agree. Most tables
+have no columns for experts, only a model's name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
 
 USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
-"""Of a chip sold in several forms, the one that most published runs used; the first that agrees with what is said."""
+"""The forms that most published runs used, for chips sold in several; the first that agrees with the cell is taken."""
 
 SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
-"""Chips without figures of their own that differ from a catalogued one in the way named."""
+"""Chips without their own figures: the catalogued chip they resemble, and the difference."""
 
 IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
-"""Chips of eight in a node, and what they are called in a rack of 72: more power, another clock, beside an Arm
+"""Chips of nodes of eight, and their names in a rack of 72, where they have more power, another clock and an Arm
 processor. Tables of racks often give the chip's name alone."""
 
 _MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
@@ -39,7 +39,7 @@ _MEMORY = re.compile(r"(\d+)(gb|gib|g)")
 
 
 def accelerator_of(cell: str) -> tuple[Accelerator, str]:
-    """The accelerator, and what was assumed to find it; the catalogue's UserError where nothing comes near."""
+    """Return the accelerator and a note of what was assumed. Raises the catalogue's UserError if none is similar."""
     try:
         found, other = accelerator(cell), taken_for(cell)
         if other is None:
@@ -52,7 +52,7 @@ def accelerator_of(cell: str) -> tuple[Accelerator, str]:
 
 
 def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
-    """The accelerator as a rack holds it, where the words of its network say that it is in one, and a note."""
+    """Return the rack variant of the accelerator and a note, if the description of the network names a rack."""
     name = IN_RACK.get(acc.name)
     rack = re.search(r"nvl\s*(?:36|72)\b", interconnect, re.IGNORECASE)
     if name is None or rack is None:
@@ -61,7 +61,7 @@ def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
 
 
 def _nearest(cell: str) -> tuple[str, str] | None:
-    """The name of the accelerator that comes nearest, and what was assumed."""
+    """Return the name of the most similar accelerator and a note of what was assumed, or None."""
     words = _joined([word for word in re.split(r"[^a-z0-9]+", cell.lower()) if word and word not in _MAKERS])
     chip = next((word for word in words if word in SAME_CHIP or _names_of(word)), None)
     if chip is None:
@@ -78,7 +78,7 @@ def _nearest(cell: str) -> tuple[str, str] | None:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """`80 gb` as `80gb`, `tpu v5p` as `tpu-v5p`, `rtx 4090` as `rtx-4090`."""
+    """Join words: `80 gb` to `80gb`, `tpu v5p` to `tpu-v5p`, `rtx 4090` to `rtx-4090`."""
     result: list[str] = []
     for word in words:
         if result and word in ("gb", "gib") and result[-1].isdigit():
@@ -91,7 +91,7 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _names_of(chip: str) -> list[str]:
-    """Catalogue names of one chip: its name alone, or followed by form and memory."""
+    """Return the catalogue's names of one chip: its name alone, or followed by form and memory."""
     if chip in _BRANDS:
         return []
     return [name for name in (*accelerator_names(), *lines()) if name == chip or name.startswith(chip + "-")]
@@ -105,8 +105,8 @@ def _agrees(name: str, form: str, memory: str) -> bool:
 
 
 def named_experts(model: str, hidden: int, layers: int) -> tuple[str, dict[str, Any]] | None:
-    """The model with the longest name that stands in `model`, if its hidden size is this, and fields of a ModelConfig
-    that follow: `moe`, and where they are not as usual `latent`, `head_size` and the `ffn` of layers without experts.
+    """Return the longest known name contained in `model` with this hidden size, and the ModelConfig fields that follow:
+    `moe` and, where unusual, `latent`, `head_size` and the `ffn` of layers without experts. None if there is none.
     """
     said = _plain(model)
     fitting = [
@@ -127,7 +127,7 @@ def named_experts(model: str, hidden: int, layers: int) -> tuple[str, dict[str, 
         groups=groups, groups_per_token=entry.get("groups_per_token", groups),
     )  # fmt: skip
     found = {"moe": moe, "ffn": entry.get("dense_ffn"), "head_size": entry.get("head_size")}
-    if "latent" in entry:  # all models here have DeepSeek-V2's sizes of a head, which are the defaults
+    if "latent" in entry:  # all models here have DeepSeek-V2's head sizes, which are the defaults
         rank, query_rank = entry["latent"]
         found["latent"] = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
     return name, {field: value for field, value in found.items() if value is not None}
@@ -139,5 +139,5 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """Letters and digits only: people write Mixtral-8x7B, mixtral_8x7b and Mixtral 8x7B."""
+    """Return letters and digits only, as people write Mixtral-8x7B, mixtral_8x7b and Mixtral 8x7B."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,15 +1,15 @@
-"""The physical constants of an engine and a cluster from a handful of ordinary step times.
+"""Fit the physical constants of an engine on a cluster to a few ordinary step times.
 
     found = calibrate(runs, "my-cluster")
-    found.engine, found.constants, found.errors
+    found.engine, found.constants, found.error_left_out
     save_profile("my-cluster", found, "my_runs.csv")     # ~/.cache/ironlaw/engines/my-cluster.toml, found by its name
 
-Maximum a posteriori: residuals are ln(planned / measured), with a Huber loss because a few step times are always
-disturbed; the prior is the engine that the runs would have been planned with, each constant with a spread that
-engines of different software have shown. What the runs say nothing of stays at its prior, so few of them cannot make a
-plan wild. Bounds are what hardware allows. The minimum is found by Levenberg and Marquardt's method on numerical
-derivatives; leaving one run out starts from there. The whole correction is only kept when, with runs left out, it
-beats the prior.
+The fit is maximum a posteriori. Residuals are ln(planned / measured), with a Huber loss because a few step times are
+always disturbed. The prior is the engine that the runs would be planned with; the spread of each constant is that
+between engines of different software. Constants that the runs do not determine stay at their prior, so that few runs
+cannot distort a plan. Bounds are the limits of hardware. The minimum is found by Levenberg and Marquardt's method on
+numerical derivatives; fits with one run left out start from it. The correction is kept only if it beats the prior on
+runs left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIN_RUNS = 4
 
 @dataclass(frozen=True)
 class Constant:
-    """How one constant may move. `spread`: prior standard deviation, of ln(value) when `logarithmic`."""
+    """Bounds and prior of one constant. `spread`: prior standard deviation, of ln(value) when `logarithmic`."""
 
     name: str
     low: float
@@ -48,22 +48,22 @@ class Constant:
 
 
 CONSTANTS = (
-    # Lowest: nothing launches a block faster; highest: what eager code under a slow processor was seen to need.
+    # Lowest: no software launches a block faster; highest: observed for eager code on a slow processor.
     Constant("host_layer_seconds", 2e-5, 6e-3, 0.3),
     Constant("host_collective_seconds", 1e-6, 6e-4, 0.4),
     Constant("host_microbatch_seconds", 1e-4, 5e-2, 0.5),
     Constant("host_step_seconds", 5e-4, 0.5, 0.7),
-    # A kernel in a run is hardly faster than alone; twice as slow is another software generation.
+    # A kernel in a run is hardly faster than alone; twice as slow means another software generation.
     Constant("matmul_slowdown", 0.9, 2.4, 0.12),
     Constant("attention_slowdown", 0.6, 3.0, 0.2),
-    # From fused kernels to eager ones that read and write for every operation.
+    # From fused kernels to eager ones that read and write memory for every operation.
     Constant("streaming_traffic", 0.7, 6.0, 0.4),
     Constant("shard_traffic", 0.7, 6.0, 0.3),
     Constant("score_traffic", 0.5, 6.0, 0.3),
     Constant("loss_traffic", 0.5, 8.0, 0.4),
     Constant("optimizer_traffic", 0.5, 6.0, 0.4),
     # Shares: nothing or everything hidden.
-    # What little the runs of one node say of it is misfit of another kind: wider, large plans come out 12% too fast.
+    # Runs on one node say little of tp_hidden and misfit otherwise: with a wider prior, large plans are 12% too fast.
     Constant("tp_hidden", 0.0, 0.95, 0.09, False),
     Constant("dp_hidden", 0.0, 1.0, 0.25, False),
     Constant("fsdp_hidden", 0.5, 1.0, 0.15, False),
@@ -73,35 +73,35 @@ CONSTANTS = (
     Constant("island_slowdown", 1.0, 4.0, 0.2),
     Constant("network_slowdown", 1.0, 6.0, 0.5),
 )
-"""Spreads are about those among the engines in `engines/`, which were fitted to different software."""
+"""Fitted constants. Spreads are about those between the engines in `engines/`, fitted to different software."""
 
 NOISE = (0.03, 0.1)
-"""Least and largest spread of ln(planned / measured) that no constant explains; in between it is what is left over.
+"""Least and largest spread of ln(planned / measured) left unexplained; between them it is that of the residuals.
 
-Where the runs disagree with each other, the prior weighs more."""
+The prior weighs more where the runs disagree with each other."""
 
 WITNESSES = 4.0
-"""Runs that must speak of a constant before it is free to leave its prior: one disturbed run is no witness."""
+"""Runs that must determine a constant before it may leave its prior: one disturbed run is not enough."""
 
-HUBER = 1.5  # spreads beyond which a run's pull no longer grows
+HUBER = 1.5  # residual, in spreads, beyond which a run's influence no longer grows
 STEP = 1e-4  # of a prior spread, for numerical derivatives
 
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """One constant before and after."""
+    """One constant before and after calibration."""
 
     name: str
     unit: str
     meaning: str
     before: float
     after: float
-    spread: float  # posterior over prior standard deviation: 1 where the runs say nothing of it
+    spread: float  # posterior over prior standard deviation: 1 where the runs do not determine it
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """An engine fitted to runs, and how well it does; errors are mean absolute relative ones of step time."""
+    """An engine fitted to runs, with its mean absolute relative errors of step time."""
 
     engine: TrainingEngine
     constants: tuple[FittedConstant, ...]
@@ -109,7 +109,7 @@ class Calibration:
     error_before: float
     error_in_sample: float
     error_left_out: float  # each run planned by constants fitted to the others
-    improved: bool  # else the constants are those of before
+    improved: bool  # False: the constants are unchanged
     start: str = ""  # name of the engine it started from
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class _Block:
-    """Runs that share a system, with the costs that no engine changes."""
+    """Runs that share a system, with the costs that do not depend on the engine's constants."""
 
     candidates: Candidates
     costs: StepCosts
@@ -155,7 +155,7 @@ def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = Non
         weights = np.ones(len(known))
         weights[i] = 0.0
         left_out[i] = problem.errors(problem.minimum(x, weights, rounds=3))[i]
-    # A mean would let the one disturbed run decide.
+    # A plain mean would let one disturbed run decide.
     improved = bool(_robust_mean(left_out) < _robust_mean(before))
     chosen = x if improved else np.zeros_like(x)
     values: dict[str, Any] = dict(problem.values(chosen))
@@ -179,7 +179,7 @@ def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = Non
 
 
 def the_engine(runs: Sequence[Run]) -> TrainingEngine:
-    """The engine that all runs belong to; constants of two cannot be one calibration."""
+    """Return the engine of all runs. Raises UserError for several: one calibration cannot fit the constants of two."""
     names = sorted({run.engine.name for run in runs})
     if len(names) > 1:
         raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
@@ -191,7 +191,7 @@ def _robust_mean(errors: Array) -> float:
 
 
 def _without(engine: TrainingEngine, generations: set[str]) -> dict[str, dict[str, float]]:
-    """Overrides per generation, less those that the calibrated values stand for."""
+    """Return the overrides per generation without those that the calibrated values replace."""
     fitted = {c.name for c in CONSTANTS}
     kept = {
         generation: {k: v for k, v in entries.items() if not (generation in generations and k in fitted)}
@@ -201,7 +201,7 @@ def _without(engine: TrainingEngine, generations: set[str]) -> dict[str, dict[st
 
 
 class _Problem:
-    """Constants as prior spreads from the start (all zero: the start itself), and what follows from them."""
+    """The fit's objective. Constants are given as `x`, in prior spreads from the start (all zero: the start itself)."""
 
     def __init__(self, runs: Sequence[Run], engine: TrainingEngine) -> None:
         self.noise = NOISE[0]
@@ -213,7 +213,7 @@ class _Problem:
             generation = runs[index[0]].cluster.accelerator.generation
             self.blocks.append(_Block(candidates, step_costs(candidates, where, layers), layers, generation, index))
         self.generations = {block.generation for block in self.blocks}
-        # With one generation its overrides are the start; with several the plain values are.
+        # With one generation the start includes its overrides; with several it is the plain values.
         self.engine = engine.on(self.blocks[0].generation) if len(self.generations) == 1 else engine
         self.plain = replace(self.engine, by_generation={})
         self.start = np.array([float(getattr(self.engine, c.name)) for c in CONSTANTS])
@@ -226,9 +226,9 @@ class _Problem:
         self.precision = self._precision()
 
     def _precision(self) -> Array:
-        """Of the prior of each constant: larger where few runs speak of it.
+        """Return the precision of each constant's prior: larger where few runs determine the constant.
 
-        Their effective number is that of Kish: (sum s)^2 / sum s^2 with s the squared sensitivity of a run's time.
+        Their effective number is Kish's: (sum s)^2 / sum s^2, with s the squared sensitivity of a run's time.
         """
         zero = np.zeros(len(CONSTANTS))
         sensitivity = self.jacobian(zero, self.log_errors(zero)) ** 2
@@ -248,7 +248,7 @@ class _Problem:
         return {c.name: float(v) for c, v in zip(CONSTANTS, values, strict=True)}
 
     def log_errors(self, x: Array) -> Array:
-        """ln(planned / measured) of every run."""
+        """Return ln(planned / measured) of every run."""
         constants: dict[str, Any] = dict(self.values(x))
         engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
@@ -257,7 +257,7 @@ class _Problem:
         return np.asarray(np.log(planned / self.measured))
 
     def errors(self, x: Array) -> Array:
-        """Absolute relative errors."""
+        """Return the absolute relative error of every run."""
         return np.asarray(np.abs(np.exp(self.log_errors(x)) - 1))
 
     def jacobian(self, x: Array, at: Array) -> Array:
@@ -270,7 +270,7 @@ class _Problem:
         return np.stack(columns, axis=1)
 
     def minimum(self, x: Array, weights: Array, rounds: int = 20) -> Array:
-        """Most probable constants: Levenberg-Marquardt with Huber weights, inside the bounds."""
+        """Return the most probable constants within the bounds, by Levenberg-Marquardt with Huber weights."""
 
         def cost(errors: Array, x: Array) -> float:
             size = np.abs(errors) / self.noise
@@ -285,7 +285,7 @@ class _Problem:
             pull = weights * np.minimum(1.0, HUBER * self.noise / np.maximum(np.abs(at), 1e-12)) / self.noise**2
             curvature = (jacobian * pull[:, None]).T @ jacobian + np.diag(self.precision)
             slope = jacobian.T @ (pull * at) + self.precision * x
-            # What stands at a bound and is pulled outwards stays there.
+            # A constant at a bound that is pulled outwards stays there.
             free = ~(((x <= self.low) & (slope > 0)) | ((x >= self.high) & (slope < 0)))
             gained = 0.0
             for _ in range(8):
@@ -304,14 +304,14 @@ class _Problem:
         return x
 
     def posterior(self, x: Array) -> Array:
-        """Standard deviation of each constant over that of its prior, with the curvature at `x`: 1, nothing learned."""
+        """Return each constant's posterior over prior standard deviation, with the curvature at `x`; 1: no effect."""
         jacobian = self.jacobian(x, self.log_errors(x)) / self.noise
         covariance = np.linalg.inv(jacobian.T @ jacobian + np.diag(self.precision))
         return np.asarray(np.sqrt(np.diag(covariance) * self.precision))
 
 
 def save_profile(name: str, found: Calibration, runs: str) -> Path:
-    """Write the calibrated engine as a readable file; a profile of that name is replaced."""
+    """Write the calibrated engine as a TOML profile, replacing any profile of that name, and return its path."""
     path = profile_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, _text(found, runs))

@@ -1,16 +1,16 @@
-"""Measured serving: rows of `inference.csv` as systems with what was measured, and what the planner says of them.
+"""Measured serving: rows of `inference.csv` as systems with their measurements, and the planner's predictions for them.
 
     runs, rejected = read_serving(rows)      # csv.DictReader's rows
     predict(runs[0])                         # {"tpot_seconds": ..., "output_tokens_per_second": ..., ...}
     serving_record(runs, rejected)["groups"]["gpt-fast"]["tpot_seconds"]["median"]
 
-Scenarios: `decode` and `prefill` are single passes; `fixed-concurrency` is so many requests at once, of which each is a
-prompt and its output, whether they start together or follow each other; `offline` and `server` have as many requests as
-the cache holds. Columns are described in `docs/validate.md`.
+Scenarios: `decode` and `prefill` are single passes; `fixed-concurrency` is a number of requests at once, each a prompt
+and its output, which start together or follow each other; `offline` and `server` have as many requests as the cache
+holds. `docs/validate.md` describes the columns.
 
-The record has errors by group and measure beside the trivial baseline, and how often intervals hold. The baseline of
-decoding is weight bytes over 60% of the memory's rate, of prompts 2 N FLOPs over 40% of the dense peak. Errors are
-relative to the measurement; bias is the median signed error, above 0 where planned too large.
+The record has errors by group and measure beside the trivial baseline, and the coverage of the intervals. The baseline
+of decoding is weight bytes over 60% of the memory's rate; that of prompts is 2 N FLOPs over 40% of the dense peak.
+Errors are relative to the measurement; bias is the median signed error, above 0 where the plan is too large.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from ironlaw.plan.serving.timing import (
 )
 
 COLUMNS = ("scenario", "weight_format")
-"""Columns that only measured serving has."""
+"""Columns found only in tables of measured serving."""
 
 VARIED = 0.9
-"""Mean over nominal length where a source draws lengths between 80 and 100% of nominal."""
+"""Mean over nominal length, for sources that draw lengths between 80 and 100% of nominal."""
 
 MTP_ACCEPTANCE = 0.85
-"""Multi-token prediction proposes one token beside the model's own, of which 85 to 90% stand (DeepSeek-V3, arXiv
-2412.19437, 5.4.3). The one layer that proposes it is not counted."""
+"""Multi-token prediction proposes one token beside the model's own, of which 85 to 90% are accepted (DeepSeek-V3, arXiv
+2412.19437, 5.4.3). The layer that proposes it is not counted."""
 
 
 @dataclass(frozen=True)
 class ServingRun:
-    """One row. Lengths in tokens, `inputs` of a prompt, `outputs` new ones; None: not given."""
+    """One row of measured serving. Lengths in tokens: `inputs` of a prompt, `outputs` of its output; 0: not given."""
 
     id: str
     group: str
@@ -73,22 +73,22 @@ class ServingRun:
     backend: str
     inputs: float
     outputs: float
-    concurrency: float  # of one copy of the model
+    concurrency: float  # requests at once per copy of the model
     together: bool  # all prompts start at once, as one pass
-    whole: bool  # the rate's time has the prompt in it
+    whole: bool  # the time of the output rate includes the prompt
     measured: dict[str, float]
     suspect: bool
     assumed: tuple[str, ...]
 
 
 def serving_rows(path: Path) -> list[dict[str, str]] | None:
-    """The rows of a CSV file of measured serving; None where its columns are those of training."""
+    """Return the rows of a CSV file of measured serving; None if its columns are those of training."""
     names, rows = read_table(path)
     return list(rows) if set(COLUMNS) <= set(names) else None
 
 
 def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str, str, str]]]:
-    """Runs, and (id, group, reason) of rows that cannot be planned."""
+    """Return the runs, and (id, group, reason) of the rows that cannot be planned."""
     runs, rejected = [], []
     demands: dict[str, Demand] = {}
     for number, row in enumerate(rows, 2):
@@ -102,8 +102,7 @@ def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str,
 
 
 def predict(run: ServingRun) -> dict[str, float | None]:
-    """Seconds and rates of a row: `ttft_seconds`, `tpot_seconds`, `prefill_tokens_per_second`,
-    `output_tokens_per_second`, `requests_per_second`, `kv_tokens`; None where the row asks for none."""
+    """Return the planned `MEASURES` of a row; None for those that do not apply to its scenario."""
     s = run.system
     found: dict[str, Any] = dict.fromkeys(MEASURES)
     found["kv_tokens"] = max(0.0, float(room_tokens(s, run.engine.memory_fraction, run.engine.of_free)))
@@ -142,7 +141,7 @@ MEASURES = (
 
 
 def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
-    name = cells.needed_text("accelerator")  # the record takes one where a user would be asked which
+    name = cells.needed_text("accelerator")  # where a user would be asked which variant, take the first
     device = accelerator(next(iter(taken(name) or (name,))))
     said = cells.text("date")[:4]
     year = int(said) if said.isdecimal() else LATEST
@@ -181,8 +180,8 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
 
 
 def _engine(cells: Cells, year: int) -> ServingEngine:
-    """The record plans engines that nobody measured, where a user would be asked which is meant. vLLM captures graphs
-    since its release 0.2.6 of December 2023."""
+    """Return the row's engine; an unknown one, for which a user would be asked, gets the base constants. vLLM captures
+    graphs since its release 0.2.6 of December 2023."""
     name = cells.needed_text("engine")
     try:
         return serving_engine("vllm-2023" if name.lower() == "vllm" and year <= 2023 else name)
@@ -192,7 +191,7 @@ def _engine(cells: Cells, year: int) -> ServingEngine:
 
 
 def _layout(cells: Cells, experts: bool) -> ServingLayout:
-    """Degrees of one copy of the model; devices beside them are copies, or share experts."""
+    """Return the degrees of one copy of the model; the remaining devices are copies, or share its experts."""
     count = cells.whole("accelerators") or 1
     tp, pp, ep, dp = (cells.whole(name) for name in ("tp", "pp", "ep", "dp"))
     if tp is None:
@@ -203,7 +202,7 @@ def _layout(cells: Cells, experts: bool) -> ServingLayout:
     if tp * pp > count:
         raise UserError(f"tp = {tp} and pp = {pp} need more than accelerators = {count}")
     rest, wide = count // (tp * pp), max(dp or 1, (ep or 1) // tp)
-    # Copies of attention that share experts: beside tp, as vLLM says it, or within, as TensorRT-LLM and SGLang do.
+    # Copies of attention that share experts: dp counts beside tp in vLLM, within tp in TensorRT-LLM and SGLang.
     if experts and rest > 1 and wide > 1 and ep != tp:
         wide = wide if rest % wide == 0 else rest
         return ServingLayout(devices=tp * pp * wide, tp=tp, pp=pp, attention_dp=wide, replicas=rest // wide)
@@ -213,7 +212,7 @@ def _layout(cells: Cells, experts: bool) -> ServingLayout:
 
 
 def _guessing(cells: Cells, system: System) -> System:
-    """With the speculation that a row names; one whose acceptance nobody says is left out, by name."""
+    """Return the system with the row's speculation. One without a known acceptance is left out, with a note."""
     said = cells.lower("speculative")
     if "mtp" in said:
         cells.assumed.append(f"speculative = {said}: one token more a pass, of which 85% stand")
@@ -224,8 +223,8 @@ def _guessing(cells: Cells, system: System) -> System:
 
 
 def _demand(cells: Cells, known: dict[str, Demand]) -> Demand:
-    """The catalogue's model of that name, else one of the row's own columns: tied where `params` say so, and what else
-    they count is read by every pass (shared experts)."""
+    """Return the demand of the catalogued model of that name, else of one with the row's sizes: tied or not, whichever
+    is nearer to `params`. Further parameters in `params` (shared experts) are read by every pass."""
     name = cells.lower("model")
     if name in known:
         return known[name]
@@ -258,7 +257,7 @@ KINDS = {
     "ttft_seconds": ("prompt", 1), "tpot_seconds": ("decode", 1), "prefill_tokens_per_second": ("prompt", -1),
     "output_tokens_per_second": ("requests", -1), "requests_per_second": ("requests", -1), "kv_tokens": ("", 1),
 }  # fmt: skip
-"""Whose interval a measure has, and whether it is seconds (1) or a rate (-1)."""
+"""The kind of interval of each measure, and whether it is in seconds (1) or a rate (-1)."""
 
 
 def serving_record(runs: Sequence[ServingRun], rejected: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
@@ -300,7 +299,7 @@ def _between(value: float, name: str, run: ServingRun) -> list[float]:
 
 
 def _baseline(run: ServingRun) -> dict[str, float]:
-    """One constant each: what a line on the back of an envelope gives."""
+    """Return back-of-the-envelope predictions, from one constant each."""
     s = run.system
     read_seconds = float(s.weight_bytes) / float(s.tp) / (BASELINE_MEMORY * float(s.bandwidth))
     prompt_rate = BASELINE_PEAK * float(s.peak) * float(s.tp) / (2 * float(s.demand.active))

@@ -1,4 +1,4 @@
-"""A node as somebody describes it: how many accelerators it holds, what network leaves it.
+"""A node from a user's description: its number of accelerators and its network.
 
     described_node(node("dgx-h100"), "8x 200 Gb/s RoCE per node, 2:1")[0]
     resized(node("dgx-h100"), 4)
@@ -25,25 +25,25 @@ FABRIC_WORDS = {
     "bluefield": "infiniband", "spectrum": "roce",
     "opa": "infiniband", "omni": "infiniband", "omnipath": "infiniband", "fdr": "infiniband",
 }  # fmt: skip
-"""Words of an `interconnect` column, and the kind of network they mean."""
+"""Words of an `interconnect` column, and the kind of network each means."""
 
 PLAIN = {"ethernet", "gbe", "tcp"}
-"""Words that also stand for what joins a node to the rest of the house: a kind named beside them is the better one."""
+"""Words that may also mean a node's link to the rest of the data centre: any other kind in the text is preferred."""
 
 CARDS = {"bluefield", "rdma", "connectx", "cx", "nic", "nics", "hca", "hcas"}
-"""Words that say no kind: any other overrules them."""
+"""Words that imply no kind of network: any other word overrides them."""
 
 NAMED_GBITS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "opa": 100, "omni": 100, "omnipath": 100}
-"""One port of a generation of InfiniBand, or of Omni-Path, where only that is named."""
+"""Gbit/s of one port of an InfiniBand generation or of Omni-Path, where only the name is given."""
 
 GBITS_PER_ACCELERATOR = {"tcpxo": 200, "fastrak": 200, "tcpx": 100}
-"""Of networks that one kind of instance has (Google Cloud's A3 Mega and A3 High), where only they are named."""
+"""Gbit/s of networks of one kind of instance (Google Cloud's A3 Mega and A3 High), where only the name is given."""
 
 FASTEST_PORT = 800e9  # bit/s: XDR, and Ethernet of 2025
-LEAST, MOST = 1e9, 1e14  # bit/s that one description of a node may come to
+LEAST, MOST = 1e9, 1e14  # bit/s: bounds of the total that a description of a node may give
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-_COUNT = re.compile(r"(?<![\d.])(\d{1,2})\s*(?:x|×|\*)\s*", re.IGNORECASE)  # of `HDR200 x4` the 200 is none
+_COUNT = re.compile(r"(?<![\d.])(\d{1,2})\s*(?:x|×|\*)\s*", re.IGNORECASE)  # not the 200 of `HDR200 x4`
 _PORTS = re.compile(
     r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?"
     r"(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
@@ -53,7 +53,7 @@ _COUNT_BEHIND = re.compile(
     r"(?:s|[a-z]it|\b[a-z]|[a-z]\s+|\d{3}\s*)[x×*]\s*(\d{1,2})\b(?!\.\d|\s*[TGM](?:b|\b))", re.IGNORECASE
 )
 _DENIED = re.compile(r"\b(?:no|without)\s+\w+|(?:\d+/)+(?=\d+\s*[TG])", re.IGNORECASE)
-"""What a node does not have, and the slower rates of a port: of `10/25GbE` 25 counts."""
+"""Networks that a node lacks, and the slower rates of a port: in `10/25GbE` the 25 counts."""
 
 _PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
 _WORD_COUNT = {"one": 1, "single": 1, "dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
@@ -78,14 +78,14 @@ _VERSIONS = re.compile(
     r"\b(?:gb|gh|h|a|b|v|mi|l|p|dgx|hgx|tpu|gaudi|p\d+[a-z]*)[\s-]*\d{1,4}[a-z]*(?:\.\w+)?\b(?!\s*g)",
     re.IGNORECASE,
 )
-"""`NVLink4`, `EFAv2`, `ConnectX-7` and `H100` hold digits that are no rates."""
+"""Names with digits that are not rates, such as `NVLink4`, `EFAv2`, `ConnectX-7` and `H100`."""
 
 
 def resized(usual: Node, accelerators: int) -> Node:
-    """The node with so many accelerators; an island that ends at the node ends with it, one of a rack does not.
+    """Return the node with this number of accelerators. Its island is resized with it, unless it is that of a rack.
 
-    What people call a node of a rack is some of its trays, each with its own network cards. Boards with a switch come
-    whole or in parts of it: UserError for a size that is neither, nor a multiple.
+    A node of a rack is some of its trays, each with its own network cards. Boards with a switch are used whole or in
+    parts. Raises UserError for a size that is neither a divisor nor a multiple of the board.
     """
     if accelerators == usual.accelerators:
         return usual
@@ -104,34 +104,34 @@ def resized(usual: Node, accelerators: int) -> Node:
 
 @dataclass(frozen=True)
 class _Network:
-    """One of the networks that a description lists. `bits`: of all its ports on a node, None where none is named."""
+    """One network of a description. `bits`: bit/s of all its ports on a node, None where no rate is named."""
 
     fabric: str
     bits: float | None
-    plain: bool  # Ethernet, and no word that says more
-    rank: int  # 2: said to be for computing; 1: not said; 0: for something else
-    counted: bool  # it says how many ports
+    plain: bool  # only described as Ethernet
+    rank: int  # 2: described as for computing; 1: purpose not given; 0: for something else
+    counted: bool  # the number of ports is given
 
     @property
     def cards_only(self) -> bool:
-        """How many cards, and no rate: what stands beside it may say that."""
+        """Whether it gives a number of cards but no rate, which may be in the next clause."""
         return self.bits is None and self.counted
 
 
 def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
-    """The node with the network of a description such as `8x HDR200 IB per node`, and what had to be assumed.
+    """Return the node with the network of a description such as `8x HDR200 IB per node`, and a note of assumptions.
 
-    Of several networks that one counts which computing is said to use, else the fastest; one for management or storage
-    never does, nor links inside the node. Gb/s and Gbps are bits, GB/s are bytes where a port can be so fast. `per GPU`
-    and `per node` say what a rate is of; without either, and without a count, a rate that one port has is taken for
-    each of the node's usual ports, save for plain Ethernet. `2:1` says that the upper level of the network carries half
-    of what the nodes can send. A kind of network without a rate has that of the usual node; words that name none leave
-    it as it is. UserError for figures that no network has.
+    Of several networks, the one described as for computing counts, else the fastest; networks for management or storage
+    and links inside the node never do. Gb/s and Gbps are bits; GB/s are bytes if a port can be that fast. A rate is per
+    accelerator or node if the text gives `per GPU` or `per node`. Without these and without a count, the rate of one
+    port is taken for each of the node's usual ports, except for plain Ethernet. `2:1` means that the upper level of the
+    network carries half of what the nodes can send. A kind without a rate gets the usual node's rate; a description
+    that names no kind leaves the network unchanged. Raises UserError for impossible figures.
     """
     if len(interconnect) > 500:
         raise UserError(f"network '{shortened(interconnect)}' is too long: write for example 8x 200 Gb/s RoCE")
     text = _DENIED.sub(" ", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect))
-    text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` is four of HDR
+    text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` means four HDR ports
     if _SIGN.search(text):
         raise UserError(f"network '{interconnect}': a count or a rate is above 0")
     for ratio in _RATIO.findall(text):
@@ -159,20 +159,20 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
 
 
 def _networks(text: str, usual: Node, whole: str) -> list[_Network]:
-    """The networks of a description, clause by clause; `8x ConnectX-7, 400 Gb/s InfiniBand` is one of two clauses."""
+    """Return the networks of a description; one may span clauses, as in `8x ConnectX-7, 400 Gb/s InfiniBand`."""
     found: list[_Network] = []
     before = last = ""
     for clause in re.split(r"[;+,&|\n]|\band\b|\bplus\b|\bwith\b", text):
         joined = f"{before} {clause}" if before else clause
         network = _network(joined, usual, whole)
         if network and network.cards_only and network.rank and found and found[-1].bits and not found[-1].counted:
-            found[-1] = _network(f"{clause} {last}", usual, whole) or found[-1]  # ports of what was named before
+            found[-1] = _network(f"{clause} {last}", usual, whole) or found[-1]  # ports of the network named before
             continue
         last = joined
         waits = network is not None and (network.cards_only or (network.bits is None and not network.plain))
         before = joined if waits else ""
         if found and before != joined and joined != clause and network is not None:
-            found.pop()  # the clause before it was its beginning
+            found.pop()  # the clause before was the beginning of this network
         if network is not None:
             found.append(network)
     return found
@@ -193,7 +193,7 @@ def _network(clause: str, usual: Node, whole: str) -> _Network | None:
         return _Network(usual.fabric, bits, False, rank, counted)
     fabric, plain = FABRIC_WORDS[telling[0]], telling[0] in PLAIN
     if PLAIN & set(words) and not plain and telling[0] not in CARDS and bits is not None and not counted:
-        # `100GbE InfiniBand`: the rate is of another port than the kind.
+        # `100GbE InfiniBand`: the rate belongs to another port than the kind.
         bits = None if "gbe" in words else bits
     if telling[0] in CARDS and PLAIN & set(words):
         fabric, plain = "roce", not counted
@@ -203,7 +203,7 @@ def _network(clause: str, usual: Node, whole: str) -> _Network | None:
 def _bits_per_second(
     clause: str, words: list[str], kind: str, usual: Node, whole: str
 ) -> tuple[float | None, bool]:  # fmt: skip
-    """Rate of one clause, all ports of a node together, None where it names none; and whether it counts ports."""
+    """Return the rate of one clause over all ports of a node (None if not named), and whether it counts ports."""
     plain = _VERSIONS.sub(" ", clause)
     counts = [int(number) for number in _COUNT.findall(plain)[:1]] or [int(n) for n, _ in _PORTS.findall(plain)[:1]]
     counts = counts or [int(number) for number in _COUNT_BEHIND.findall(plain)[:1]]
@@ -216,7 +216,7 @@ def _bits_per_second(
         if unit or rate >= 10:
             one = rate * _unit(unit, rate, words)
             if counts and "B" in unit and one > FASTEST_PORT:
-                one /= 8  # no port is so fast: bits were meant
+                one /= 8  # no port is that fast: bits were meant
             break
     per_accelerator = re.search(r"per[\s-]*(gpu|accelerator|chip|device)|/\s*(gpu|chip|accelerator)", clause, re.I)
     if one is None and kind in GBITS_PER_ACCELERATOR:
@@ -236,7 +236,7 @@ def _bits_per_second(
 
 
 def _unit(unit: str, rate: float, words: list[str]) -> float:
-    """Bit/s of one of the unit: a large B is a byte where a port can be as fast as that, and no port is named."""
+    """Return the bit/s of one unit. A capital B is a byte, unless a named port could not be that fast."""
     factor = {"t": 1e12, "g": 1e9, "m": 1e6, "": 1e9}[unit[:1].lower()]
     spelled = unit.lower()
     byte = "byte" in spelled or ("B" in unit[1:] and "bit" not in spelled and not re.search(r"[eE]$", unit))
@@ -246,8 +246,8 @@ def _unit(unit: str, rate: float, words: list[str]) -> float:
 
 
 def _of_one_port(clause: str, bits: float, kind: str) -> bool:
-    """Whether a rate is of a port: `InfiniBand HDR`, `400G RoCE`; not `800 Gb/s per node`, and not of plain Ethernet or
-    EFA, whose instances are sold by their sum."""
+    """Return whether a rate is that of one port: `InfiniBand HDR`, `400G RoCE`; not `800 Gb/s per node`, plain Ethernet
+    or EFA, whose instances are sold by the total."""
     if re.search(r"per[\s-]*(port|nic|rail|card|hca|adapter|link)|each|/\s*(port|nic)", clause, re.IGNORECASE):
         return True
     of_all = re.search(r"node|server|instance|total|aggregate|per[\s-]*(vm|host|machine)", clause.lower())

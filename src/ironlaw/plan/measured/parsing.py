@@ -1,7 +1,7 @@
-"""A table of measured runs as people write it: its rows, and the words of their cells.
+"""Parse a table of measured runs as people write it: its rows and the words of their cells.
 
-Empty, `nan`, `none`, `null`, `n/a` and `-` all mean unknown. A word that has no meaning here is a UserError, which
-rejects its row and no other.
+Empty, `nan`, `none`, `null`, `n/a` and `-` all mean unknown. An unknown word raises a UserError, which rejects its row
+and no other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = Mapping[str, str]
 UNKNOWN = {"", "nan", "null", "n/a", "na", "-", "?", "unknown"}
 MOST = {"layers": 10_000, "pp": 4_096, "virtual_stages": 1_000, "seq": 1_000_000_000}
 MOST_OF_ANY = 10_000_000
-"""Whole numbers above these are a slip of the keyboard, and would keep the planner busy for hours."""
+"""Largest accepted whole numbers. Larger ones are typing errors, and would keep the planner busy for hours."""
 
 TRUE = {"true", "1", "1.0", "yes", "y", "on", "t"}
 FALSE = {"false", "0", "0.0", "no", "n", "off", "f", "none"}
@@ -34,11 +34,11 @@ PRECISIONS = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "tf32": "tf32", "fp32": "fp32", "float32": "fp32", "amp": "fp16", "mixed": "bf16",
 }  # fmt: skip
-"""Parts of a word and the format they mean; the first that is there counts."""
+"""Parts of a word and the formats they mean; the first that the word contains counts."""
 
 
 def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
-    """Columns, in lower case, and rows as column -> text; a UserError where the file is no table."""
+    """Return the columns, in lower case, and the rows as column -> text. Raises UserError if the file is no table."""
     if not path.is_file():
         raise UserError(f"{path} is not a file: give a CSV of measured runs")
     content = read_bytes(path, "table of runs")
@@ -48,7 +48,7 @@ def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
     first = stream.readline()
     stream.seek(0)
     separator = max(",;\t", key=first.count)
-    # A note may be as long as the file; the limit is that of the whole process, which others read tables in.
+    # A cell may be as long as the file. The limit applies to the whole process, so it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), len(content) + 1))
     reader = csv.DictReader(stream, delimiter=separator)
     reader.fieldnames = names = [(name or "").strip().lower() for name in reader.fieldnames or []]
@@ -57,13 +57,13 @@ def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
 
 @dataclass
 class Cells:
-    """The cells of one row, and the list of what was assumed for the empty ones."""
+    """The cells of one row, and notes of the values assumed for empty ones."""
 
     row: Row
     assumed: list[str] = field(default_factory=list)
 
     def text(self, name: str) -> str:
-        """The cell without surrounding blanks; empty when it says nothing."""
+        """Return the cell without surrounding blanks; empty if it means unknown."""
         value = (self.row.get(name) or "").strip()
         return "" if value.lower() in UNKNOWN else value
 
@@ -71,13 +71,13 @@ class Cells:
         return self.text(name).lower()
 
     def needed_text(self, name: str) -> str:
-        """The cell's text. UserError where it says nothing."""
+        """Return the cell's text. Raises UserError if it is unknown."""
         if not self.text(name):
             raise UserError(f"{name} is not given")
         return self.text(name)
 
     def number(self, name: str, least: float = -math.inf) -> float | None:
-        """A number, or None where the cell is empty."""
+        """Return a number, or None if the cell is empty."""
         cell = self.text(name)
         if not cell or cell.lower() == "none":
             return None
@@ -90,11 +90,11 @@ class Cells:
         return value
 
     def measured(self, name: str) -> float | None:
-        """A measurement, or None where there is none; zero is none too."""
+        """Return a measurement, or None if there is none; zero counts as none."""
         return self.number(name, 0) or None
 
     def whole(self, name: str, least: int = 1) -> int | None:
-        """A whole number, also where it is written as 8.0."""
+        """Return a whole number, which may be written as 8.0, or None if the cell is empty."""
         value = self.number(name, least)
         if value is not None and value != round(value):
             raise UserError(f"{name} must be a whole number, not {value:g}")
@@ -128,7 +128,7 @@ class Cells:
         return self.text("group") or "(no group)"
 
     def zero_stage(self) -> int | None:
-        """0 to 3; `fsdp`, `full_shard` and `zero-3` are 3."""
+        """Return the ZeRO stage, 0 to 3, or None; `fsdp`, `full_shard` and `zero-3` are 3."""
         cell = self.lower("zero")
         if any(word in cell for word in ("fsdp", "full_shard", "full shard")):
             return 3
@@ -140,7 +140,7 @@ class Cells:
         return int(digits[1]) if digits else None
 
     def recompute(self) -> str | None:
-        """none, selective or full."""
+        """Return none, selective or full, or None if the cell is empty."""
         cell = self.lower("recompute")
         if not cell:
             return None
@@ -153,8 +153,8 @@ class Cells:
         raise UserError(f"recompute is none, selective or full, not '{cell}'")
 
     def attention(self) -> str | None:
-        """flash or standard; any fused kernel counts as flash. A paper older than FlashAttention (2205.14135) had
-        none."""
+        """Return flash or standard, or None; any fused kernel counts as flash. For an empty cell, a source older than
+        FlashAttention (2205.14135) means standard."""
         cell = self.lower("attention")
         if not cell:
             paper = re.search(r"arxiv\D{0,6}(\d{4}\.\d{4,5})", self.lower("source"))
@@ -163,7 +163,7 @@ class Cells:
         return "standard" if any(word in cell for word in words) else "flash"
 
     def precision(self) -> str | None:
-        """Format of the matmuls: bf16, fp16, fp8, mxfp8, nvfp4, tf32, fp32."""
+        """Return the number format of the matmuls, or None: bf16, fp16, fp8, mxfp8, nvfp4, tf32, fp32."""
         cell = re.sub(r"[-_ ]", "", self.lower("precision"))
         if not cell:
             return None

@@ -1,7 +1,7 @@
-"""Measured runs from a CSV file, and the assumptions that fill what a row leaves unsaid.
+"""Read measured runs from a CSV file, with assumptions for the values that a row does not give.
 
-Columns may come in any order and more of them than are known here; only `REQUIRED` must be there. A row that cannot
-be planned is rejected with its reason, and never takes another with it.
+Columns may be in any order, and unknown ones are ignored; only `REQUIRED` must exist. A row that cannot be planned is
+rejected with its reason, without affecting others.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ironlaw.workload.schedule import fewer_layers_at_ends
 from ironlaw.workload.sections import Recompute
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
-"""Columns without which no row can be planned."""
+"""Columns that every row needs to be planned."""
 
 UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
-"""Node of a row that does not describe its network, where published runs differ from what is usually rented."""
+"""Node of a row without a description of its network, where published runs differ from usual rented nodes."""
 
 
-HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have
+HEAD_SIZE = 128  # where a row gives no heads: usual in recent models
 USUAL_VOCAB = 50304  # GPT-2's, padded
-SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and a tied model from a plain one
+SAME_PARAMETERS = 0.04  # relative difference below which `params` decides whether a model is gated and tied
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What a row that does not say may have been instead of what is assumed of it."""
+    """Other settings that a row may have had where it does not state them, instead of the assumed ones."""
 
-    layout: Mapping[str, Any] = field(default_factory=dict)  # fields that differ
-    constants: Mapping[str, float] = field(default_factory=dict)  # of the engine
-    weight: float = 1.0  # how much of the difference counts: less for what is seldom
+    layout: Mapping[str, Any] = field(default_factory=dict)  # fields of the layout that differ
+    constants: Mapping[str, float] = field(default_factory=dict)  # constants of the engine that differ
+    weight: float = 1.0  # weight of the difference in the interval: lower for rare settings
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row: the job, the setting it ran in, and what was measured."""
+    """One row: the job, its engine and cluster, and its measurements."""
 
     id: str
     group: str
@@ -68,15 +68,15 @@ class Run:
     ran: bool
     checks: str
     assumed: tuple[str, ...]
-    open_recompute: bool = False  # the row does not say; none is assumed where it fits
-    open_micro_batch: bool = False  # the row does not say; the largest that fits is assumed where nothing is a pipeline
-    open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
+    open_recompute: bool = False  # not stated; no recomputation is assumed if it fits
+    open_micro_batch: bool = False  # not stated, without a pipeline; the largest that fits is assumed
+    open_zero: bool = False  # stated neither by the row nor by its engine; weights are sharded only if necessary
     alternatives: tuple[Alternative, ...] = ()
-    precisions: Mapping[str, float] = field(default_factory=dict)  # shares, where the row does not say: a mixture
+    precisions: Mapping[str, float] = field(default_factory=dict)  # shares of possible formats, where none is stated
 
 
 def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
-    """The rows that can be planned, and (id, group, reason) of those that cannot; `engine` in place of each row's."""
+    """Return the plannable rows, and (id, group, reason) of the others. `engine` replaces that of every row."""
     runs: list[Run] = []
     rejected: list[tuple[str, str, str]] = []
     seen: Counter[str] = Counter()
@@ -88,7 +88,7 @@ def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Ru
     rows = [Cells(row) for row in table]
     stated = _stated_formats(rows)
     for number, cells in enumerate(rows):
-        identity = cells.text("id") or f"row {number + 2}"  # as an editor numbers lines
+        identity = cells.text("id") or f"row {number + 2}"  # the line number in an editor
         seen[identity] += 1
         if seen[identity] > 1:
             identity = f"{identity} ({seen[identity]})"
@@ -100,10 +100,10 @@ def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Ru
 
 
 def _stated_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
-    """Group to the number formats that its rows state, with how many do."""
+    """Return, by group, the number of rows that state each number format."""
     found: dict[str, Counter[str]] = {}
     for cells in rows:
-        with suppress(UserError):  # which rejects that row later
+        with suppress(UserError):  # the same error rejects the row later
             if said := cells.precision():
                 found.setdefault(cells.group(), Counter()).update([said])
     return found
@@ -150,7 +150,7 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
 
 
 def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: TrainingEngine) -> tuple[Alternative, ...]:
-    """What else the row's software is used with, of what the row leaves open and time hangs on."""
+    """Return other plausible settings of the row's software that affect the time, where the row does not state them."""
     layout, found = job.layout, []
     if cells.whole("virtual_stages") is None and layout.pp > 1:
         possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
@@ -173,11 +173,11 @@ def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: Trai
 
 
 LONG_BUBBLE = 0.1
-"""Of a step's compute: a bubble that software with virtual stages is taken to be used with them to shorten."""
+"""Share of a step's compute above which users are assumed to shorten a pipeline bubble by virtual stages."""
 
 
 def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
-    """Virtual stages of two layers or more that a pipeline can have, as many as it can; 1 where it can have none."""
+    """Return the most virtual stages of at least two layers that a pipeline can have; 1 if none."""
     pp = layout.pp
     if global_batch / (layout.dp * layout.micro_batch) % pp:
         return 1
@@ -228,7 +228,7 @@ def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, f
 
 
 def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
-    """dp, tp, pp and cp, whose product is `count`."""
+    """Return dp, tp, pp and cp, whose product is `count`."""
     rest = _unsaid_degree(cells, count)
     tp, pp = (cells.given(name, *rest.get(name, (1,))) for name in ("tp", "pp"))
     cp = cells.given("cp", 1)
@@ -238,14 +238,14 @@ def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
     dp = cells.given("dp", count // model_parallel, "accelerators / (tp pp cp)")
     if dp * model_parallel != count:
         reason = f"dp {dp} x tp {tp} x pp {pp} x cp {cp} is not the {count} accelerators of the run"
-        if dp != count / (tp * pp):  # some count the context parallel ranks as data parallel ones
+        if dp != count / (tp * pp):  # some tables count context parallel ranks as data parallel ones
             raise UserError(reason)
         dp = cells.assume("dp", count // model_parallel, f"{reason}: cp taken out of dp")
     return dp, tp, pp, cp
 
 
 def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
-    """Sequences of a micro-batch and of a step."""
+    """Return the sequences of a micro-batch and of a step."""
     batch, micro = cells.whole("global_batch"), cells.whole("micro_batch")
     if micro is None and batch is None:
         raise UserError("micro_batch and global_batch are not given")
@@ -256,7 +256,7 @@ def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
 
 
 def _virtual(cells: Cells, engine: TrainingEngine, layers: int, layout: Layout, global_batch: int) -> int:
-    """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
+    """Return the row's virtual stages; else as many as users of this software need to shorten a long bubble, or 1."""
     said = cells.whole("virtual_stages")
     if said is not None:
         return said
@@ -267,8 +267,8 @@ def _virtual(cells: Cells, engine: TrainingEngine, layers: int, layout: Layout, 
 
 
 def _expert_tp(cells: Cells, ep: int, replicas: int, tp: int, usual: int) -> int | None:
-    """Ranks that an expert is split over, None for tp: what the row says, else the engine's `usual`, else what leaves
-    enough ranks for ep."""
+    """Return the ranks an expert is split over, None for tp: the row's, else the engine's `usual`, else a number that
+    leaves enough ranks for ep."""
     said = cells.whole("etp")
     if said is None and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
         return cells.assume("etp", usual, "the engine's default")
@@ -280,7 +280,7 @@ def _expert_tp(cells: Cells, ep: int, replicas: int, tp: int, usual: int) -> int
 
 
 def _unsaid_degree(cells: Cells, count: int) -> dict[str, tuple[int, str]]:
-    """What is left for tp or pp where the row gives dp and the other one; nothing where both or neither are open."""
+    """Return the missing one of tp and pp with a note, where the row gives dp and the other one; else nothing."""
     said = {name: cells.whole(name) for name in ("dp", "tp", "pp", "cp")}
     unsaid = [name for name in ("tp", "pp") if said[name] is None]
     if said["dp"] is None or len(unsaid) != 1:
@@ -290,7 +290,7 @@ def _unsaid_degree(cells: Cells, count: int) -> dict[str, tuple[int, str]]:
 
 
 def _model(cells: Cells) -> ModelConfig:
-    """A model of the row's sizes, which need not be those of a model that can be built."""
+    """Return a model with the row's sizes, which need not be those of a buildable model."""
     hidden = cells.needed("hidden")
     heads = cells.given("heads", max(hidden // HEAD_SIZE, 1), f"heads of {HEAD_SIZE}")
     if hidden < heads:
@@ -318,7 +318,7 @@ def _model(cells: Cells) -> ModelConfig:
 
 
 def _most_alike(cells: Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
-    """Gated and tied where the row does not say: what reproduces `params`, else by the shape."""
+    """Choose gated and tied where the row does not state them: by `params` if one option matches, else by shape."""
     wanted = cells.number("params", 0)
     best, why = options[0], "by the width of its feed-forward network"
     if wanted:
@@ -332,7 +332,7 @@ def _most_alike(cells: Cells, options: list[ModelConfig], gated: bool | None, ti
 
 
 def _experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
-    """A mixture of experts by columns beyond the schema."""
+    """Return a mixture of experts from columns beyond the schema."""
     layers, shared = sizes["layers"], cells.whole("shared_ffn")
     moe: dict[str, Any] = {
         "experts": cells.needed("experts"), "experts_per_token": cells.needed("experts_per_token"),
@@ -344,7 +344,7 @@ def _experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named_experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The same where the columns say nothing and the model is called by a name that is known."""
+    """Return the fields of a mixture of experts known by the model's name, for a row without their columns."""
     known = named_experts(cells.text("model"), sizes["hidden"], sizes["layers"])
     if known is None:
         return {}
@@ -359,7 +359,7 @@ def _named_experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(cells: Cells, acc: Accelerator, shares: Mapping[str, float]) -> str:
-    """The row's format, or the one at whose rate this accelerator does it; of several that it may be the likeliest."""
+    """Return the row's number format, or the likeliest, or the one at whose rate the accelerator runs it."""
     wanted = cells.precision()
     if wanted is None:
         wanted = max(shares, key=lambda name: shares[name])
@@ -376,7 +376,7 @@ def _precision(cells: Cells, acc: Accelerator, shares: Mapping[str, float]) -> s
 
 
 def _cluster(cells: Cells, acc: Accelerator, count: int) -> Cluster:
-    """The accelerator's usual node, with the size and the network that the row describes."""
+    """Return the accelerator's usual node with the size and network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
     per_node = cells.whole("per_node")
     if per_node:

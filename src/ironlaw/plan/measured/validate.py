@@ -1,11 +1,11 @@
-"""The planner's record on measured runs: errors per group beside the trivial baseline, ranking, regret, feasibility.
+"""The planner's record on measured runs: errors by group beside a trivial baseline, ranking, regret, feasibility.
 
     record = validate(Path("runs.csv"))
     record.to_json()        # {"groups": {...}, "overall": {...}, "rows": [...], "not_planned": [...]}
 
 Errors are relative to the measurement: (planned - measured) / measured. Bias is the median signed error. The baseline
-is hardware FLOPs, recomputation included, at one constant fraction of the dense peak (`BASELINE_FRACTION`); for memory
-it is the state of the model alone, sharded as the layout says. Where there is nothing to compare, n is 0 and the
+of time is hardware FLOPs, recomputation included, at one constant fraction of the dense peak (`BASELINE_FRACTION`);
+that of memory is the model's state alone, sharded by the layout. Where there is nothing to compare, n is 0 and the
 figures are null.
 """
 
@@ -34,11 +34,11 @@ from ironlaw.plan.measured.read import Alternative, Run, read_runs
 
 @dataclass(frozen=True)
 class Prediction:
-    """One entry per run."""
+    """Planned times and memory, one entry per run."""
 
     step_seconds: Array
-    reported_bytes: Array  # peak of the rank that the engine's log speaks of
-    highest_bytes: Array  # peak of the rank that needs most
+    reported_bytes: Array  # peak of the rank in the engine's log
+    highest_bytes: Array  # peak of the fullest rank
     limit_bytes: Array  # what an allocator can hand out
     peak_flops_per_second: Array  # dense, in the run's precision
 
@@ -48,7 +48,7 @@ class Prediction:
 
 
 def alike(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of the runs that share accelerator, node, engine, precision and the structure of their model."""
+    """Group the indices of runs with the same accelerator, node, engine, precision and structure of the model."""
     found: dict[tuple[str, str, Node, str, bool, tuple[bool, ...]], list[int]] = {}
     for index, run in enumerate(runs):
         several = run.cluster.count > 1  # one accelerator needs no link
@@ -61,13 +61,13 @@ def alike(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def systems_of(runs: Sequence[Run]) -> list[tuple[ClusterSystem, list[int]]]:
-    """The same with the system that they share."""
+    """Return the groups of `alike` with the system that each shares."""
     first = [(runs[indices[0]], indices) for indices in alike(runs)]
     return [(system_of(run.cluster, run.engine, run.precision), indices) for run, indices in first]
 
 
 def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]]]:
-    """The runs on hardware that enough is known of, and (id, group, reason) of the others."""
+    """Return the runs on sufficiently known hardware, and (id, group, reason) of the others."""
     good: list[int] = []
     rejected = []
     for indices in alike(runs):
@@ -81,7 +81,7 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:
-    """The runs with what their rows leave open decided by what fits: sharded weights, micro-batch, recomputation."""
+    """Return the runs with open settings chosen by what fits: sharded weights, micro-batch, recomputation."""
     attempts_at = (("open_zero", _sharding), ("open_micro_batch", _micro_batch), ("open_recompute", _recomputation))
     for flag, attempts in attempts_at:
         result = list(runs)
@@ -100,11 +100,11 @@ def settled(runs: Sequence[Run]) -> list[Run]:
 
 
 Attempt = tuple[Callable[[TrainingJob], TrainingJob], tuple[str, ...]]
-"""What is changed of a job, and how it is said that it was assumed. The first that fits is taken, or else the last."""
+"""A change of a job, and the notes of the assumption. The first attempt that fits is taken, else the last."""
 
 
 def in_layout(every: float | None = None, **changes: Any) -> Callable[[TrainingJob], TrainingJob]:
-    """A job in its own layout but for some fields."""
+    """Return a function that changes some fields of a job's layout."""
     return lambda job: replace(job, layout=replace(job.layout, **changes), every=every)
 
 
@@ -114,7 +114,7 @@ def _sharding(engine: TrainingEngine) -> Iterator[Attempt]:
 
 
 def _micro_batch(engine: TrainingEngine) -> Iterator[Attempt]:
-    """Without a pipeline few large micro-batches are never slower than many small ones; above eight little changes."""
+    """Yield micro-batches. Without a pipeline, fewer and larger ones are never slower; above eight little changes."""
     for most in (8, 4, 2, 1):
 
         def change(job: TrainingJob, most: int = most) -> TrainingJob:
@@ -125,7 +125,7 @@ def _micro_batch(engine: TrainingEngine) -> Iterator[Attempt]:
 
 
 def _recomputation(engine: TrainingEngine) -> Iterator[Attempt]:
-    """An engine that recomputes block by block is taken to be tuned: no more of them than needed."""
+    """Yield recomputations. Engines that recompute by block are assumed tuned: no more blocks than necessary."""
     yield in_layout(recompute="none"), ("recompute = none",)
     if engine.recomputes_by_block:
         for eighths in range(1, 8):
@@ -137,7 +137,7 @@ def _recomputation(engine: TrainingEngine) -> Iterator[Attempt]:
 
 
 def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:
-    """One number per run, of what is no matter of hardware."""
+    """Evaluate a function that does not depend on hardware, and return one number per run."""
     found, groups = np.zeros(len(runs)), dict[tuple[bool, ...], list[int]]()
     for i, run in enumerate(runs):
         groups.setdefault(structure(run.job), []).append(i)
@@ -147,9 +147,9 @@ def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Arr
 
 
 def with_alternative(run: Run, other: Alternative) -> Run:
-    """The run as it may have been instead."""
+    """Return the run with alternative settings."""
     engine = run.engine
-    if other.constants:  # named apart: runs of one engine are planned together
+    if other.constants:  # another name, as runs of one engine are planned together
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
         engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
@@ -173,7 +173,7 @@ def evaluate(runs: Sequence[Run]) -> Prediction:
 
 
 BASELINE_FRACTION = 0.45
-"""Of dense peak: the constant that does best on table 1 of arXiv 2104.04473."""
+"""Fraction of the dense peak: the best constant on table 1 of arXiv 2104.04473."""
 
 SAME_MODEL = ("layers", "hidden", "heads", "key_value_heads", "ffn_size", "vocab")
 SAME_LAYOUT = ("dp", "tp", "pp", "virtual_stages", "cp", "zero", "micro_batch", "recompute")
@@ -182,7 +182,7 @@ MIN_LAYOUTS = 3
 
 @dataclass
 class ValidationRecord:
-    """Everything `validate` found out."""
+    """The results of `validate`."""
 
     runs: list[Run]
     prediction: Prediction
@@ -224,7 +224,7 @@ class ValidationRecord:
 
 
 def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
-    """Plan every run of a CSV file and compare with what was measured; `engine` in place of each row's own."""
+    """Plan every run of a CSV file and compare it with its measurements. `engine` replaces that of every row."""
     read, unread = read_runs(path, engine)
     known, unknown = plannable(read)
     runs, rejected = settled(known), [*unread, *unknown]
@@ -232,7 +232,7 @@ def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationReco
     stated = widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds))
     seconds, *bounds = mixed(runs, prediction.step_seconds, stated)
     prediction = replace(prediction, step_seconds=seconds)
-    # Of one accelerator. The trivial planner does them at one constant fraction of its dense peak.
+    # FLOPs per accelerator; the baseline runs them at one constant fraction of its dense peak.
     flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
     record = ValidationRecord(
         runs=runs,
@@ -251,9 +251,9 @@ def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationReco
 
 
 def baseline_bytes(candidates: Candidates) -> Array:
-    """What most memory estimators count: weights, gradients and Adam's state, 16 bytes per parameter, and no more.
+    """Return the bytes that most memory estimators count: weights, gradients and Adam's state, 16 per parameter.
 
-    arXiv 1910.02054: of the 16, ZeRO 1 shards 12 over the data parallel ranks, ZeRO 2 14 and ZeRO 3 all.
+    Of the 16, ZeRO 1 shards 12 over the data parallel ranks, ZeRO 2 14 and ZeRO 3 all (arXiv 1910.02054).
     """
     shards = candidates.dp * candidates.cp
     sharded = np.select([candidates.zero >= 3, candidates.zero >= 2, candidates.zero >= 1], [16.0, 14.0, 12.0], 0.0)
@@ -261,7 +261,7 @@ def baseline_bytes(candidates: Candidates) -> Array:
 
 
 def errors(predicted: Array, measured: Array) -> dict[str, Any]:
-    """Median, mean and 90th percentile of the absolute relative error, and the median signed one."""
+    """Return median, mean and 90th percentile of the absolute relative error, and the median signed error."""
     if not len(measured):
         return {"n": 0, "median": None, "mean": None, "p90": None, "bias": None}
     signed = predicted / measured - 1
@@ -296,7 +296,7 @@ def _summary(record: ValidationRecord, index: list[int], group: str | None) -> d
 
 
 def _ranking_of_groups(record: ValidationRecord) -> dict[str, Any]:
-    """Means over the groups that vary the layout on the same work."""
+    """Return means over the groups that vary the layout on the same work."""
     known = [g["regret"] for g in record.groups.values() if g["regret"]["n"]]
     means, correlations = ([g[name] for g in known] for name in ("mean", "rank_correlation"))
     return _choices(sum(g["n"] for g in known), means, min((g["worst"] for g in known), default=0.0), correlations)
@@ -310,7 +310,7 @@ def _choices(n: int, regrets: list[float], worst: float, correlations: list[floa
 
 
 def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...], list[int]]:
-    """Runs that did the same work on the same accelerators and differ in layout only."""
+    """Group runs that did the same work on the same accelerators in different layouts."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for i in index:
         run = runs[i]
@@ -326,9 +326,9 @@ def _layout(run: Run) -> tuple[Any, ...]:
 
 
 def ranking(record: ValidationRecord, timed: list[int]) -> dict[str, Any]:
-    """Regret: throughput of the layout the plan would pick over the best measured one, over `n` such choices.
+    """Return the regret of `n` choices: throughput of the layout the plan picks over that of the best measured one.
 
-    1 is the best layout found every time. Beside it Spearman's rank correlation of planned and measured step times.
+    1: the best layout every time. Also Spearman's rank correlation of planned and measured step times.
     """
     regrets, correlations = [], []
     for index in same_work(record.runs, timed).values():
@@ -359,7 +359,7 @@ def _feasibility(record: ValidationRecord, index: list[int]) -> dict[str, int]:
 
 
 def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
-    """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
+    """Return the lower and upper bounds of the step seconds or of the reported peak bytes of each run."""
     parameters = of_runs(runs, lambda candidates: candidates.parameters)
     pairs = [
         interval_factors(
@@ -373,7 +373,7 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
 
 
 def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The interval with what hangs on what the rows leave open: each alternative is an error of its own, one-sided."""
+    """Return the interval widened by the rows' open settings: each alternative adds a one-sided error of its own."""
     low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
     for number in range(max((len(run.alternatives) for run in runs), default=0)):
         index = [i for i, run in enumerate(runs) if len(run.alternatives) > number]
@@ -385,10 +385,10 @@ def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) ->
 
 
 def mixed(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    """Step time and interval of runs that may have computed in one of several formats, of the others as they are.
+    """Return step time and interval; runs with several possible number formats get those of the mixture.
 
-    Each format has its own step time, with the same spread around it. The plan is their mean by weight, of logarithms,
-    and the interval what 10% and 90% of the mixture lie below.
+    Each format has its own step time, with the same spread around it. The plan is their weighted mean of logarithms,
+    and the interval is from the 10th to the 90th percentile of the mixture.
     """
     index = [i for i, run in enumerate(runs) if len(run.precisions) > 1]
     centre, low, high = planned.copy(), *(bound.copy() for bound in bounds)
