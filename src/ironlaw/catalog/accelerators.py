@@ -117,7 +117,7 @@ def resolve(name: str) -> str:
 
 
 def _answering(typed: str, names: Iterable[str]) -> list[str]:
-    """Return the names with this short form, or only the one that it spells in full except for the brand."""
+    """Return the names with this short form, or only the one that equals it except for the brand, if there is one."""
     squeezed = typed.replace("-", "")
     found = [full for full in names if squeezed in _short_forms(full)]
     whole = [full for full in found if full.replace("-", "").endswith(squeezed)]

@@ -25,7 +25,7 @@ COLUMNS = {
     "watts": ("tdp_watts", 1.0),
     "link": ("link_bytes_per_second", 1e9),
 }
-"""Column of a line -> figure of an accelerator, and the column's unit in the figure's unit."""
+"""Column of a line -> (figure of an accelerator, factor from the column's unit to the figure's unit)."""
 
 PCIE_BYTES_PER_SECOND = {"pascal": 15.75e9, "turing": 15.75e9, "volta": 15.75e9, "blackwell": 63e9}
 """Rates of cards with sixteen PCIe lanes of generation 3 or 5, by chip generation; all others have generation 4."""

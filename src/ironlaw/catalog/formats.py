@@ -124,7 +124,7 @@ class NumberFormat:
         return 8 * self.bytes_per_element()
 
     def multiplied_by(self, found: Accelerator) -> bool:
-        """Whether an accelerator multiplies this format. Units with block scales have 4-bit products."""
+        """Whether an accelerator multiplies this format. Block scales need units that multiply 4-bit numbers too."""
         peaks = found.peak_flops_per_second
         return self.peak in peaks and (not self.block_scaled or "fp4" in peaks) and self.vendor in ("", found.vendor)
 
@@ -316,7 +316,7 @@ class CompressionTarget:
 
 
 def weight_formats() -> list[str]:
-    """Return the formats for weights: those of 16 bits, and narrower ones with a scale, or most would be 0."""
+    """Return the formats for weights: 16-bit ones, and narrower ones with a scale, without which most would be 0."""
     return [n for n, known in number_formats().items() if known.bits == 16 or (known.bits < 16 and known.block)]
 
 

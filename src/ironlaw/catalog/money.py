@@ -30,7 +30,7 @@ class Quote:
     """A price that a provider asked."""
 
     usd: Figure  # US dollars; per accelerator-hour for rent (its share of the host included), else per unit
-    date: str  # of the offer, as exact as known: 2025-06, 2026-05-22
+    date: str  # of the offer, as precise as known: 2025-06, 2026-05-22
     provider: str
 
 

@@ -39,7 +39,7 @@ class Node:
     system_watts: Figure | None = None  # the whole node at its maximum, W
     host_memory_bytes: Figure | None = None  # CPU memory, bytes
     host_memory_rate: Figure | None = None  # peak of all memory channels together, bytes/s
-    oversubscription: float = 1.0  # rate at which nodes can send over the rate of the network's upper level
+    oversubscription: float = 1.0  # sending rate of all nodes divided by the rate of the network's upper level
     source: str = ""
     note: str = ""  # peculiarities of the node
 

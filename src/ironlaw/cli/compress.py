@@ -92,7 +92,7 @@ def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: st
 
 
 def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder:
-    """Return a decoder of one sequence, as in `generate`: the most likely token each time, after one token."""
+    """Return a greedy decoder of one sequence with the engine of `generate`; it starts from one token."""
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import prepare

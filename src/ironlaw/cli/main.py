@@ -1,7 +1,7 @@
 """The `ironlaw` command. Only the called verb is imported, so that `plan` never waits for PyTorch.
 
 Exit codes: 0 done, 1 the answer is no, 2 wrong input, 70 a bug in Ironlaw, 130 interrupted (SIGINT), 143 terminated
-(SIGTERM), 129 hung up (SIGHUP). Before it ends by a signal, `train` saves.
+(SIGTERM), 129 hung up (SIGHUP). On a signal, `train` saves before it exits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PANELS = {
     },
 }
 VERBS = {verb: about for panel in PANELS.values() for verb, about in panel.items()}
-# Verbs that are not in a module of their own name.
+# Verb -> its module, where the names differ.
 ELSEWHERE = {
     "distil": "train", "launch": "train", "calibrate": "validate", "generate": "serve", "bench": "serve",
     "explain": "tune", "rehearse": "plan", "export": "compress",
@@ -81,7 +81,7 @@ class Verbs(TyperGroup):
 
 
 class Verb(TyperCommand):
-    """A command that checks numbers and texts the same way for all verbs, beside the options' own bounds."""
+    """A command that checks numbers and texts the same way for all verbs, in addition to the options' own bounds."""
 
     def invoke(self, ctx: Any) -> Any:
         for parameter in self.params:

@@ -94,7 +94,7 @@ def generate(
     if json:
         print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return
-        # A model may write terminal escape sequences; a terminal gets them escaped, a file as they are.
+        # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
     sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
     which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")

@@ -102,7 +102,7 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
 def _leave(outcome: Outcome) -> None:
     """Exit with the code of a signal that ended the run, so that `ironlaw train ... && ironlaw explain ...` stops.
 
-    torchrun restarts its job after any exit code but 0; if it may restart, only Ctrl-C gives another code.
+    torchrun restarts its job after any exit code but 0. If it may restart, all signals but Ctrl-C therefore give 0.
     """
     restarts = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if outcome.interrupted and (outcome.interrupted == "SIGINT" or not restarts):

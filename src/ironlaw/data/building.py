@@ -1,4 +1,4 @@
-"""Folders of shards under construction: finished shards survive an interruption, and the next call continues there."""
+"""Folders of shards in the making: an interruption keeps the finished shards; the next call continues after them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FinishedShards:
 
 
 def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
-    """Return the finished shards in `folder` if they were made with `head` and are intact, otherwise none of them.
+    """Return the finished shards in `folder` up to the first damaged one, if they were made with `head`; else none.
 
     Files that belong to no finished shard are removed: they may be half-written.
     """
@@ -79,7 +79,7 @@ def build(
     """Make the missing shards and return the token counts of all shards, (vocab,) by split. Tokens are counted as they
     are made, while other cores make the next.
 
-    When interrupted or out of disk space, the folder keeps the finished shards and no others.
+    After an interruption or on a full disk, the folder keeps the finished shards and no others.
     """
     dtype = np.dtype(work.head["dtype"])
     total, chat = corpus.bytes, corpus.chat is not None
@@ -136,7 +136,7 @@ def build(
 def remake(
     folder: Path, index: dict[str, Any], number: int, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser
 ) -> None:
-    """Make one damaged shard again beside the old one and replace that if the checksums are the recorded ones."""
+    """Make one damaged shard again and replace its files if the checksums are the recorded ones; UserError if not."""
     entry = index["shards"][number]
     before = index["shards"][number - 1]["next"] if number else START
     if entry["next"] is None or before is None:

@@ -54,7 +54,7 @@ def entries(folder: Path) -> list[CacheEntry]:
 
 
 def chosen(found: list[CacheEntry], names: list[str], unused_days: float | None) -> list[CacheEntry]:
-    """Return the entries with these names (whole, or the beginning of one), or all; only those unused for that long."""
+    """Return the entries with these names or beginnings of names (none: all) that are unused for `unused_days`."""
     picked = found
     if names:
         picked = []

@@ -124,7 +124,7 @@ class Text:
         return np.concatenate(halves)
 
     def _marked(self, messages: Messages) -> tuple[Messages, list[int]]:
-        """Replace messages that spell a special token with marks. They are encoded apart, as plain text."""
+        """Replace messages that spell a special token by marks. They are encoded apart, so that they cannot use it."""
         quoted = [i for i, m in enumerate(messages) if any(s in m["content"] for s in self._quoted)]
         return [m | {"content": _MARK.format(i)} if i in quoted else m for i, m in enumerate(messages)], quoted
 
@@ -203,7 +203,7 @@ _spent: ContextVar[Counter[str]] = ContextVar("passes of the loops of a renderin
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox that limits the passes of all loops together and the length of texts. Jinja2 limits each `range`."""
+    """A sandbox that limits the passes of all loops together and the length of texts. Jinja2 only limits `range`s."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -316,8 +316,8 @@ def keep_template(folder: Path, text: Text) -> None:
 
 
 def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = False) -> Text:
-    """Return the tokenizer with the template in the file `template`, or with the one beside the tokenizer. UserError
-    if there is none, unless `plain` text is enough."""
+    """Return a `Text` with the template in the file `template`, or else the one beside the tokenizer. UserError if
+    there is none, unless `plain` text is enough."""
     source, special = template_of(tokenizer.path.parent)
     if template is not None:
         file = at_home(template)

@@ -63,7 +63,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class CorpusDocument:
-    """One document, or (`content` is None) one that could not be read."""
+    """One document, or (`content` is None) one that was left out for `reason`."""
 
     content: readers.Content | None
     file: File
@@ -278,7 +278,7 @@ def _add(corpus: Corpus, path: Path, name: str, source: SourceConfig) -> None:
 
 
 def _kind(path: Path, source: SourceConfig) -> str | None:
-    """Return the reader of a file, or None if the file belongs to another one."""
+    """Return the kind of reader for a file, or None for a file that belongs to another, such as a .bin to its .idx."""
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and source.format in ("auto", "megatron"):
         # Beside its index a .bin is not text; if it is the source itself, it stands for the pair.
         return None if at_home(source.path).name != path.name else "megatron"
@@ -348,8 +348,8 @@ def tail_cut(text: str, fraction: float) -> int:
 def pieces(text: str, characters: int = 2**18) -> Iterator[str]:
     """Cut a long document into pieces, so that every core gets work.
 
-    Pieces end only between a line's end and the next line's first character, if both neighbours are not blank: a
-    byte-level BPE never merges across such a place, so the tokens are those of the whole text.
+    Pieces end only at a newline between two characters that are not blank. A byte-level BPE never merges across such a
+    place, so the tokens are those of the whole text.
     """
     start = 0
     while len(text) - start > characters:

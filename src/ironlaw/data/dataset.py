@@ -58,7 +58,7 @@ class Dataset:
 
     @property
     def stage_bytes_per_second(self) -> dict[str, float]:
-        """The rate that each of reading, tokenising and writing could reach alone."""
+        """Bytes of text per second that reading, tokenising and writing could each reach alone."""
         total = self.train.bytes + self.validation.bytes
         stages = {stage: self.seconds.get(stage, 0.0) for stage in ("read", "tokenise", "write")}
         return {stage: total / seconds for stage, seconds in stages.items() if seconds > 0 and total}

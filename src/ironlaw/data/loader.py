@@ -1,4 +1,4 @@
-"""From a dataset and its settings to batches: the choice of samples, their order, and the threads and processes.
+"""From a dataset and its settings to batches: the samples, their order, and the threads and processes that make them.
 
 A thread makes batches ready while the step runs, and measures what each stage of making them could deliver.
 """
@@ -142,8 +142,8 @@ class Prefetcher(Generic[Prepared]):
 
     `step` is the step of the next batch, and the only state to save: batches waiting in the queue are made again on
     resume. `apply(batch)` runs in the thread, for example to copy into pinned memory. `number_of(step)` is the number
-    of the batch that a step takes, where some batches are left out. The consumer's next call raises an exception of
-    the thread.
+    of the batch that a step takes, where some batches are left out. An exception in the thread is raised by the
+    consumer's next call.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Indexed:
         return int(self.tokens.nbytes)
 
     def document(self, number: int) -> np.ndarray:
-        """(tokens,) int64"""
+        """Return the ids of a document, (tokens,) int64."""
         return np.asarray(self.tokens[self.bounds[number] : self.bounds[number + 1]]).astype(np.int64)
 
 

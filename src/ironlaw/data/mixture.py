@@ -117,7 +117,7 @@ def prepare_mixture(
 
 
 def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = False) -> Dataset:
-    """Return the dataset of several sources. `baseline` computes the unigram loss, which reads all their tokens."""
+    """Return the dataset of several sources. `baseline` adds the unigram loss, which reads all their tokens."""
     train = join_splits([part.train for part in parts])
     validation = join_splits([part.validation for part in parts])
     vocab = max(part.vocab for part in parts)
@@ -131,7 +131,7 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
         skipped=_sums([part.skipped for part in parts]),
         seconds=_sums([part.seconds for part in parts]),
         shards=sum(part.shards for part in parts),
-        # The baseline is not defined for data of which only answers are learned.
+        # If only answers are learned, the loss over all tokens is no baseline.
         unigram_loss=unigram_loss(train.tokens, validation.tokens, vocab) if baseline and train.marks is None else None,
         reused=all(part.reused for part in parts),
         name=" + ".join(part.name for part in parts),

@@ -18,7 +18,7 @@ def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     keys = [np.uint64(mix(key, turn)) for turn in range(8)]
     values = positions.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
-    # The network permutes a power of four below 4 x `size`: it is applied again until the value is below `size`.
+    # The network permutes the numbers below a power of four < 4 x `size`; it is repeated until the value is < `size`.
     while outside.any():
         left, right = values[outside] >> half, values[outside] & mask
         for k in keys:

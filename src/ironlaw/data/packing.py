@@ -63,8 +63,8 @@ def _pieces(bounds: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray, 
 def _assign(lengths: np.ndarray, sequence: int, row_of: np.ndarray, order: np.ndarray) -> int:
     """Fill `row_of[order]` for lengths in descending order, and return the number of rows.
 
-    Pieces of one length are alike, and so are rows with the same room, so they are placed in groups: a row takes as
-    many pieces of a length as fit, before another row would be a better fit.
+    Pieces of one length are alike, and so are rows with the same room, so they are placed in groups. A row that takes a
+    piece is then the best fit for the next one, so it takes as many as it has room for.
     """
     room: list[list[np.ndarray]] = [[] for _ in range(sequence + 1)]  # by free positions: groups of rows
     number, first = 0, 0
@@ -109,7 +109,7 @@ def _give_back(room: list[list[np.ndarray]], free: int, rows: np.ndarray) -> Non
 
 
 def concatenated(bounds: np.ndarray, sequence: int) -> dict[str, Any]:
-    """Return what windows of `sequence` tokens lose of the same documents; an epoch starts at the first token."""
+    """Return what windows of `sequence` tokens crop and cut, with the first window at the first token."""
     bounds = np.asarray(bounds)
     tokens = int(bounds[-1])
     windows = max(0, (tokens - 1) // sequence)

@@ -25,8 +25,8 @@ _MOCK_DOCUMENT = 512  # mean tokens of a document, so that mock data can be mask
 def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, say: Say | None = None) -> Dataset:
     """Return the dataset of `config` for a model of `vocab` entries, tokenised now or found in the cache.
 
-    Safe to call from several processes at once. When interrupted or out of disk space, it keeps its finished shards,
-    and the next call continues after them. Damaged shards are made again. `say` gets a line about both.
+    Safe to call from several processes at once. An interruption or a full disk leaves the finished shards, and the next
+    call continues after them. Damaged shards are made again. `say` gets a line about both.
     """
     say = say or (lambda message: None)
     if config.mock:
@@ -54,7 +54,7 @@ def folders_of(config: DataConfig, vocab: int) -> list[Path]:
 
 
 def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple[SourceConfig, corpora.Corpus]]:
-    """Return the sources with their files. Conversations also get what tokenises them."""
+    """Return the sources with their files. Corpora of conversations get the template and tokenizer that they need."""
     sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
     chats = [corpus for source, corpus in sources if source.format in CHATS]
     if chats and given is None:

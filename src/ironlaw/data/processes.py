@@ -60,7 +60,7 @@ class ProcessPool:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context for code that waits for results. UserError if a process was killed."""
+        """Context manager around code that waits for results. UserError if a process was killed."""
         try:
             yield
         except BrokenProcessPool:
@@ -88,7 +88,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes that are started here do not import the program's main module again, which they do not need.
+    """Context manager: processes started in it do not import the program's main module, which they do not need.
 
     The import takes time, and a script without `if __name__ == "__main__":` would run a second time.
     """
@@ -101,7 +101,7 @@ def _without_main() -> Iterator[None]:
 
 
 Made = tuple[Batch[np.ndarray], dict[str, float]]  # a batch and the seconds of its stages
-Open = Callable[[], Any]  # returns a BatchSource; pickled, so a function of a module or a partial of one
+Open = Callable[[], Any]  # returns a BatchSource; pickled, so a module-level function or a partial of one
 
 
 class ProcessBatches:
@@ -110,7 +110,7 @@ class ProcessBatches:
 
     def __init__(self, opener: Open, share: int, sequence: int, processes: int, depth: int):
         self.share, self.sequence = share, sequence
-        self.seconds = {"read": 0.0, "pack": 0.0}  # sum over all processes divided by their number
+        self.seconds = {"read": 0.0, "pack": 0.0}  # mean over all processes
         self._opener, self._processes, self._depth = opener, processes, depth
         self._pool: ProcessPool | None = None
         self._next = -1

@@ -33,16 +33,16 @@ Raw = Content | Messages | Preference
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One document of a file, or (`content` is None) one that could not be read."""
+    """One document of a file, or (`content` is None) one that was left out for `reason`."""
 
-    content: Raw | None  # None: left out, because of `reason`
+    content: Raw | None
     next: int  # where the next document begins
     done_bytes: int  # of the file, on disk, read so far
     reason: str = ""
 
 
 LINE_LIMIT_BYTES = 2**26
-"""Limit of one JSONL document, which is read whole and takes some forty times its size while it is tokenised."""
+"""Limit of one line of JSONL, which is read whole and takes some forty times its size while it is tokenised."""
 
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
@@ -99,7 +99,7 @@ def usable(text: str) -> str:
 
 
 Take = Callable[[dict[str, Any], str], tuple[Raw | None, str]]
-"""Returns the content of a field of a line, or None and what the line lacks; "": the field is empty."""
+"""(fields of a line, field) -> (content, ""), (None, what the field lacks), or (None, "") if the field is empty."""
 
 
 def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:

@@ -14,7 +14,7 @@ from ironlaw.data.corpus import Corpus, CorpusDocument, File, no_text
 from ironlaw.data.splits import Splitter, number, split
 
 _SHARE = 2**20  # characters that any place may contribute
-_SPOTS = 64  # places in all files of records together
+_SPOTS = 64  # places that are sampled in all files of records together
 
 
 def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, 
 
 def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
     for record in records:
-        yield None if isinstance(record.content, list | dict) else record.content  # conversations have a tokenizer
+        yield None if isinstance(record.content, list | dict) else record.content  # conversations bring a tokenizer
         if stop is not None and record.next >= stop:
             return
 

@@ -35,7 +35,7 @@ CHECKSUM_LIMIT_BYTES = 2**30
 
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id of a vocabulary."""
+    """Return the type of token ids in files: 16 bits if they hold every id of the vocabulary, otherwise 32."""
     return np.dtype("<u2") if vocab <= 65_536 else np.dtype("<u4")
 
 
@@ -64,7 +64,7 @@ class SplitWriter:
             self._marks.append((ids >> MARKS).astype(np.uint8))
             ids = ids & IDS
         data = ids.astype(self._dtype).tobytes()
-        # Written instead of memory-mapped: a full disk is then an error, but would kill a process that maps the file.
+        # Written, not memory-mapped: a full disk then raises an error instead of killing the process.
         self._file.write(data)
         self._digest.update(data)
         self.tokens += len(ids)

@@ -71,7 +71,7 @@ def folder_name(
 ) -> str:
     """Return a readable name that differs whenever any token could differ."""
     key: dict[str, Any] = {
-        # The standard library keeps schema 1 here: its tokens are the same, so that cached ones are found.
+        # The standard library keeps schema 1: its tokens have not changed, so that cached ones are found.
         "schema": 1 if corpus.stdlib else shards.SCHEMA_VERSION,
         "corpus": corpus.fingerprint(),
         "fraction": config.validation_fraction,

@@ -1,4 +1,4 @@
-"""The split into training and held-out documents. It depends on each document alone, so the splits share no document.
+"""The split into training and held-out documents. A document's own content decides, so the splits share no document.
 
 The split compares a hash of the text (without surrounding blanks) and the seed with a threshold. Duplicates have the
 same hash and are in the same split; new documents move no others; and workers need not coordinate.
@@ -20,7 +20,7 @@ from ironlaw.errors import UserError
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _ALL = 2**64
-# Smaller records are read once beforehand, so that both splits get some even of a handful of documents.
+# Up to this size, records are read once beforehand, so that even a handful of them gives both splits some.
 _SMALL_BYTES = 2**24
 
 

@@ -1,6 +1,6 @@
-"""Statistics of prepared data: counts, lengths, vocabulary in use, losses of each packing, and the loss of a model that
-only has the frequency of each token. Also the rows of a batch taken apart into their documents, as text where there is
-a tokenizer."""
+"""Statistics of prepared data: counts, lengths, vocabulary in use, losses of each packing, and the loss of a unigram
+model, which only has the frequency of each token. Also the rows of a batch divided into their documents, as text where
+there is a tokenizer."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class _Joined:
             self.bounds.append(self.length)
 
     def tokens(self) -> np.ndarray:
-        """(length,)"""
+        """Return all ids, (length,)."""
         return np.concatenate([np.empty(0, np.uintc), *self._parts]).astype(self._dtype)
 
 

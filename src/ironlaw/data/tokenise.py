@@ -88,7 +88,7 @@ class Tokeniser:
         self._tokenizer = tokenizer
         self._chunk_bytes = chunk_bytes
         self._by_block = by_block  # a chunk ends at each piece whose `next` is set
-        # Several cores share a chunk. The library takes some forty times a text's size to encode it.
+        # All cores share a chunk. It stays small because encoding takes some forty times a text's size in memory.
         self._here_bytes = chunk_bytes * max(2, usable_cores())
         self._workers = workers if tokenizer is not None else 0
 

@@ -1,7 +1,7 @@
 """Tokenizers: a byte-level BPE trained on the corpus, or any Hugging Face tokenizer.json.
 
-Older Hugging Face directories hold a vocabulary with its merges, or a SentencePiece model. The code that splits text
-before that is in the tokenizer's class, so that only `transformers` can convert it; the result is kept.
+Older Hugging Face directories hold a vocabulary with its merges, or a SentencePiece model. The tokenizer's class first
+splits text in its own way, so only `transformers`, which has the class, can convert them; the result is cached.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ _of_worker: Tokenizer | None = None
 
 
 def start_worker(path: Path, end_of_text: str) -> None:
-    """Load the tokenizer in a tokenising process, before its first text. Processes import only this module."""
+    """Load the tokenizer in a tokenising process, before its first text. It imports only this module, to start soon."""
     global _of_worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
     _of_worker = load(path, end_of_text)

@@ -1,4 +1,4 @@
-"""Charts of a run: parts of the step, losses from the hardware's ceiling, roofline, timeline, curves over steps."""
+"""Charts of a run: parts of the step, time above the hardware's ideal, roofline, timeline, curves over steps."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _figure(name: str, value: float | None) -> Cell:
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Return a curve as block characters, one per mean of some values; empty for fewer than two values."""
+    """Return a curve as `width` block characters, means of neighbouring values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     size = max(1, len(values) // width)

@@ -120,7 +120,7 @@ def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> Non
 
 @contextmanager
 def progress(label: str, console: Console | None = None) -> Iterator[Any]:
-    """`with progress("Measuring") as update: update(0.5, "round 3")`: a bar, or lines if not on a terminal."""
+    """Show a bar, or lines if not on a terminal: `with progress("Measuring") as update: update(0.5, "round 3")`."""
     console = console or messages()
     if not console.is_terminal:
         last = -PLAIN_EVERY_SECONDS

@@ -33,7 +33,7 @@ from ironlaw.report.page import render
 
 PORT = 8421
 REFRESH_SECONDS = 2
-RECENT = 50  # last steps that the figures on the cards average
+RECENT = 50  # number of last steps behind the figures on the cards
 
 
 class Dashboard:

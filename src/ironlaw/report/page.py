@@ -41,7 +41,7 @@ def write(path: Path, document: Document, name: str, footer: str) -> Path:
 
 
 def _kinds(document: Document) -> Iterator[tuple[str, Any]]:
-    """Yield the blocks with their kinds. The items of a list come together."""
+    """Yield the blocks with their kinds; the items of a list are one entry."""
     for is_list, run in groupby(document.blocks, lambda block: isinstance(block, Paragraph) and block.item):
         if is_list:
             yield "Items", list(run)
@@ -56,12 +56,12 @@ def _ticks(text: str) -> Markup:
 
 
 def _code(text: str) -> Markup:
-    """Mark code whose words are not broken: a browser would break `--set` after a hyphen."""
+    """Return code as HTML whose words are not broken across lines, as a browser would break `--set` after a hyphen."""
     return Markup("<code>%s</code>") % Markup(" ").join(Markup("<span>%s</span>") % word for word in text.split())
 
 
 def _column(heading: str) -> Markup:
-    """Return the attributes of a column's cells."""
+    """Return the HTML attributes of a column's cells."""
     classes = [name for mark, name in (("<", "text"), ("~", "hide-narrow")) if mark in heading[:2]]
     return Markup(' class="%s"') % " ".join(classes) if classes else Markup("")
 

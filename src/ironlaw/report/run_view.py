@@ -130,7 +130,7 @@ def _gains(remedy: Found) -> list[str]:
 
 
 def _waterfall(made: Document, fall: Found | None) -> None:
-    """Add the losses from the hardware's peak down to the attained rate; nothing if the step time is not known."""
+    """Add the time lost to each cause, from the step at the hardware's peak to the measured one, if it is known."""
     if not fall or not fall["step_seconds"] or not any(d["seconds"] for d in fall["drops"]):
         return
     made.heading("From the hardware's ceiling to this step")
