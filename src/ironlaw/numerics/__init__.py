@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: rounding, block scales, and tensors held so. The table of formats is `catalog/formats.toml`.
+"""Low-precision numbers: rounding, block scales, quantised tensors. The table of formats is `catalog/formats.toml`.
 
 weight = quantize(tensor, "mxfp4")
 weight.dequantize()      # fp32, of the same shape

@@ -1,10 +1,10 @@
-"""Training with weights as they will be held: rounded, pruned or both in every product, kept in full for the update.
+"""Compression-aware training: weights are rounded, pruned or both in every product, and kept in full for the update.
 
     y = x Q(W)^T,   dx = g Q(W),   dW = g^T x
 
-The gradient goes through the rounding as if there were none (the straight-through estimator, arXiv 1308.3432). Of
-pruned weights it is 0: they were the smallest when training began and stay 0. `ironlaw compress --to` the same format
-by rtn afterwards holds exactly the weights that the last products had.
+The gradient ignores the rounding (the straight-through estimator, arXiv 1308.3432). It is 0 for pruned weights, which
+were the smallest at the start of training and stay 0. `ironlaw compress --to` the same format by rtn afterwards gives
+exactly the weights of the last products.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ironlaw.numerics.quantized import rounded
 
 
 class _Product(torch.autograd.Function):
-    """Keeps x and the weight itself: the weight is rounded again on the way back."""
+    """A product with the narrowed weight. It saves x and the full weight, which backward rounds again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: AwareLinear) -> Tensor:
@@ -46,7 +46,7 @@ class _Product(torch.autograd.Function):
 class AwareLinear(RoundedLinear):
     function = _Product
     target: CompressionTarget
-    kept: Tensor | None = None  # of a pruned one, which weights stay: found when the first weights are there
+    kept: Tensor | None = None  # mask of the unpruned weights, determined in the first forward pass
 
     def narrow(self, weight: Tensor) -> Tensor:
         format = self.target.format
@@ -61,7 +61,7 @@ class AwareLinear(RoundedLinear):
 
 
 def hold_as(blocks: nn.Module, text: str) -> None:
-    """The linear layers of `blocks` multiply with weights as `--to text` would hold them."""
+    """Make the linear layers of `blocks` multiply with weights in the form of `--to text`."""
     target = read_target(text)
     for module in blocks.modules():
         if isinstance(module, Linear):

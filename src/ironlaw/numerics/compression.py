@@ -1,10 +1,10 @@
-"""The linear layers of a trained model in few bits, or with fewer weights.
+"""Compression of a trained model's linear layers by quantisation, pruning or both.
 
 target = read_target("int4,2:4")                          # a format, a pruning, or both
 held = compress(model, target, method="gptq", batches=calibration)
-held["blocks.0.ffn.up.weight"].dequantize()               # what the model multiplies with from now on
+held["blocks.0.ffn.up.weight"].dequantize()               # the weight that the model now multiplies with
 
-Router, norms, biases and position tables stay as they are, and so do the embedding and the output layer unless asked.
+Router, norms, biases and position tables are unchanged, as are the embedding and the output layer by default.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ironlaw.numerics.scaling import Inputs, balance, can_balance
 from ironlaw.numerics.sensitivity import layer_formats, squared_gradients
 
 SCALING = ("awq", "smoothquant")  # methods that scale input channels
-MEASURING = ("gptq", *SCALING)  # that look at the layers' inputs
+MEASURING = ("gptq", *SCALING)  # methods that measure the layers' inputs
 
 
 def check_method(model: nn.Module, target: CompressionTarget, method: Method, mixes: bool = False) -> None:
-    """UserError where a method and a format, or a model, do not go together. mixes: formats by layer."""
+    """Raises UserError for a method that the target or the model does not support. mixes: formats by layer."""
     if mixes and (target.pruning is not None or method not in ("rtn", "gptq")):
         raise UserError("--within mixes formats by rtn or gptq, without pruning: leave the others out")
     if method == "gptq":
@@ -59,15 +59,15 @@ def compress(
     model: Transformer, target: CompressionTarget, *, method: Method = "rtn", score: Score = "magnitude",
     whole: bool = False, batches: Iterable[Tensor] = (), formats: Mapping[str, NumberFormat] | None = None,
 ) -> dict[str, Quantized]:  # fmt: skip
-    """Compress `model` in place; returns what its weights are held as, by their names.
+    """Compress `model` in place. Returns the compressed weights by name.
 
-    method:   "rtn" rounds each to nearest, "hqq" with scales of its own; "gptq" puts errors right in later columns,
-              "awq" and "smoothquant" scale input channels, all three by the inputs of the layers.
-    score:    by which weights are pruned: "wanda" needs inputs too.
-    whole:    the embedding and the output layer too, rounded to nearest and not pruned.
-    batches:  tokens (B, S) that the inputs are measured on. Block by block: a layer's inputs are those that the
-              compressed blocks before it give, as they will be in use.
-    formats:  of weights by name that are held in another format than the target's (`mixed_formats`).
+    method:   "rtn" rounds each weight to nearest, "hqq" does so with its own scales; "gptq" corrects errors in later
+              columns; "awq" and "smoothquant" scale input channels. The last three use the inputs of the layers.
+    score:    score of the weights for pruning; "wanda" uses the inputs too.
+    whole:    also compress the embedding and the output layer: rounded to nearest, not pruned.
+    batches:  tokens (B, S) that the inputs are measured on, block by block: a layer's inputs are the outputs of the
+              compressed blocks before it, as in use.
+    formats:  by name, formats of weights that differ from the target's (`mixed_formats`).
     """
     check_method(model, target, method)
     measured = method in MEASURING or (target.pruning is not None and score == "wanda")
@@ -85,7 +85,7 @@ def compress(
             made = held[key] = _compressed(module.weight, replace(target, format=format), method, score, moment)
             module.weight.copy_(made.dequantize())
         if seen is not None:
-            seen.inputs = seen.run(number, block)  # of the next block: what this one gives now that it is compressed
+            seen.inputs = seen.run(number, block)  # outputs of the compressed block are inputs of the next one
     ends: dict[str, Tensor] = {"embedding.weight": model.embedding.weight} if whole and model.embedding else {}
     if whole and not model.config.tied:
         ends["head.weight"] = model.head.weight
@@ -98,8 +98,8 @@ def compress(
 def mixed_formats(
     model: Transformer, target: CompressionTarget, within: int, wide_bytes: int, batches: Iterable[Tensor]
 ) -> dict[str, NumberFormat]:
-    """Formats of the blocks' matrices with which the whole model takes at most `within` bytes, `wide_bytes` a number
-    of what stays as it is. UserError where that cannot be."""
+    """Returns formats of the blocks' matrices such that the model takes at most `within` bytes, with `wide_bytes` per
+    number of the uncompressed weights. Raises UserError if that is impossible."""
     linears = ((name, m) for name, m in model.blocks.named_modules(prefix="blocks") if isinstance(m, Linear))
     weights = {f"{name}.weight": module.weight.detach() for name, module in linears}
     others = model.config.parameters - sum(weight.numel() for weight in weights.values())
@@ -125,15 +125,15 @@ def _compressed(
 
 
 def int4_scales(held: Mapping[str, Quantized]) -> dict[str, Tensor]:
-    """Of weights in int4, by their names, what each number is a whole multiple of; fp32 of the weight's shape."""
+    """Returns the scale of each number of the int4 weights, by name; fp32, in the weight's shape."""
     return {name: weight.scale_of_each() for name, weight in held.items() if weight.format.name == "int4"}
 
 
 class _Seen:
-    """What enters the blocks, batch by batch."""
+    """The inputs of the blocks for each batch."""
 
     def __init__(self, model: Transformer, batches: Iterable[Tensor]) -> None:
-        """One pass of the model as it is: the first block's input is kept, and what the others get beside theirs."""
+        """Run the uncompressed model once; keep the first block's inputs and the other arguments of every block."""
         self.inputs: list[Tensor] = []
         self.others: list[list[tuple[Any, ...]]] = []  # by batch, by block
 

@@ -1,7 +1,7 @@
-"""Frozen linear layers whose matrix is held in few bits and dequantised for each product (QLoRA, arXiv 2305.14314).
+"""Frozen linear layers with a quantised matrix that is dequantised for each product (QLoRA, arXiv 2305.14314).
 
-Scales are held in 8 bits themselves: their mean is taken off, and 256 of the rest share an fp32 scale (the paper's
-double quantisation; its 8 bits are a float, ours int8). With nf4 that is 4 + 8/64 + 32/(64 x 256) = 4.127 bits each.
+Scales are quantised to 8 bits: their mean is subtracted, and 256 of the differences share an fp32 scale (the paper's
+double quantisation, with int8 instead of its 8-bit float). nf4 takes 4 + 8/64 + 32/(64 x 256) = 4.127 bits per weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ironlaw.numerics.rounding import decode
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Keeps nothing: the matrix is dequantised again on the way back, and no gradient needs x."""
+    """A product that saves no tensor: backward dequantises the matrix again, and no gradient needs x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear, bias: Tensor | None) -> Tensor:
@@ -37,19 +37,19 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class FrozenLinear(AdaptedLinear):
-    """`AdaptedLinear` without `weight`: codes and scales are its buffers, which no checkpoint holds."""
+    """`AdaptedLinear` without `weight`: codes and scales are buffers, which are not saved in checkpoints."""
 
     codes: Tensor  # (rows, bytes of a row)
     scale_codes: Tensor  # (rows, blocks of a row)
-    group_scales: Tensor  # of 256 scales each, in the order of the whole matrix; with their mean, of all of it
-    scale_mean: Tensor
-    group_rows: Tensor | None  # which rows of the whole matrix are here, where that is a part
+    group_scales: Tensor  # one for 256 scales, in the order of the whole matrix
+    scale_mean: Tensor  # over all scales of the whole matrix
+    group_rows: Tensor | None  # indices of the local rows in the whole matrix; None: all
     _first_block = 0
-    _row_blocks: int  # of a whole row
-    _form: tuple[Quantized, Quantized]  # of codes and of scales, without their tensors
+    _row_blocks: int  # blocks of a whole row
+    _form: tuple[Quantized, Quantized]  # codes and scales, without their tensors
 
     def frozen(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix, some rows at a time: what lies between codes and numbers takes several times their bytes."""
+        """Returns the matrix, dequantised in chunks of rows: intermediate tensors take several times its bytes."""
         rows, columns = self._form[0].shape
         step = max(1, DEQUANTISED // columns)
         pieces = (self._rows(slice(row, row + step)).to(dtype) for row in range(0, rows, step))
@@ -75,7 +75,7 @@ class FrozenLinear(AdaptedLinear):
         return product
 
     def keep_part(self, rows: Tensor | None, columns: slice) -> None:
-        """Of the whole matrix these rows (None: all) and columns are left. UserError for a part of a block."""
+        """Keep only these rows (None: all) and columns of the whole matrix. Raises UserError for part of a block."""
         form, scales_form = self._form
         assert form.block is not None
         block, bits = form.block[1], form.format.element.bits
@@ -94,7 +94,7 @@ class FrozenLinear(AdaptedLinear):
 
 @torch.no_grad()
 def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
-    """The module itself, with its matrix in the block format `name`, which must have fp32 scales."""
+    """Quantises the module's matrix in place to the block format `name`, which must have fp32 scales."""
     whole = quantize(module.weight, name)
     assert whole.scales is not None
     mean = whole.scales.mean()

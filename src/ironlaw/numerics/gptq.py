@@ -1,10 +1,10 @@
-"""GPTQ (arXiv 2210.17323): weights rounded column by column, each column's error put right in those not rounded yet.
+"""GPTQ (arXiv 2210.17323): weights are rounded column by column; later columns compensate each column's error.
 
 For a layer y = x W^T with x (tokens, K), rounding W (N, K) to Q costs |x (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T),
 H = x^T x. With U the upper Cholesky factor of the inverse of H, the error e_j = (w_j - q_j) / U_jj of column j is best
-made good by subtracting e_j U_jk from every later column k. A block's scales are set when its first column is reached,
-from what the weights have become by then. Weights that are pruned are columns' numbers rounded to 0, their errors put
-right like any other (SparseGPT, arXiv 2301.00774, for a mask that is given).
+compensated by subtracting e_j U_jk from every later column k. A block's scales are computed from the updated weights
+when its first column is reached. Pruned weights are rounded to 0, and their errors compensated like others (SparseGPT,
+arXiv 2301.00774, for a given mask).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ironlaw.errors import UserError
 from ironlaw.numerics.quantized import Quantized, block_scales, resolved_block, scaled_up
 from ironlaw.numerics.rounding import round_to
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to it: the paper's
-COLUMNS = 128  # whose errors are put right at once in the columns beyond them: the same result, fewer products
+DAMPING = 0.01  # share of the mean of H's diagonal that is added to the diagonal, as in the paper
+COLUMNS = 128  # columns whose errors are applied together to the columns after them: same result, fewer products
 
 
 def check_gptq(format: NumberFormat) -> None:
-    """UserError for a format without block scales along the rows of a weight."""
+    """Raises UserError for a format without block scales along the rows of a weight."""
     block = format.block_of(weight=True)
     if block is None or block[0] != 1:
         raise UserError(f"gptq takes formats whose scales run along rows, and {format.name}'s do not: use rtn")
 
 
 def gptq(weight: Tensor, second_moment: Tensor, format: NumberFormat, kept: Tensor | None = None) -> Quantized:
-    """`weight` (N, K) in a format that `check_gptq` takes, for inputs of the second moment x^T x (K, K).
+    """Quantises `weight` (N, K) to a format that `check_gptq` accepts, for inputs with the second moment x^T x (K, K).
 
-    kept: which weights are not pruned, bool (N, K); the others become 0.
+    kept: mask of the weights that are not pruned, bool (N, K); the others become 0.
     """
     check_gptq(format)
     matrix = weight.detach().float().clone()
@@ -41,7 +41,7 @@ def gptq(weight: Tensor, second_moment: Tensor, format: NumberFormat, kept: Tens
     factor = _inverse_factor(second_moment, matrix)
     width = block[1]
     tensor_scale = None
-    if format.tensor_scale:  # of the weights as they are: the whole tensor is not known block by block
+    if format.tensor_scale:  # from the original weights: the updated ones are only known block by block
         tensor_scale = block_scales(matrix.unflatten(1, (1, -1)).unflatten(0, (-1, 1)), format)[2]
     padded = torch.nn.functional.pad(matrix, (0, -columns % width))
     mask = torch.nn.functional.pad(torch.ones_like(matrix) if kept is None else kept.float(), (0, -columns % width))
@@ -65,7 +65,7 @@ def gptq(weight: Tensor, second_moment: Tensor, format: NumberFormat, kept: Tens
 
 
 def _inverse_factor(second_moment: Tensor, matrix: Tensor) -> Tensor:
-    """U with U^T U the inverse of the damped H. Inputs that are always 0 get weights of 0, which cost nothing."""
+    """Returns U, where U^T U is the inverse of the damped H; sets the weights of inputs that are always 0 to 0."""
     damped = second_moment.double().clone()
     diagonal = damped.diagonal()
     unused = diagonal == 0

@@ -1,8 +1,8 @@
-"""Random Hadamard rotation: spreads an outlier over its block before it is rounded, and turns it back exactly.
+"""Random Hadamard rotation: spreads an outlier over its block before rounding, and cancels in products.
 
-H_n of Sylvester: H_2n = [[H_n, H_n], [H_n, -H_n]]. Numbers of a block of n are multiplied by random signs, then by
-H_n / sqrt(n), which is orthogonal: two operands that are rotated alike along the dimension they are summed over give
-the same product (arXiv 2405.16406; of the gradient's product in NVFP4 training arXiv 2509.25149).
+Sylvester's H_n: H_2n = [[H_n, H_n], [H_n, -H_n]]. The numbers of a block of n are multiplied by random signs, then by
+H_n / sqrt(n), which is orthogonal: two operands with the same rotation along the dimension that is summed over give the
+same product (arXiv 2405.16406; for the weight gradient in NVFP4 training arXiv 2509.25149).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ironlaw.numerics.rounding import generator_of
 
 @cache
 def rotation(size: int, seed: int, device: torch.device) -> Tensor:
-    """Orthogonal (size, size), fp32: rows of signs times H / sqrt(size). `size` is a power of two."""
+    """Returns H / sqrt(size) with a random sign per row, fp32 (size, size). UserError unless a power of two."""
     if size < 1 or size & (size - 1):
         raise UserError(f"a Hadamard matrix of {size}: its size must be a power of two")
     matrix = torch.ones(1, 1, device=device)
@@ -29,5 +29,5 @@ def rotation(size: int, seed: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, size: int = 16, seed: int = 0) -> Tensor:
-    """`x` with every `size` numbers of its last dimension rotated; the dimension is a multiple of `size`."""
+    """Rotates each group of `size` numbers in the last dimension of `x`, which must be a multiple of `size`."""
     return (x.unflatten(-1, (-1, size)) @ rotation(size, seed, x.device).to(x.dtype)).flatten(-2)

@@ -1,11 +1,11 @@
-"""HQQ (Badri and Shaji 2023, "Half-Quadratic Quantization"): scales chosen by the weights alone, without data.
+"""HQQ (Badri and Shaji 2023, "Half-Quadratic Quantization"): scales from the weights alone, without data.
 
-Minimises sum |W - s q|^p, p = 0.7, which minds a few outliers less than squares do. Half-quadratic splitting: in turns
+Minimises sum |W - s q|^p, p = 0.7, which is less sensitive to outliers than squares. Half-quadratic splitting iterates
 
     q = round(W / s),   e = shrink(W - s q),   s = <q, W - e> / <q, q>,   beta = 1.01 beta
 
-with shrink(x) = sign(x) max(0, |x| - |x|^(p - 1) / beta), the error that outliers are allowed. The authors move the
-zero point and keep s; our formats have no zero point, so that s moves. W is taken over its block's largest magnitude.
+with shrink(x) = sign(x) max(0, |x| - |x|^(p - 1) / beta), the error allowed for outliers. The authors adjust the zero
+point and keep s; our formats have no zero point, so s is adjusted. W is divided by its block's largest magnitude.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ironlaw.errors import UserError
 from ironlaw.numerics.quantized import Quantized, in_blocks, quantize, with_scales
 from ironlaw.numerics.rounding import round_to
 
-POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20  # the authors'
+POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20  # as chosen by the authors
 
 
 def check_hqq(format: NumberFormat) -> None:
-    """UserError for a format whose scales are not free numbers."""
+    """Raises UserError for a format whose scales cannot be chosen freely."""
     if format.block is None or format.rule == "floor" or format.tensor_scale:
         raise UserError(f"hqq moves scales, and {format.name} has none of its own to move: use rtn, or --to int4")
 
 
 def hqq(weight: Tensor, format: NumberFormat) -> Quantized:
-    """`weight` (N, K) in a format that `check_hqq` takes."""
+    """Quantises `weight` (N, K) to a format that `check_hqq` accepts."""
     check_hqq(format)
     nearest = quantize(weight, format.name, block=format.weight_block)
     assert nearest.block is not None

@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes of shape (..., n) -> uint8 of shape (..., ceil(n bits / 8)); as they are at 8 bits and more."""
+    """Packs uint8 codes (..., n) to uint8 (..., ceil(n bits / 8)); codes of 8 bits and more are returned unchanged."""
     return codes if bits >= 8 else _regrouped(codes, bits, 8)[..., : -(-codes.shape[-1] * bits // 8)]
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` codes of every row that `pack` took."""
+    """Inverse of `pack`: returns the `count` codes of each row."""
     return packed if bits >= 8 else _regrouped(packed, 8, bits)[..., :count]
 
 
 def _regrouped(numbers: Tensor, bits: int, to: int) -> Tensor:
-    """Numbers of so many bits as numbers of `to` bits, up to where both end together."""
+    """Regroups numbers of `bits` bits to numbers of `to` bits, padded with zeros to a common multiple."""
     whole = math.lcm(bits, to)
     padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % (whole // bits)))
     groups = padded.unflatten(-1, (-1, whole // bits)).int()

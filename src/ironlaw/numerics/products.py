@@ -1,11 +1,11 @@
-"""Products of a linear layer on numbers of few bits, emulated: operands are rounded as the recipe says, then multiplied
-in fp32, as matrix units do that add up in fp32.
+"""Emulated low-precision products of a linear layer: operands are rounded as in the recipe, then multiplied in fp32,
+like matrix units that accumulate in fp32.
 
     y  = Q(x) Q(w)^T             blocks along K, the inputs
     dx = Q(g) Q(w)               blocks along N, the outputs
-    dw = Q(R g^T) Q(R x^T)^T     blocks along M, the tokens; R: a random rotation of them, or none
+    dw = Q(R g^T) Q(R x^T)^T     blocks along M, the tokens; R: a random rotation along M, or none
 
-Shapes: x (M, K), w (N, K), g and y (M, N). `catalog/precision_recipes.toml` names formats and sources.
+Shapes: x (M, K), w (N, K), g and y (M, N). Formats and sources are in `catalog/precision_recipes.toml`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ironlaw.numerics.hadamard import rotate
 from ironlaw.numerics.quantized import rounded
 from ironlaw.numerics.rounding import generator_of
 
-ROTATION_SEED = 1  # one rotation for all: what must be random anew each time is the rounding
+ROTATION_SEED = 1  # one rotation for all products: only the rounding must be random each time
 
 
 @dataclass
 class Moment:
-    """When within the run a micro-batch is computed: stochastic rounding is drawn from it, so that a run that goes on
-    after a stop rounds as one that never stopped."""
+    """The position of a micro-batch in the run. It seeds stochastic rounding, so that a resumed run rounds like an
+    uninterrupted one."""
 
     seed: int = 0
     step: int = 0
     micro_batch: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    # Delayed scaling: largest numbers of an operand of a layer, one of each micro-batch, and what they gave the last.
+    # Delayed scaling, by operand: the largest magnitude of each recent micro-batch, and the last value returned.
     history: dict[str, Tensor] = field(default_factory=dict)
     given: dict[str, tuple[int, int, Tensor]] = field(default_factory=dict)
 
     def largest(self, operand: str, matrix: Tensor, length: int, training: bool) -> Tensor:
-        """(1, 1): the largest number of the `length` micro-batches before, 0 if there were none. The same for every
-        cast within a micro-batch."""
+        """Returns the largest magnitude in the previous `length` micro-batches, shape (1, 1); 0 if there are none. It
+        is the same for every cast within a micro-batch."""
         known = self.given.get(operand)
         if known is not None and known[:2] == (self.step, self.micro_batch):
             return known[2]
@@ -66,7 +66,7 @@ class Moment:
 
 
 class LowPrecisionProduct(torch.autograd.Function):
-    """Keeps x as it came and the weight itself: the casts are made again on the way back, as torchao does."""
+    """A low-precision product that saves the unrounded x and weight: backward casts them again, as in torchao."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: LowPrecisionLinear) -> Tensor:
@@ -103,7 +103,7 @@ def _gradient(
 
 
 def _along_tokens(matrix: Tensor, recipe: PrecisionRecipe) -> Tensor:
-    """(M, N) -> (N, M), rotated along M where the recipe does; M is padded with zeros, which add nothing."""
+    """Transposes (M, N) to (N, M), rotated along M if the recipe says so; M is padded with zeros, which add nothing."""
     across = matrix.t().contiguous()
     if not recipe.rotation:
         return across
@@ -111,29 +111,29 @@ def _along_tokens(matrix: Tensor, recipe: PrecisionRecipe) -> Tensor:
 
 
 class LowPrecisionLinear(RoundedLinear):
-    """`Linear` whose products are on numbers of few bits."""
+    """`Linear` with low-precision products."""
 
     function = LowPrecisionProduct
     recipe: PrecisionRecipe
     moment: Moment
-    number = 0  # of this layer within the model
+    number = 0  # index of this layer in the model
 
     def narrow(self, weight: Tensor, of_outputs: bool = False) -> Tensor:
-        """The weight (N, K), rounded in blocks along the inputs, or along the outputs."""
+        """Returns the weight (N, K), rounded in blocks along the inputs, or along the outputs."""
         matrix = weight.float().t() if of_outputs else weight.float()
         recipe, largest = self.recipe, self.largest("w", weight)
         matrix = rounded(matrix, recipe.weight, block=recipe.weight_block, largest=largest)
         return matrix.t() if of_outputs else matrix
 
     def largest(self, operand: str, matrix: Tensor) -> Tensor | None:
-        """What the operand's scale is made of, where that is not its own numbers."""
+        """Returns the magnitude that sets the operand's scale under delayed scaling; None: its own largest one."""
         length = self.recipe.history
         return self.moment.largest(f"{self.number}.{operand}", matrix, length, self.training) if length else None
 
 
 def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> int:
-    """Linear layers of the recipe's blocks multiply in few bits from here on; returns how many do. Weights and their
-    names stay as they are."""
+    """Emulate low-precision products in the linear layers of the recipe's blocks, in place. Returns the number of
+    these layers. Weights and their names do not change."""
     there = nn.ModuleList(list(blocks)[: recipe.blocks(len(blocks))]).modules()
     layers = [become(module, LowPrecisionLinear) for module in there if isinstance(module, Linear)]
     for number, layer in enumerate(layers):

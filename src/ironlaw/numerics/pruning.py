@@ -1,11 +1,11 @@
-"""Which weights of a linear layer may go.
+"""Pruning of a linear layer: the weights with the smallest scores are removed.
 
     magnitude   |w|                      the smallest of a matrix (arXiv 1506.02626)
     wanda       |w_ij| ||x_j||           the smallest of each row, x_j: the layer's j-th input (arXiv 2306.11695)
 
-or, of 2:4, the smaller two of every four neighbours in a row: the pattern that NVIDIA's matrix units skip (Ampere and
-later). What stays is held as one bit a weight, which says whether it does, and the codes of those that do
-(`Quantized.pruned`). 2:4's own form, two bits for each of two numbers in four, takes as many.
+or, for 2:4, the smaller two of every four neighbours in a row: the pattern that NVIDIA's matrix units skip (Ampere and
+later). A pruned matrix is held as a bitmap of the kept weights and their codes (`Quantized.pruned`). The native form of
+2:4, two bits for each of two numbers in four, takes as many bits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ironlaw.errors import UserError
 
 
 def kept_weights(weight: Tensor, pruning: Pruning, input_norms: Tensor | None = None) -> Tensor:
-    """Bool (N, K): the weights (N, K) that stay. `input_norms` (K,): ||x_j||, for Wanda's score; else by magnitude.
+    """Returns a bool mask (N, K) of the weights to keep. `input_norms` (K,): ||x_j||, for Wanda's score.
 
-    UserError where 2:4 does not divide the rows.
+    Raises UserError for 2:4 if the row length is not a multiple of 4.
     """
     score = weight.detach().float().abs()
     rows, columns = score.shape

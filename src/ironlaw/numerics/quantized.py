@@ -1,13 +1,13 @@
-"""A tensor in codes and scales. Blocks run along the last dimension, or over rows and columns of a matrix.
+"""Quantised tensors: codes and scales. Blocks run along the last dimension, or over rows and columns of a matrix.
 
-x of a block becomes  code = round(x / s),  s = scale of the block (times the tensor's, where the format has one), with
+In a block, x becomes  code = round(x / s),  s = scale of the block (times the tensor's, if the format has one), with
 
     floor    s = 2^(floor(log2 m) - e)     m: largest magnitude of the block, e: greatest exponent of the element format
     largest  s = m / largest of the element format
     signed   s = x_m / lowest integer      x_m: the number of largest magnitude, with its sign
 
-rounded to the scale's own format before it divides. Of NVFP4 the tensor's scale is m_tensor / (448 x 6), so that block
-scales fill E4M3. A block of zeros has a scale of which nothing depends. Sources: `catalog/formats.toml`.
+s is rounded to the scale's own format before the division. For NVFP4, the tensor's scale is m_tensor / (448 x 6), so
+that block scales fill E4M3. The scale of a block of zeros is arbitrary. Sources: `catalog/formats.toml`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, ro
 
 @dataclass(frozen=True)
 class Quantized:
-    """`codes` packed to bytes, (rows, bytes of a row); `scales` by block as encoded numbers; `tensor_scale` fp32.
+    """`codes` packed to bytes (rows, bytes of a row), encoded `scales` by block, `tensor_scale` in fp32.
 
-    Of a pruned matrix `codes` are one row of the weights that stay, and `bitmap` says which those are, 8 to a byte.
+    For a pruned matrix, `codes` is one row with the kept weights, and `bitmap` marks them, 8 to a byte.
     """
 
     format: NumberFormat
@@ -43,47 +43,47 @@ class Quantized:
         cls, format: NumberFormat, shape: torch.Size, values: Tensor, scales: Tensor | None = None,
         tensor_scale: Tensor | None = None, block: tuple[int, int] | None = None,
     ) -> Quantized:  # fmt: skip
-        """From numbers (rows, codes of a row) that are rounded to the element format."""
+        """Encodes and packs `values` (rows, codes of a row), which are already rounded to the element format."""
         codes = pack(encode(values, format.element), format.element.bits)
         return cls(format, shape, codes, scales, tensor_scale, block)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name, as they lie in a file."""
+        """Tensors by name, as stored in a file."""
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory or in a file."""
+        """Size in memory or in a file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns: a tensor's last dimension is a row's."""
+        """Rows and columns; the last dimension of the tensor gives the columns."""
         return _matrix_shape(self.shape)
 
     @property
     def row_codes(self) -> int:
-        """Codes of a row, which ends with its last block."""
+        """Number of codes in a row, padded to whole blocks."""
         width = self.block[1] if self.block else 1
         return -(-self.matrix_shape[1] // width) * width
 
     def dequantize(self) -> Tensor:
-        """fp32, of the shape that was quantised."""
+        """Returns the numbers in fp32, in the original shape."""
         values = self._decoded()
         if self.block is not None:
             values = _joined(_divided(values, self.block) * self.scale()[:, None, :, None])
         return self._cut(values)
 
     def values(self) -> Tensor:
-        """What the codes mean, without their scales; fp32, of the tensor's shape."""
+        """Returns the decoded codes without scales; fp32, in the tensor's shape."""
         return self._cut(self._decoded())
 
     def _decoded(self) -> Tensor:
         return decode(self.each_code(), self.format.element)
 
     def each_code(self) -> Tensor:
-        """Unpacked (rows, codes of a row), of pruned weights the code of 0."""
+        """Returns the unpacked codes (rows, codes of a row); pruned weights have the code of 0."""
         element, (rows, columns) = self.format.element, self.matrix_shape
         if self.bitmap is None:
             return unpack(self.codes, element.bits, self.row_codes)
@@ -94,13 +94,13 @@ class Quantized:
         return codes
 
     def dense(self) -> Quantized:
-        """With the codes of all weights."""
+        """Returns the tensor with the codes of all weights, pruned ones included."""
         if self.bitmap is None:
             return self
         return replace(self, codes=pack(self.each_code(), self.format.element.bits), bitmap=None)
 
     def pruned(self, kept: Tensor) -> Quantized:
-        """Without the codes of weights that are 0 by pruning. `kept`: bool (N, K), which stay."""
+        """Returns the tensor without the codes of pruned weights. `kept`: mask of the others, bool (N, K)."""
         codes, bits = self.each_code()[:, : kept.shape[1]][kept], self.format.element.bits
         return replace(self, codes=pack(codes[None], bits), bitmap=pack(kept.flatten().to(torch.uint8), 1))
 
@@ -109,12 +109,12 @@ class Quantized:
         return matrix[:rows, :columns].reshape(self.shape)
 
     def scale_of_each(self) -> Tensor:
-        """What each number's code is multiplied by; fp32, of the tensor's shape."""
+        """Returns the factor of each code; fp32, in the tensor's shape."""
         assert self.block is not None
         return self._cut(self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1))
 
     def scale(self) -> Tensor:
-        """Of each block; fp32 (row blocks, column blocks)."""
+        """Returns the scale of each block; fp32 (row blocks, column blocks)."""
         assert self.scales is not None
         return scaled_up(decode(self.scales, number_format(self.format.scale)), self.tensor_scale)
 
@@ -127,11 +127,11 @@ def quantize(
     seed: int = 0,
     block: tuple[int, int] | None = None,
 ) -> Quantized:
-    """`tensor` in the format `name`.
+    """Quantises `tensor` to the format `name`.
 
-    rounding: "nearest" (ties to even) or "stochastic", repeatable by `seed`.
-    block:    rows and columns that share a scale, 0 for all of them; the format's own unless given.
-    UserError: no such format or rounding, no numbers, or a NaN in a format without one and without a scale that has.
+    rounding: "nearest" (ties to even) or "stochastic", reproducible by `seed`.
+    block:    rows and columns that share a scale, 0 for all; default: the format's block.
+    UserError: unknown format or rounding, empty or integer tensor, or a NaN that neither format nor scale represents.
     """
     format = number_format(name)
     if rounding not in ("nearest", "stochastic"):
@@ -149,7 +149,7 @@ def quantize(
 
 
 def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantized:
-    """A matrix (N, K) rounded to nearest with chosen scales, one a block, numbers of the scales' format."""
+    """Quantises a matrix (N, K) to nearest with the given scale of each block, in numbers of the scales' format."""
     matrix, kept = weight.detach().float(), number_format(format.scale)
     block = resolved_block(format, matrix, format.weight_block)
     assert block is not None
@@ -166,10 +166,10 @@ def rounded(
     headroom: float = 1.0,
     largest: Tensor | None = None,
 ) -> Tensor:
-    """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply.
+    """Returns `quantize(...).dequantize()` of an fp32 matrix without forming codes, for emulated products.
 
-    headroom: factor between scaling and rounding, undone after.
-    largest:  (1, 1), what a tensor's one scale is made of in place of its own largest number; more saturates.
+    headroom: factor applied after scaling and undone after rounding.
+    largest:  (1, 1), magnitude that sets a tensor's single scale instead of its own; larger numbers saturate.
     """
     size = resolved_block(format, matrix, block)
     if size is None:
@@ -182,7 +182,7 @@ def rounded(
 def resolved_block(
     format: NumberFormat, matrix: Tensor, block: tuple[int, int] | None = None
 ) -> tuple[int, int] | None:
-    """Rows and columns of a block of this matrix; None where the format has no scales."""
+    """Returns the rows and columns of a block of this matrix; None if the format has no scales."""
     wanted = block or format.block
     return wanted and (wanted[0] or matrix.shape[0], wanted[1] or matrix.shape[1])
 
@@ -195,11 +195,11 @@ def _round_blocks(
     headroom: float = 1.0,
     largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Numbers (row blocks, rows, column blocks, columns) in units of their scales, and those as `block_scales` does."""
+    """Returns rounded numbers / scale (row blocks, rows, column blocks, columns), and scales as in `block_scales`."""
     blocks = in_blocks(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format, largest=largest)
     scaled = _scaled(blocks, scale, tensor_scale) * headroom
-    if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
+    if bool(scale.isnan().any()):  # codes of a block with a NaN scale have no meaning
         scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
     return round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale
 
@@ -207,11 +207,10 @@ def _round_blocks(
 def block_scales(
     blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of (row blocks, rows, column blocks, columns): the scales without the tensor's (fp32), their codes, the tensor's.
+    """Returns for (row blocks, rows, column blocks, columns): fp32 scales of blocks, their codes, the tensor's scale.
 
-    `tensor_scale` is given where the blocks are not all of the tensor, `largest` where it is not theirs.
-
-    A block that holds NaN or an infinity has the scale NaN.
+    `tensor_scale` is given if the blocks are only part of a tensor; `largest` replaces the blocks' own magnitudes.
+    The scale of a block that holds NaN or an infinity is NaN.
     """
     element, kept = format.element, number_format(format.scale)
     largest = blocks.abs().amax((1, 3)) if largest is None else largest
@@ -232,7 +231,7 @@ def block_scales(
         if tensor_scale is None:
             top = torch.where(finite, largest, 0.0).amax()
             tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
-        # The scale stays a normal number: a subnormal one would have lost bits of its own.
+        # Keep the scale a normal number: a subnormal one would lose bits.
         wanted = (wanted / tensor_scale).clamp(2.0**kept.least_exponent, kept.largest)
     wanted = torch.where(finite, torch.where(largest == 0, 1.0, wanted), torch.nan)
     if bool((wanted.abs() > kept.largest).any()):
@@ -247,25 +246,25 @@ def block_scales(
 
 
 def scaled_up(scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
-    """What a code is multiplied by."""
+    """Returns the factor of the codes: the block scale times the tensor's scale."""
     return scale if tensor_scale is None else scale * tensor_scale
 
 
 def _scaled(blocks: Tensor, scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
-    """Numbers over their scale. With two scales by the product of reciprocals, as NVIDIA's kernels do."""
+    """Divides numbers by their scale; two scales are applied as a product of reciprocals, as in NVIDIA's kernels."""
     if tensor_scale is None:
         return blocks / scale[:, None, :, None]
     return blocks * ((1.0 / tensor_scale) / scale)[:, None, :, None]
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a tensor of any rank: the last dimension is a row's."""
+    """Returns rows and columns of a tensor of any rank; the last dimension gives the columns."""
     columns = shape[-1] if len(shape) else 1
     return shape.numel() // max(columns, 1), columns
 
 
 def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """(row blocks, rows, column blocks, columns) of a matrix, filled up with zeros."""
+    """Divides a matrix, padded with zeros, into blocks (row blocks, rows, column blocks, columns)."""
     rows, columns = matrix.shape
     if rows % block[0] or columns % block[1]:
         matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))

@@ -1,12 +1,12 @@
-"""Linear layers that are only read, whose weights stay in codes: the kernel is chosen by format and device.
+"""Inference-only linear layers with quantised weights; the kernel is chosen by format and device.
 
-    int8, a scale a row    our own integer products (`kernels/product.c`), or fbgemm's; inputs in 8 bits too, with a
-                           scale a token
-    int4, a scale per 32   our own as well, or PyTorch's kernel that widens the weights in registers: inputs and
+    int8, a scale per row  Ironlaw's integer products (`kernels/product.c`), or fbgemm's; inputs in 8 bits too, with
+                           a scale per token
+    int4, a scale per 32   Ironlaw's as well, or PyTorch's kernel that widens the weights in registers: inputs and
                            scales in bf16
 
-Where no kernel has a format, `kernel_of` gives None: the layer is dequantised when it is read, and multiplies as
-it did. With many rows products are bound by arithmetic, not by reading: PyTorch's int4 is widened to bf16 for all rows.
+If no kernel supports a format, `kernel_of` returns None: the weights are dequantised at loading. With many rows,
+products are bound by arithmetic, not by reading: PyTorch's int4 weights are then widened to bf16 once for all rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.packing import unpack
 from ironlaw.numerics.quantized import Quantized, quantize
 
-OUTPUT_FORMAT = {"int4": "int8"}  # of the output layer, the most sensitive matrix, where it differs from the others'
-ROWS_WIDENED = 32  # from here on: 16 rows took the kernel 1.4 to 1.6 times as long as bf16's products (AMD EPYC)
-TILE = 64  # outputs whose codes the int4 kernel keeps together on AVX-512
+OUTPUT_FORMAT = {"int4": "int8"}  # format of the output layer, the most sensitive matrix, if it differs
+ROWS_WIDENED = 32  # least rows for widening: with 16 the kernel took 1.4 to 1.6 times as long as bf16 (AMD EPYC)
+TILE = 64  # outputs whose codes the int4 kernel stores together on AVX-512
 
 
 class QuantizedLinear(ReadOnlyLinear):
-    """x (..., K) to (..., N), in the type of x."""
+    """A linear layer from x (..., K) to (..., N), in the type of x."""
 
     def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
@@ -51,16 +51,16 @@ class Int8Linear(QuantizedLinear):
         super().__init__(bias)
         assert held.scales is not None
         torch.backends.quantized.engine = "fbgemm"
-        # Two inputs more, of weight 0, hold a token's largest magnitude and its negative: the range that fbgemm gives
-        # the 8 bits is then a token's own and symmetric, and no answer depends on the tokens that come beside it.
+        # Rows are divided by their largest magnitude, and two inputs of weight 0 hold 1 and -1: fbgemm's 8-bit range
+        # is then symmetric and the same for each token, so that no result depends on other tokens of the batch.
         codes = nn.functional.pad(held.codes.view(torch.int8), (0, 2))
         zeros = torch.zeros(len(codes), dtype=torch.int64)
-        with warnings.catch_warnings():  # quantised tensors are to leave PyTorch; `WideInt8Linear` does without
+        with warnings.catch_warnings():  # PyTorch deprecates quantised tensors; `WideInt8Linear` does not need them
             warnings.simplefilter("ignore")
             weight = torch._make_per_channel_quantized_tensor(codes, held.scales.flatten().double(), zeros, 0)
             self.packed = torch.ops.quantized.linear_prepack(weight, None)
         self.bytes = codes.numel() + held.scales.numel() * held.scales.element_size()
-        # Without VNNI two products of 8 bits are added up in 16, which ends at half of the range.
+        # Without VNNI, two 8-bit products are added in 16 bits, which suffices for half of the range.
         self.halved = not torch.cpu._is_vnni_supported()
         self.ends = torch.tensor([[1.0, -1.0]])
 
@@ -73,7 +73,7 @@ class Int8Linear(QuantizedLinear):
 
 
 class WideInt8Linear(QuantizedLinear):
-    """The same weights, inputs in bf16: for a PyTorch without fbgemm."""
+    """An int8 layer with bf16 inputs, for a PyTorch without fbgemm."""
 
     def __init__(self, held: Quantized, bias: Tensor | None) -> None:
         super().__init__(bias)
@@ -95,21 +95,21 @@ class Int4Linear(QuantizedLinear):
         assert held.block is not None and held.scales is not None
         self.group = held.block[1]
         codes = unpack(held.codes, 4, held.row_codes)
-        raised = ((codes + 8) & 15).int()  # two's complement to 0 .. 15, of which the kernel subtracts 8
+        raised = ((codes + 8) & 15).int()  # two's complement to 0 .. 15; the kernel subtracts 8
         self.register_buffer("packed", torch._convert_weight_to_int4pack_for_cpu(raised, 1))
         scales = held.scales.float().t()
-        pairs = torch.stack((scales, torch.zeros_like(scales)), -1)  # (groups, N, scale and what is added)
+        pairs = torch.stack((scales, torch.zeros_like(scales)), -1)  # (groups, N, (scale, zero))
         self.register_buffer("scales", pairs.to(torch.bfloat16).contiguous())
         self.bytes = self.packed.numel() + 2 * self.scales.numel()
         self.tiled = len(raised) % TILE == 0 and torch.equal(self._raised().int(), raised.t())
 
     def _raised(self) -> Tensor:
-        """(K, N) from the kernel's layout with AVX-512: of 64 outputs the lower 32 in low bits, input by input."""
+        """Returns (K, N) from the kernel's AVX-512 layout: per input, the first 32 of 64 outputs in the low bits."""
         tiles = self.packed.view(-1, self.packed.shape[1] * 2, TILE // 2)
         return torch.cat((tiles & 15, tiles >> 4), -1).transpose(0, 1).reshape(tiles.shape[1], -1)
 
     def _widened(self) -> Tensor:
-        """The weights in bf16, transposed: (K, N)."""
+        """Returns the weights in bf16, transposed: (K, N)."""
         groups = (self._raised().view(torch.int8) - 8).to(torch.bfloat16).unflatten(0, (-1, self.group))
         return (groups * self.scales[:, None, :, 0]).flatten(0, 1)
 
@@ -129,7 +129,7 @@ def _native(held: Quantized, bias: Tensor | None) -> NativeLinear:
 
 
 class QuantizedKernel(NamedTuple):
-    """A name, the format that it multiplies, which weights of that it takes, and the layer that calls it."""
+    """A kernel: its name, its format, a test for the weights that it supports, and the layer that calls it."""
 
     name: str
     format: str
@@ -167,22 +167,22 @@ KERNELS = (
 
 
 def kernel_of(held: Quantized, device: torch.device) -> QuantizedKernel | None:
-    """None where no kernel multiplies this format here."""
+    """Returns the first kernel for these weights on this device, or None."""
     known = [kernel for kernel in KERNELS if kernel.format == held.format.name and device.type == "cpu"]
     return next((kernel for kernel in known if kernel.takes(held)), None)
 
 
 @torch.no_grad()
 def quantize_layers(model: Transformer, held: Mapping[str, Quantized], format: str | None = None) -> dict[str, int]:
-    """Replace linear layers of a model in place, by the codes that `held` has under their names.
+    """Replace linear layers of a model in place by quantised ones, with the weights in `held` under their names.
 
-    format: of the layers that `held` has not, the output layer too; None: they stay as they are.
-    Returns how many layers have which kernel; "" counts those that have a format and no kernel, and stay wide.
+    format: for layers missing in `held`, also the output layer; None: these stay unchanged.
+    Returns the number of layers by kernel; "" counts quantised weights without a kernel, whose layers stay wide.
     """
     found: Counter[str] = Counter()
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
+            if not isinstance(child, nn.Linear) or name == "latent_up":  # the weight of latent_up is read in parts
                 continue
             weight = held.get(f"{path}.{name}.weight".lstrip("."))
             if weight is None and format is not None:

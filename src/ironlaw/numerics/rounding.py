@@ -1,14 +1,13 @@
-"""Rounding of fp32 numbers to a float format, an integer format or a table of values. Element by element, no scales.
+"""Rounding of fp32 numbers to a float format, an integer format or a table of values; elementwise, without scales.
 
-Of a float format with p bits of mantissa, x is rounded to a multiple of its quantum
+For a float format with p bits of mantissa, x is rounded to a multiple of its quantum
 
     q(x) = 2^(max(floor(log2 |x|), e_min) - p)
 
-which is exact in fp32, for a division by a power of two is. Nearest: ties to the even multiple (IEEE 754). Stochastic:
+which is exact in fp32, as is division by a power of two. Nearest: ties to the even multiple (IEEE 754). Stochastic:
 floor(x / q + u), u uniform in [0, 1), whose mean is x / q, so that sums of many rounded numbers do not drift
-(arXiv 1502.02551). A finite number beyond the largest becomes the largest ("saturates"), in formats of 8 bits and fewer
-an infinite one too. NaN stays NaN where the format has one; where it has none a NaN is an error, for any number in its
-place would be a wrong one.
+(arXiv 1502.02551). Finite numbers beyond the largest become the largest ("saturate"), as do infinities in formats of at
+most 8 bits. NaN stays NaN if the format has one; otherwise a NaN is an error, because any number would be wrong.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ def generator_of(seed: int, device: torch.device) -> torch.Generator:
 
 
 def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None = None) -> Tensor:
-    """fp32 numbers of the format nearest to fp32 `x`; stochastically rounded where a generator is given."""
+    """Rounds fp32 `x` to numbers of the format, in fp32: to nearest, or stochastically if a generator is given."""
     if format.values:
         return _to_values(x, format, generator)
     if format.integers:
         return _whole(x, generator).clamp(*format.integers)
     assert format.mantissa_bits is not None
     if format.mantissa_bits >= 23:
-        return x.clone()  # fp32 itself, and what is wider
+        return x.clone()  # fp32 and wider formats
     if format.exponent_bits == 8 and format.sign:
         return _shorten(x, format, generator)
     if format.special == "none":
         _refuse_nan(x, format)
-    # By the bits of fp32: frexp and ldexp take twenty times as long as a product.
-    exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too small of 0 and subnormals: raised next
-    # A number beyond the greatest saturates: no quantum of its own, whose reciprocal might be too small for fp32.
+    # Read the exponent from the bits: frexp and ldexp take twenty times as long as a product.
+    exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too low for 0 and subnormals: clamped below
+    # Clamp above too: larger numbers saturate, and the reciprocal of their quantum might be too small for fp32.
     shift = exponent.clamp_(format.least_exponent, min(format.greatest_exponent, 126)) - format.mantissa_bits
     rounded = _whole(x * power_of_two(-shift), generator) * power_of_two(shift)
     saturated = rounded.clamp(-format.largest, format.largest)
@@ -52,19 +51,19 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in fp32, of whole exponents from -126 to 127."""
+    """Returns 2^exponent in fp32 for integer exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
 def _whole(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Whole numbers: ties to even, or up with the probability of the fraction."""
+    """Rounds to whole numbers: ties to even, or up with the probability of the fraction."""
     if generator is None:
         return x.round()
     return torch.floor(x + torch.rand(x.shape, generator=generator, device=x.device))
 
 
 def _shorten(x: Tensor, format: NumberFormat, generator: torch.Generator | None) -> Tensor:
-    """bf16 and tf32: fp32 with the last bits of the mantissa rounded off, subnormals included."""
+    """Rounds off the last mantissa bits of fp32, for bf16 and tf32; subnormals included."""
     assert format.mantissa_bits is not None
     dropped = 23 - format.mantissa_bits
     bits = x.contiguous().view(torch.int32)
@@ -90,14 +89,14 @@ def _to_values(x: Tensor, format: NumberFormat, generator: torch.Generator | Non
     above = torch.searchsorted(table, x.contiguous()).clamp(1, len(table) - 1)
     low, high = table[above - 1], table[above]
     if generator is None:
-        return torch.where(x - low < high - x, low, high)  # the middle goes up
+        return torch.where(x - low < high - x, low, high)  # ties are rounded up
     fraction = ((x - low) / (high - low)).clamp(0, 1)
     return torch.where(torch.rand(x.shape, generator=generator, device=x.device) < fraction, high, low)
 
 
 @cache
 def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Tensor:
-    """What each code of a format of at most 8 bits means: fp32, indexed by the code."""
+    """Returns the value of each code of a format of at most 8 bits: fp32, indexed by the code."""
     if format.values:
         return torch.tensor(format.values, device=device)
     if format.integers:
@@ -106,7 +105,7 @@ def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Ten
     assert format.exponent_bits is not None and format.mantissa_bits is not None
     codes = torch.arange(1 << (format.exponent_bits + format.mantissa_bits), device=device)
     exponent, fraction = codes >> format.mantissa_bits, codes & ((1 << format.mantissa_bits) - 1)
-    if not format.mantissa_bits:  # a scale: every code is a power of two, there is no 0
+    if not format.mantissa_bits:  # a format of scales: every code is a power of two, and there is no 0
         values = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), exponent - format.bias).float()
         return torch.where(codes == codes[-1], torch.nan, values)
     normal = (exponent > 0).double()
@@ -122,7 +121,7 @@ def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Ten
 
 
 def encode(x: Tensor, format: NumberFormat) -> Tensor:
-    """Codes of numbers that `round_to` gave: uint8 up to 8 bits, else the narrowest PyTorch type that holds them."""
+    """Returns codes of numbers from `round_to`: uint8 up to 8 bits, else the narrowest PyTorch type that holds them."""
     if format.bits > 8:
         return x.to(
             {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(format.name, torch.float32)
@@ -141,5 +140,5 @@ def encode(x: Tensor, format: NumberFormat) -> Tensor:
 
 
 def decode(codes: Tensor, format: NumberFormat) -> Tensor:
-    """fp32 numbers of `encode`'s codes."""
+    """Returns the fp32 numbers for the codes of `encode`."""
     return codes.float() if format.bits > 8 else code_values(format, codes.device)[codes.int()]

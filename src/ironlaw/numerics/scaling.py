@@ -1,11 +1,11 @@
-"""Input channels scaled before weights are rounded: AWQ (arXiv 2306.00978) and SmoothQuant (arXiv 2211.10438).
+"""Scaling of input channels before weights are rounded: AWQ (arXiv 2306.00978), SmoothQuant (arXiv 2211.10438).
 
-For y = x W^T, W' = W diag(s) and x' = x / s give the same y; s decides which channels bear the rounding error of W',
-and of x' where products round their inputs too. 1/s is folded into what makes x: the norm before, or the rows of the
-layer before where nothing bends between.
+For y = x W^T, W' = W diag(s) and x' = x / s give the same y; s distributes the rounding error of W' over the channels,
+and that of x' if products round their inputs too. 1/s is folded into the previous norm, or into the rows of the
+previous layer if no nonlinearity is between.
 
-    awq          s = a^alpha, a: root mean square of a channel; the alpha of least |x' (W' - Q(W'))^T|^2, 0 is none
-    smoothquant  s = max|x|^(1/2) / max|W|^(1/2) of a channel: inputs and weights have the same range then
+    awq          s = a^alpha, a: root mean square of a channel; alpha minimises |x' (W' - Q(W'))^T|^2, 0: no scaling
+    smoothquant  s = max|x|^(1/2) / max|W|^(1/2) of a channel: inputs and weights then have the same range
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Attention, Block
 from ironlaw.numerics.quantized import rounded
 
-STEPS = 10  # of alpha
+STEPS = 10  # of alpha from 0 to 1
 
-Fold = Callable[[Tensor], None]  # divides what makes the channels by s (K,)
+Fold = Callable[[Tensor], None]  # divides the source of the channels by s (K,)
 
 
 @dataclass
 class Inputs:
-    """Of a layer's inputs x (tokens, K): x^T x (K, K) and the largest |x| of each channel (K,)."""
+    """Statistics of a layer's inputs x (tokens, K): x^T x (K, K), and the largest |x| of each channel (K,)."""
 
     moment: Tensor
     peak: Tensor
@@ -40,7 +40,7 @@ class Inputs:
 
 @torch.no_grad()
 def balance(block: nn.Module, inputs: Mapping[nn.Module, Inputs], format: NumberFormat, method: str = "awq") -> None:
-    """Scale the layers of a block in place for `format`, and what comes before them; its function stays."""
+    """Scale the layers of a block and their sources in place for `format`; the block's function does not change."""
     assert isinstance(block, Block)
     for fold, layers in _groups(block):
         seen, weights = inputs[layers[0]], [layer.weight for layer in layers]
@@ -77,7 +77,7 @@ def _even_scale(weights: Sequence[Tensor], peak: Tensor) -> Tensor:
 
 
 def _groups(block: Block) -> Iterator[tuple[Fold, list[Linear]]]:
-    """Layers that read the same channels, and how to divide these."""
+    """Yields the layers that read the same channels, with the function that divides these channels."""
     attention = block.attention if isinstance(block.attention, Attention) else None
     dense = block.ffn if isinstance(block.ffn, FeedForward) else None
     into = [attention.qkv] if attention is not None else []
@@ -88,9 +88,9 @@ def _groups(block: Block) -> Iterator[tuple[Fold, list[Linear]]]:
         if layers and norm is not None and norm.weight is not None:
             yield _of_rows(norm), layers
     if attention is not None and attention.config.heads == attention.config.key_value_heads:
-        yield _of_rows(attention.qkv, attention.out.in_features), [attention.out]  # values are the last rows
+        yield _of_rows(attention.qkv, attention.out.in_features), [attention.out]  # the last rows of qkv are values
     if dense is not None and dense.gate is not None:
-        yield _of_rows(dense.up), [dense.down]  # its product with the activated gate is linear in it
+        yield _of_rows(dense.up), [dense.down]  # the product with the activated gate is linear in up's output
 
 
 def _of_rows(module: nn.Module, last: int = 0) -> Fold:

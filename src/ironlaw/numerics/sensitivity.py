@@ -1,8 +1,8 @@
-"""Which layers stay in more bits when a model has to fit so many bytes.
+"""Choice of each layer's format for a model within a byte budget, by the sensitivity of the loss.
 
 Rounding W to Q changes the loss by about sum F (W - Q)^2 / 2, F the mean of its squared gradient (the diagonal of the
-empirical Fisher information; arXiv 2306.07629). Every layer begins in the narrowest format; the step to a wider one
-that takes most off that sum for its bytes is taken first, until no other fits.
+empirical Fisher information; arXiv 2306.07629). Every layer starts in the narrowest format; then the layer whose step
+to a wider format reduces this sum most per byte takes that step, until no further step fits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import quantize
 
 WIDER = ("int8", "bf16")
-SEQUENCES = 16  # whose gradients are squared
+SEQUENCES = 16  # number of sequences whose gradients are squared
 
 
 def squared_gradients(model: Transformer, names: Iterable[str], batches: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Of weights by name: the mean over sequences of the squared gradient of their loss, with the weights' shapes."""
+    """Returns, for each named weight, the mean over sequences of the squared gradient of the loss, in its shape."""
     weights = {name: model.get_parameter(name) for name in names}
     found = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     rows = [row for tokens in batches for row in tokens][:SEQUENCES]
@@ -40,10 +40,10 @@ def squared_gradients(model: Transformer, names: Iterable[str], batches: Iterabl
 def layer_formats(
     weights: Mapping[str, Tensor], squares: Mapping[str, Tensor], narrow: NumberFormat, room: int
 ) -> dict[str, NumberFormat]:
-    """The format of each weight, all of them within `room` bytes. UserError where even `narrow` does not fit."""
+    """Returns the format of each weight, `room` bytes in total at most. Raises UserError if `narrow` does not fit."""
     wider = (number_format(name) for name in WIDER)
     formats = [narrow, *(known for known in wider if known.bits > narrow.bits)]
-    costs: dict[str, list[tuple[int, float]]] = {}  # by format: bytes, what the loss is expected to rise
+    costs: dict[str, list[tuple[int, float]]] = {}  # by format: bytes, expected rise of the loss
     for name, weight in weights.items():
         held = [quantize(weight, format.name, block=format.weight_block) for format in formats]
         off = ((weight.float() - one.dequantize()).square() for one in held)

@@ -1,10 +1,10 @@
-"""Compressed weights as `transformers` and vLLM read them: the tensors of a layer, and `quantization_config`.
+"""Compressed weights in the formats of `transformers` and vLLM: a layer's tensors, and `quantization_config`.
 
-    int4, int8, fp8, mxfp4   compressed-tensors: codes as they are held, packed in int32 (integers) or bytes (E2M1)
+    int4, int8, fp8, mxfp4   compressed-tensors: our codes, packed in int32 (integers) or bytes (E2M1)
     nf4                      bitsandbytes: blocks of 64 run over the flattened matrix, the first code in the high bits
 
-Codes and scales go through the same map of names as weights (`model/huggingface/tensors.py`), which divides and orders
-rows: a scale is therefore spread over the numbers it belongs to first, and gathered again.
+Codes and scales pass through the same name map as weights (`model/huggingface/tensors.py`), which splits and reorders
+rows: a scale is therefore first repeated for each of its numbers, and gathered again afterwards.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ironlaw.numerics.packing import pack
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.numerics.rounding import encode
 
-# compressed-tensors' name of the format of the files, and of the numbers.
+# compressed-tensors' names of the file format and of the number type.
 _COMPRESSED = {
     "int4": ("pack-quantized", "int"), "int8": ("pack-quantized", "int"), "fp8": ("float-quantized", "float"),
     "mxfp4": ("mxfp4-pack-quantized", "float"),
 }  # fmt: skip
 STORED = (*_COMPRESSED, "nf4")
-# What `transformers` reads it with, and the type that this multiplies in on a CPU where that is not fp32.
+# The library that `transformers` reads the format with, and its type of products on a CPU, if that is not fp32.
 LIBRARY = dict.fromkeys(_COMPRESSED, "compressed_tensors") | {"nf4": "bitsandbytes"}
 COMPUTES = {"mxfp4": torch.bfloat16, "nf4": torch.bfloat16}
 
 
 def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) -> None:
-    """UserError where a model's layers are not held in `name`, or its family has no linear layers to hold so."""
+    """Raises UserError if the layers are not all in format `name`, or their family or row length is unsupported."""
     formats = {weight.format.name for weight in held.values()}
     if formats != {name}:
         found = " and ".join(sorted(formats)) or "no compressed weights"
@@ -58,9 +58,9 @@ def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) 
 def stored_tensors(
     config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, Quantized], name: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors of the file by their names there, and `quantization_config`. `check_stored` has been asked."""
+    """Returns the file's tensors by their names, and `quantization_config`. Call `check_stored` first."""
     codes, scales, tensors = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
-    ends = {"embedding.weight", "head.weight"}  # no client holds an embedding so: dequantised
+    ends = {"embedding.weight", "head.weight"}  # stored dequantised: no client supports compressed embeddings
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
         one = held.get(entry.ours)
         if one is None or entry.ours in ends:
@@ -102,7 +102,7 @@ def _compressed(there: str, values: Tensor, scale: Tensor, name: str) -> dict[st
     made = {f"{there}_scale": scale}
     if name == "fp8":
         return made | {there: values.to(torch.float8_e4m3fn)}
-    if name == "mxfp4":  # scales as exponents, which are all that they are
+    if name == "mxfp4":  # scales are powers of two: stored as exponents
         exponents = torch.frexp(scale).exponent - 1 + 127
         return {
             f"{there}_scale": exponents.to(torch.uint8),
