@@ -33,7 +33,7 @@ OPTIMIZER_FLAGS = {
 
 
 def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Why Megatron-LM's flags cannot say this, or None."""
+    """Return why Megatron-LM's flags cannot express this layout, or None."""
     chunk, every, zero = _chunk(model, layout), layout.recompute.stride, layout.zero
     uneven = fewer_layers_at_ends(model.layers, layout.pp * layout.virtual_stages) is None
     return (
@@ -55,7 +55,7 @@ def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
 
 
 def _positions_refused(model: ModelConfig) -> str | None:
-    """Ways of stretching positions. YaRN's numbers that `MLATransformerConfig` has its argument parser has not."""
+    """Return why no flags scale positions so, or None. Flags lack some YaRN numbers of `MLATransformerConfig`."""
     scaling = model.rope_scaling
     if not scaling:
         return None
@@ -69,11 +69,11 @@ def _positions_refused(model: ModelConfig) -> str | None:
 
 
 SWITCHES = {"sliding_window", "full_every", "full_first", "unrotated_every", "rotary_size", "attention_sinks"}
-"""Switches of a model that have flags."""
+"""Switches of a model for which flags exist."""
 
 
 def _model_refused(model: ModelConfig) -> str | None:
-    """What no flag says of a family's arithmetic."""
+    """Return why no flags express the arithmetic of this family of models, or None."""
     biases = (model.has_qkv_bias, model.has_out_bias, model.has_ffn_bias)
     whole = biases in ((True, True, True), (False, False, False), (True, False, False))
     others = sorted(set(model.switched) - SWITCHES - {"out_bias", "ffn_bias"})
@@ -94,7 +94,7 @@ def _model_refused(model: ModelConfig) -> str | None:
 
 
 def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
-    """What Megatron core 0.16 raises for in `transformer_config.py` and `moe_layer.py`."""
+    """Return why Megatron core 0.16 would raise an error (`transformer_config.py`, `moe_layer.py`), or None."""
     moe = model.moe
     if moe is None:
         return None
@@ -112,14 +112,14 @@ def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
 
 
 def _chunk(model: ModelConfig, layout: Layout) -> int:
-    """Layers of a virtual stage that is not lighter than the others."""
+    """Return the layers of a virtual stage that is not lighter than the others."""
     chunks = layout.pp * layout.virtual_stages
     return (model.layers + sum(fewer_layers_at_ends(model.layers, chunks) or (0, 0))) // chunks
 
 
 def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
-    """One `--flag value` per line."""
-    # What selective recomputation repeats, where the plan has taken it as other than attention.
+    """Return the flags, one `--flag value` per line, and notes."""
+    # Name what selective recomputation repeats where the plan assumes something other than attention.
     widens = layout.recompute.mode == "selective" and engine(request.engine).widens_again(request.model)
     flags = [
         *_model_flags(request.model, request.sequence),
@@ -138,14 +138,14 @@ def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[
 
 
 def _narrow_flags(request: ClusterRequest, layout: Layout) -> list[str]:
-    """Weights stored in 8 or 4 bits, where the plan has taken them so."""
+    """Return the flag that stores weights in 8 or 4 bits, where the plan assumes that they are."""
     held = storage_by("transformer-engine", request.precision, request.cluster.accelerator.generation, True)
     stored = (
         number_format(request.precision).narrow
         and engine(request.engine).narrow_parameters
         and "in place of" in held.description
     )
-    if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
+    if not stored or not layout.zero:  # supported under Megatron's distributed optimizer only
         return []
     return ["--fp4-param-gather" if request.precision == "nvfp4" else "--fp8-param-gather"]
 
@@ -168,7 +168,7 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
         "--hidden-dropout 0",
         f"--norm-epsilon {model.norm_eps:g}",
         *given(
-            (window, f"--window-size {window - 1},0"),  # tokens to the left beside the query's own
+            (window, f"--window-size {window - 1},0"),  # tokens to the left, without the query's own
             (window and model.full_every, f"--window-attn-skip-freq {model.full_every}"),
             (window and model.full_first and not model.full_every, f"--window-attn-skip-freq {layers}"),
             (model.attention_sinks, "--softmax-type learnable"),
@@ -195,7 +195,7 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
 
 
 def _latent_flags(model: ModelConfig) -> list[str]:
-    """Multi-head latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
+    """Return the flags of latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
     latent, scaling = model.latent, model.rope_scaling
     if latent is None:
         return []
@@ -215,7 +215,7 @@ def _latent_flags(model: ModelConfig) -> list[str]:
 
 
 def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
-    """Experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
+    """Return the flags of experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
     moe = model.moe
     if moe is None:
         return []
@@ -231,7 +231,7 @@ def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
         "--moe-permute-fusion",
         f"--moe-router-score-function {moe.score}",
         *given(
-            # Megatron takes the softmax over the chosen experts, which sums to 1, unless told otherwise.
+            # By default Megatron takes the softmax over the chosen experts, which sums to 1.
             (not moe.normalize, "--moe-router-pre-softmax"),
             (moe.routed_scale != 1.0, f"--moe-router-topk-scaling-factor {moe.routed_scale:g}"),
             (moe.limits_groups, f"--moe-router-num-groups {moe.groups}"),
@@ -262,7 +262,7 @@ OFFLOAD_FLAGS = [
 def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
     first_less, last_less = fewer_layers_at_ends(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
     again = RECOMPUTE_FLAGS.get(layout.recompute.mode, [])
-    if layout.recompute.mode == "every":  # as many blocks, the first ones of every chunk
+    if layout.recompute.mode == "every":  # as many blocks, but the first ones of every chunk
         blocks = _chunk(model, layout) // layout.recompute.every
         again = ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
     fsdp = [  # Megatron FSDP

@@ -1,4 +1,4 @@
-"""A layout as the TOML job config of torchtitan 0.2, and the same as command-line options of 0.3."""
+"""A layout as the TOML job config of torchtitan 0.2, and as command-line options of 0.3."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBub
 
 
 NARROW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # Scales per row, which are the library's default and what published runs used; the output layer stays in bf16.
+    # Row scales are the library's default and were used in published runs; the output layer stays in bf16.
     "fp8": ("float8", {"recipe_name": "rowwise", "filter_fqns": ["output"]}, {"fqns": ["experts"]}),
     "mxfp8": (
         "mx", {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
         {"recipe_name": "mxfp8", "fqns": ["experts"]},
     ),
 }  # fmt: skip
-"""The kind of converter; its options for linear layers, and for grouped products."""
+"""By precision: the kind of converter, its options for linear layers, and those for grouped products."""
 
 
 def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
-    """The converters of linear layers, and of grouped products where there are experts."""
+    """Return the converters of linear layers and, where there are experts, of grouped products."""
     if precision not in NARROW:
         return {}
     kind, linear, of_experts = NARROW[precision]
@@ -37,7 +37,7 @@ def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Why its options cannot say this, or None."""
+    """Return why torchtitan's options cannot express this layout, or None."""
     known = {"full_first", "full_every", "attention_sinks"} | ({"ffn_bias"} if model.moe and model.moe.bias else set())
     others, stages = sorted(set(model.switched) - known), layout.pp * layout.virtual_stages
     zero, tp, cp, ep, latent, experts = layout.zero, layout.tp, layout.cp, layout.ep, model.latent, model.moe
@@ -70,11 +70,11 @@ def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
 
 
 FLAVORS = {"16B": "deepseek-v2-lite", "236B": "deepseek-v2", "671B": "deepseek-v3"}
-"""Of its `deepseek_v3`, and the catalogued models that they are."""
+"""Flavors of torchtitan's `deepseek_v3`, and the catalogued models that they are."""
 
 
 def _flavor(model: ModelConfig) -> str | None:
-    """The flavor with these dimensions; how far positions reach follows from the sequence there."""
+    """Return the flavor with these dimensions, or None; torchtitan derives the range of positions from the sequence."""
     free = {"name", "context", "rope_scaling", "dropout"}
     for flavor, name in FLAVORS.items():
         known = ModelConfig.named(name)
@@ -93,7 +93,7 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
     document: dict[str, Any] = {
         "optimizer": {"name": {"adam": "Adam"}.get(request.optimizer, "AdamW")},
         "training": {
-            # Per rank and accumulation step; a pipeline takes all its micro-batches at once.
+            # Per rank and accumulation step; a pipeline takes all micro-batches of a step at once.
             "local_batch_size": request.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch,
             "global_batch_size": request.global_batch,
             "seq_len": request.sequence,
@@ -119,7 +119,7 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         f"({model.key_value_heads} key/value), {model.ffn_size} feed-forward, vocabulary {model.vocab}{experts}",
     ]
     text = "\n".join(header) + "\n\n" + tomli_w.dumps(document)
-    # 0.3 has no degree of splitting an expert: whole ones only.
+    # 0.3 has no expert tensor parallelism: experts are whole.
     options = [] if model.moe is not None and layout.expert_tp > 1 else _options(document, layout)
     if options:
         text += "\n# torchtitan 0.3 has no TOML; after --module and --config of such a model:\n"
@@ -141,7 +141,7 @@ def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     if layout.ep > 1:
         result["expert_parallel_degree"] = layout.ep
         result["expert_tensor_parallel_degree"] = layout.expert_tp
-    if layout.cp > 1:  # all-to-all in a ring: of keys and values, not of heads
+    if layout.cp > 1:  # its "alltoall" rotates keys and values in a ring; it does not exchange heads
         result["context_parallel_rotate_method"] = "alltoall" if layout.cp_kind == "ring" else "allgather"
     if layout.pp > 1:
         chunks = layout.pp * layout.virtual_stages
@@ -166,7 +166,7 @@ def _recomputation(layout: Layout) -> dict[str, Any]:
 
 
 def _options(document: dict[str, Any], layout: Layout) -> list[str]:
-    """Command-line options of 0.3; none where it lost what 0.2 could say. The optimizer is its config's there."""
+    """Return command-line options of 0.3; none if it lacks an option that 0.2 had. Its config sets the optimizer."""
     gone = layout.recompute.mode == "every" or layout.cp_kind == "ring" or "quantize" in document
     if gone or document["optimizer"]["name"] != "AdamW":
         return []

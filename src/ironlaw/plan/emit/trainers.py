@@ -1,12 +1,12 @@
 """A chosen layout as another trainer's own options.
 
     trainer = trainer_named("torchtitan")
-    trainer.cannot(layout, model)            # None, or in one line why this layout cannot be written for it
+    trainer.cannot(layout, model)            # None, or one line on why this layout cannot be written for it
     emit("torchtitan", request, layout)          # {"trainer": .., "format": .., "text": .., "notes": [..]}
 
-What a trainer has no option for is refused, never approximated: options that run another layout than the planned one
-would make the plan wrong without anybody noticing. Every option name is checked by a test against those of a release
-(`tests/plan/option_names.toml`: torchtitan 0.2.2 and 0.3.0, Megatron core 0.20, DeepSpeed 0.19, Accelerate 1.15).
+A layout for which a trainer has no option is refused, never approximated: options of another layout would silently make
+the plan wrong. A test checks every option name against those of a release (`tests/plan/option_names.toml`: torchtitan
+0.2.2 and 0.3.0, Megatron core 0.20, DeepSpeed 0.19, Accelerate 1.15).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ironlaw.workload.layout import Layout
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """What another trainer is told of a plan."""
+    """A trainer's precisions, optimizers and writer of options."""
 
     name: str
     format: str
-    engine: str  # whose constants a plan for that trainer uses unless told otherwise
+    engine: str  # default engine of a plan for this trainer
     precisions: tuple[str, ...]
-    optimizers: tuple[str, ...]  # those that its options name, or that a script passes to it
-    excludes: Callable[[Layout, ModelConfig], str | None]  # why a layout cannot be written, or None
-    write: Callable[[ClusterRequest, Layout], tuple[str, list[str]]]  # the text, and notes that go with it
+    optimizers: tuple[str, ...]  # named by its options, or passed to it by a script
+    excludes: Callable[[Layout, ModelConfig], str | None]  # returns why a layout cannot be written, or None
+    write: Callable[[ClusterRequest, Layout], tuple[str, list[str]]]  # returns the text and notes on it
 
     def cannot(self, layout: Layout, model: ModelConfig, optimizer: str = "adamw") -> str | None:
-        """Why these options cannot say the layout of this model under this optimizer, or None."""
+        """Return why the options cannot express the layout of this model with this optimizer, or None."""
         if self.name == "megatron" and optimizer == "muon" and layout.zero >= 2:
             return "its FSDP has the optimizers adam and sgd only: use zero=0 or 1"
         return self.excludes(layout, model)
 
     def check(self, request: ClusterRequest, layout: Layout | None) -> None:
-        """UserError when these options cannot name the precision or the optimizer, or say the layout."""
+        """Raise UserError if the options cannot express the precision, the optimizer or the layout."""
         for kind, word, known in (
             ("precision", request.precision, self.precisions),
             ("optimizer", request.optimizer, self.optimizers),
@@ -66,7 +66,7 @@ def trainer_named(name: str) -> TrainerOptions:
 
 
 def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
-    """The options of trainer `name`. UserError when they cannot say this layout."""
+    """Return the options of trainer `name`. Raises UserError if they cannot express this layout."""
     trainer = trainer_named(name)
     trainer.check(request, layout)
     text, notes = trainer.write(request, layout)
@@ -74,7 +74,7 @@ def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
 
 
 def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
-    """A config file of our own trainer."""
+    """Return a config file of our own trainer, and notes."""
     document: dict[str, Any] = {
         "model": request.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
         "train": {

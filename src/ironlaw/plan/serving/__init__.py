@@ -1,1 +1,1 @@
-"""Serving, planned: what a prompt and a token take, how many requests fit, and what they cost."""
+"""Plans of serving: seconds of a prompt and of a token, the number of requests that fit, and their cost."""

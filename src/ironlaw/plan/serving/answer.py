@@ -1,7 +1,7 @@
-"""`ironlaw plan WHAT --serve REQUEST`: on given devices the plan, without any the cheapest that serve it.
+"""`ironlaw plan WHAT --serve REQUEST`: the plan on given devices, or without any the cheapest devices for the request.
 
-Every candidate is one copy of the model on 1, 2, 4, 8 devices of a kind, at the most requests at once whose token time
-and waiting stay within the limits; copies follow from the rate. Closed forms choose, `simulate.py` checks the choice.
+A candidate is one copy of the model on 1, 2, 4 or 8 devices of a kind, with the most requests at once within the limits
+on token time and waiting; the rate gives the number of copies. Closed forms choose, `simulate.py` checks the choice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ironlaw.plan.serving.timing import at_concurrency
 
 DEVICES_OF_A_COPY = (1, 2, 4, 8)
 BUSY = 0.85
-"""Of a copy's rate that arrivals at random may ask of it: beyond, queues grow without bound. Assumed."""
+"""Share of a copy's rate that random arrivals may use: beyond it, queues grow without bound. Assumed."""
 
-TRIED = 12  # candidates that are played before nothing is found to hold
+TRIED = 12  # candidates that are simulated before the search gives up
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """requests: at once, per copy. usd_each: of a device and hour; None where no price is known."""
+    """One way to serve a request. requests: at once, per copy; usd_each: per device and hour, None if not known."""
 
     served: Served
     requests: int
@@ -47,12 +47,12 @@ class Candidate:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of all devices."""
+        """The cost of all devices per hour."""
         return None if self.usd_each is None else self.usd_each * self.served.devices
 
     @property
     def usd_per_million(self) -> float | None:
-        """Output tokens, all copies as busy as planned."""
+        """The cost per million output tokens, with all copies as busy as planned."""
         return usd_per_million(self.usd_per_hour, self.tokens_per_second * self.served.layout.replicas)
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Candidate:
 
 
 def usd_per_hour(device: Accelerator, given: float | None = None) -> float | None:
-    """The lowest catalogued rent of one, or the given."""
+    """Return the given price of one device, else its lowest catalogued rent, else None."""
     if given is not None:
         return given
     known = price(device)
@@ -73,12 +73,12 @@ def usd_per_hour(device: Accelerator, given: float | None = None) -> float | Non
 
 
 def usd_per_million(usd_per_hour: float | None, tokens_per_second: float) -> float | None:
-    """Output tokens; None without a price, or where nothing is served."""
+    """Return the cost per million output tokens; None without a price, or if nothing is served."""
     return usd_per_hour / 3600 / tokens_per_second * 1e6 if usd_per_hour and tokens_per_second else None
 
 
 def joules_per_million(served: Served, tokens_per_second: float) -> float | None:
-    """Of the devices alone, at the share of their limit that kernels draw."""
+    """Return the devices' joules per million tokens, at the share of their power limit that kernels draw; or None."""
     watts = served.device.tdp_watts
     if watts is None or tokens_per_second <= 0:
         return None
@@ -86,7 +86,7 @@ def joules_per_million(served: Served, tokens_per_second: float) -> float | None
 
 
 def frontier(served: Served, request: ServeRequest, given_price: float | None = None) -> list[Candidate]:
-    """Requests at once from 1 to as many as fit, by powers of two: waiting against throughput."""
+    """Return candidates with 1, 2, 4, ... requests at once, up to those that fit: waiting against throughput."""
     found, requests, most = [], 1, served.most_requests(request)
     while requests <= most:
         found.append(_candidate(served, request, requests, given_price))
@@ -98,9 +98,9 @@ def search_serving(
     model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], request: ServeRequest, *,
     devices: Iterable[str] | None = None, given_price: float | None = None,
 ) -> tuple[Candidate, list[Candidate], dict[str, int]]:  # fmt: skip
-    """The cheapest that holds, those next to it, and how many were ruled out by what.
+    """Return the cheapest candidate within the limits, the next ones, and the number ruled out by each reason.
 
-    Without `devices`, all catalogued ones with a price. UserError where nothing serves the request.
+    Without `devices`, all catalogued ones with a price are tried. Raises UserError if none serves the request.
     """
     ruled_out: Counter[str] = Counter()
     found = []
@@ -149,13 +149,13 @@ def _forms(
 
 
 def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
-    """Copies of a model on so many devices each: every matrix divided, or layers one after another by llama.cpp."""
+    """Return the layout of copies on `devices` each: every matrix divided, or in llama.cpp a pipeline of layers."""
     tp, pp = (1, devices) if engine.family == "gguf" else (devices, 1)
     return ServingLayout(devices=devices, tp=tp, pp=pp, replicas=replicas)
 
 
 def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
-    """The most requests at once that the limits allow, and as many copies as the rate needs."""
+    """Return the candidate with the most requests at once within the limits, and as many copies as the rate needs."""
     best, requests, most = None, 1, served.most_requests(request)
     while requests <= most:
         candidate = _candidate(served, request, requests, given_price)
@@ -185,7 +185,7 @@ def _candidate(served: Served, request: ServeRequest, requests: int, given_price
 
 
 def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> list[Candidate]:
-    """The cheapest of each other device."""
+    """Return the cheapest candidate of each other device."""
     best: dict[str, Candidate] = {}
     for candidate in found:
         best.setdefault(candidate.served.device.name, candidate)
@@ -199,7 +199,7 @@ GAUDI = ("gaudi2", "gaudi3")
 
 
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
-    """UserError for what cannot be planned; `fits` is False where limits or memory do not hold."""
+    """Plan a `--serve` request. Raises UserError if it cannot be planned; `fits` is False if limits or memory fail."""
     options.refuse_beside(SERVED)
     request = parse_request(text)
     if request.length > model.context:
@@ -243,7 +243,7 @@ def _engine(options: Options, on: str | None, assumed: list[Assumption]) -> Serv
         return serving_engine(said)
     weights = (options.weights or "").lower()
     device = accelerator(_place(on)[1]) if on is not None else None
-    # Devices that vLLM does not serve from: processors, Apple's chips, neural units.
+    # Devices that vLLM does not support: processors, Apple's chips, neural units.
     small = device and device.vendor not in ("nvidia", "amd", "google") and device.generation not in GAUDI
     name = GGUF_ENGINE if re.match(r"i?q\d|.*gguf", weights) or small else DEFAULT_ENGINE
     assumed.append(Assumption("engine", name, "usual for such weights and devices", "--engine"))
@@ -273,7 +273,7 @@ def _place(on: str) -> tuple[int, str]:
 def _given(
     model: ModelConfig, on: str, engine: ServingEngine, formats: Formats, layout: str | None, request: ServeRequest
 ) -> Served:
-    """One copy on as few of the devices as hold it, and copies on the rest, unless a layout is given."""
+    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each that fit."""
     count, name = _place(on)
     device = accelerator(name)
     if layout:
@@ -290,7 +290,7 @@ def _given(
 
 
 def _better(served: Served, than: Served, request: ServeRequest) -> bool:
-    """Fits where the other does not; holds the limits, or else is faster for one request."""
+    """Return whether `than` does not fit, or has less throughput under a rate without limits, else slower tokens."""
     if not than.fits_request(request):
         return True
     if request.tpot is None and request.ttft is None and request.rate is not None:

@@ -1,11 +1,11 @@
-"""What serving a model asks of hardware, in numbers: weights by how often they are read, cache per token, attention.
+"""Demand of a served model on hardware: weights by how often they are read, cache per token, FLOPs of attention.
 
     demand = demand_of(ModelConfig.named("llama3-70b"))
-    demand.cached                # elements a token leaves in the cache, all layers
+    demand.cached                # elements that a token adds to the cache, all layers
     demand.touched(tokens=32)    # expert weights that a pass over 32 tokens reads, on average
 
-`workload/serving.py` lists the same pass operation by operation; `tests/plan/serving` holds the sums against it.
-Everything may be an array over many models, which is how constants are fitted.
+`workload/serving.py` lists the same pass operation by operation; `tests/plan/serving` checks the sums against it.
+Every number may be an array over many models, as in the fit of constants.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Number = Any
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one model, or of many."""
+    """Demand of one model, or of many as arrays."""
 
     layers: Number
     hidden: Number
     vocab: Number
     dense: Number  # weights that every pass reads: all but the embedding table and experts
-    table: Number  # weights of the embedding table where it is not the output layer's too
+    table: Number  # weights of the embedding table, unless the output layer shares it
     head: Number  # weights of the output layer, within `dense`
-    experts: Number  # weights of all routed experts; 0 without
-    expert_share: Number  # experts a token visits over experts of a layer
-    cached: Number  # elements of keys and values (or the narrow vector of latent attention) a token leaves, all layers
-    windowed: Number  # share of them in layers that keep `window` tokens only
+    experts: Number  # weights of all routed experts; 0 if there are none
+    expert_share: Number  # experts chosen per token over experts of a layer
+    cached: Number  # cached elements per token, all layers: keys and values, or latent attention's narrow vector
+    windowed: Number  # share of the layers that keep `window` tokens only
     window: Number
     heads_cached: Number  # key/value heads, the most ranks that can divide the cache (1 of latent attention)
-    pair_flops: Number  # of a query and a key that it sees, all heads and layers
-    chosen: Number = 0.0  # experts a token visits in a layer
-    expert_layers: Number = 0.0  # layers that have some
+    pair_flops: Number  # FLOPs of a query and a visible key, all heads and layers
+    chosen: Number = 0.0  # experts chosen per token and layer
+    expert_layers: Number = 0.0  # layers with experts
 
     @property
     def parameters(self) -> Number:
@@ -48,20 +48,20 @@ class Demand:
 
     @property
     def active(self) -> Number:
-        """Weights that one token is multiplied by."""
+        """Weights used for one token."""
         return self.dense + self.experts * self.expert_share
 
     def touched(self, tokens: Number) -> Number:
-        """Expert weights that a pass over so many tokens reads, where tokens choose independently."""
+        """Return the expert weights that a pass over `tokens` reads, if tokens choose independently."""
         return self.experts * (1.0 - (1.0 - self.expert_share) ** tokens)
 
     def cached_tokens(self, length: Number) -> Number:
-        """Tokens of a sequence that the cache holds, as a mean over layers: windows keep no more than they see."""
+        """Return the tokens of a sequence in the cache, as a mean over layers: a windowed layer keeps its window."""
         return length - self.windowed * np.maximum(length - self.window, 0.0)
 
 
 def demand_of(model: ModelConfig) -> Demand:
-    """The sums over a model's parameters and layers."""
+    """Return the sums over a model's parameters and layers."""
     experts = dense = 0
     table = 0
     for parameter in model_parameters(model):
@@ -72,13 +72,13 @@ def demand_of(model: ModelConfig) -> Demand:
         else:
             dense += parameter.elements
     head = model.vocab * model.hidden
-    if model.tied:  # read whole by the output layer
+    if model.tied:  # the output layer reads the whole table
         table, dense = table - head, dense + head
     windowed = sum(model.sliding_window is not None and model.is_windowed(layer) for layer in range(model.layers))
     latent = model.latent
     width = 2 * model.key_value_size if latent is None else latent.down_size
     query, mixed = model.query_size, model.mixed_size
-    if latent is not None:  # absorbed: a head's query meets the narrow vector itself (arXiv 2405.04434, 2.1.2)
+    if latent is not None:  # absorbed: a head's query multiplies the narrow vector itself (arXiv 2405.04434, 2.1.2)
         query, mixed = model.heads * latent.down_size, model.heads * latent.key_value_rank
     moe = model.moe
     return Demand(

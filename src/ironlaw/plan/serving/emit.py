@@ -1,4 +1,4 @@
-"""A planned server as another engine's own command line. Sources: the engines' command references, as of 2026."""
+"""A planned server as another engine's command line. Sources: the engines' command references, as of 2026."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _CACHES = {
     "llama.cpp": {"int8": "q8_0", "q8_0": "q8_0"},
 }  # fmt: skip
 _PLAIN = ("bf16", "fp16", "fp8")
-"""Formats that an engine makes of the published checkpoint while it loads it."""
+"""Formats to which an engine converts the published checkpoint while loading it."""
 
 
 def emit_serving(target: str, served: Served, request: ServeRequest) -> str:
-    """One shell line. UserError for an engine that is not known, or cannot run what is planned."""
+    """Return one shell line. Raises UserError for an unknown engine, or one that cannot run the plan."""
     makers: dict[str, Callable[[Served, ServeRequest], list[str]]] = {
         "vllm": _vllm, "sglang": _sglang, "tensorrt-llm": _tensorrt, "llama.cpp": _llama
     }  # fmt: skip
@@ -43,7 +43,7 @@ def emit_serving(target: str, served: Served, request: ServeRequest) -> str:
 
 
 def emit_notes(target: str, served: Served) -> list[str]:
-    """What a command line does not say."""
+    """Return notes on what the command line does not express."""
     stored, notes, name = served.formats.weights, [str(served.layout)], repository(served.model.name)
     if target == "tensorrt-llm" and served.formats.cache == "fp8":
         notes.append("an fp8 cache is set in the file of --config: kv_cache_config: {dtype: fp8}")
@@ -83,7 +83,7 @@ def _vllm(served: Served, request: ServeRequest) -> list[str]:
 
 
 def _sglang(served: Served, request: ServeRequest) -> list[str]:
-    """Its tp counts the ranks of all copies of attention."""
+    """SGLang's tp counts the ranks of all copies of attention."""
     layout, cache = served.layout, served.formats.cache
     shares = layout.attention_dp > 1
     return given(
@@ -115,7 +115,7 @@ def _tensorrt(served: Served, request: ServeRequest) -> list[str]:
 
 
 def _llama(served: Served, request: ServeRequest) -> list[str]:
-    """Its slots share one context: so many requests of the longest each."""
+    """llama.cpp's slots share one context, so its size is the number of requests times the longest."""
     if served.layout.tp > 1:
         raise UserError("--emit llama.cpp: it holds layers one after another: plan with --engine llama.cpp")
     wanted = math.ceil((request.concurrency or 4) / served.layout.replicas)
@@ -130,5 +130,5 @@ def _llama(served: Served, request: ServeRequest) -> list[str]:
 
 
 def _longest(served: Served, request: ServeRequest) -> int:
-    """Twice the mean length, which lengths at random seldom pass; no more than the model takes."""
+    """Return twice the mean length, which random lengths seldom exceed, at most the model's context."""
     return min(served.model.context, 2 * request.length)

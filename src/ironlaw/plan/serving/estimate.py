@@ -1,4 +1,4 @@
-"""A served model on given devices: its ledger, with the keys that a measured server's has, and what follows from it.
+"""The plan of a served model on given devices, as a ledger with the keys of a measured server's.
 
 ledger = plan_serving(Served(model, device, engine, layout, formats), parse_request("input=1024 output=256 rate=4"))
 ledger.totals["ttft_seconds"], ledger.totals["tpot_seconds"], ledger.totals["kv_tokens"]
@@ -30,12 +30,12 @@ from ironlaw.plan.serving.timing import (
 )
 
 BLOCK_TOKENS = 16
-"""Of a page of the cache, in vLLM and TensorRT-LLM's default."""
+"""Tokens of a page of the cache: the default of vLLM and TensorRT-LLM."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests."""
+    """A model on devices: one copy uses `layout.devices` of them, `layout.replicas` copies share the requests."""
 
     model: ModelConfig
     device: Accelerator
@@ -43,9 +43,9 @@ class Served:
     layout: ServingLayout
     formats: Formats
     budget: int = BUDGET_TOKENS
-    drafted: int = 0  # tokens for every pass
-    acceptance: float = 0.0  # the chance that one of them stands
-    draft: ModelConfig | None = None  # the model that drafts them; None: n-grams
+    drafted: int = 0  # tokens per pass
+    acceptance: float = 0.0  # probability that a drafted token is accepted
+    draft: ModelConfig | None = None  # the draft model; None: n-grams
 
     @cached_property
     def system(self) -> System:
@@ -58,7 +58,7 @@ class Served:
 
     @cached_property
     def kv_tokens(self) -> float:
-        """Of one copy; below 0 where the weights do not fit."""
+        """Tokens that the cache of one copy holds; below 0 if the weights do not fit."""
         return float(room_tokens(self.system, self.engine.memory_fraction, self.engine.of_free))
 
     @property
@@ -70,14 +70,14 @@ class Served:
         return self.layout.devices * (self.layout.replicas + self.layout.prefill)
 
     def lanes(self, request: ServeRequest) -> int:
-        """Batches under way at once: of each copy, and of each part of a pipeline that there is room for a request in.
-        llama.cpp has one through all."""
+        """Return the batches in progress at once: one per copy and pipeline stage for which a request fits; in
+        llama.cpp one per copy."""
         parts = self.layout.pp if self.engine.family == "gpu" else 1
         return self.layout.replicas * max(1, min(parts, self.most_requests(request)))
 
     def most_requests(self, request: ServeRequest) -> int:
-        """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
-        longest; pages are handed out as they are needed, and only the last is partly empty."""
+        """Return the requests whose caches fit at full length, at most those that the engine decodes at once.
+        Contiguous caches reserve the full length; pages are allocated as needed, and only the last is partly empty."""
         kept = float(self.system.demand.cached_tokens(request.length))
         if self.engine.paged:
             kept = math.ceil(kept / BLOCK_TOKENS) * BLOCK_TOKENS
@@ -94,7 +94,7 @@ class Served:
 
 
 def plan_serving(served: Served, request: ServeRequest) -> Ledger:
-    """Totals per copy unless their name says otherwise; `facts["fits"]` is False where nothing can be served."""
+    """Return the plan. Totals are per copy unless their basis says otherwise; `facts["fits"]`: whether it can serve."""
     ledger = Ledger("plan", facts=_facts(served, request))
     ledger.memory = _memory(served, request)
     ledger.totals |= _capacity(served, request)
@@ -122,7 +122,7 @@ def plan_serving(served: Served, request: ServeRequest) -> Ledger:
 
 
 def interval(kind: str, served: Served) -> tuple[float, float]:
-    """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, first (token, under
+    """Return the factors on seconds between which 80% of measurements lie; `kind`: decode, prompt, first (token, under
     load), requests, unlimited."""
     low, high = interval_of(served.engine, served.device, kind)
     return math.exp(low), math.exp(high)
@@ -193,11 +193,11 @@ PARTS = {
                 "prompts: shared prefixes, a smaller budget of new tokens where answers must not stall, more copies"),
     "host": (Phase.HOST, Kind.HOST, "overhead", "the host: scheduling and sampling beside the device"),
 }  # fmt: skip
-"""Of a step: the line of the ledger that it is, and what would shorten it."""
+"""Parts of a step: phase, kind and bound of the ledger's line, and advice to shorten it."""
 
 
 def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
-    """Of a mean engine step: the phases of a measured server, and within decode what binds it."""
+    """Add the lines of a mean engine step, with the phases of a measured server and the parts of decode."""
     spent = played.seconds
     decoding = sum(seconds for name, seconds in spent.items() if name not in ("prompts", "host"))
     ledger.phase_seconds = {
@@ -236,7 +236,7 @@ def _stored(formats: Formats) -> str:
 
 
 def _memory(served: Served, request: ServeRequest) -> list[MemoryLine]:
-    """Of all devices of one copy."""
+    """Return the memory lines of one copy, over all its devices."""
     system = served.system
     cache = max(served.kv_tokens, 0.0) * float(system.token_bytes)
     workspace = float(system.workspace_bytes) * served.layout.devices
@@ -264,7 +264,7 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
 
 
 def _limits(played: Played, request: ServeRequest, copies: int) -> dict[str, Any]:
-    """What was asked for, what is planned, and whether it holds."""
+    """Return each requested limit with its planned value, and whether it holds."""
     ttft, tpot, rate = played.ttft_seconds["p90"], played.tpot_seconds["mean"], played.requests_per_second * copies
     asked = (
         ("ttft", request.ttft, ttft, request.ttft and ttft <= request.ttft),
@@ -279,7 +279,7 @@ def _limits(played: Played, request: ServeRequest, copies: int) -> dict[str, Any
 
 
 def _binds(played: Played, served: Served, request: ServeRequest) -> dict[str, Any]:
-    """The largest part of a step, and what would shorten it."""
+    """Return the largest part of a step, and advice to shorten it."""
     total = sum(played.seconds.values())
     name = max(played.seconds, key=lambda part: played.seconds[part])
     if not played.keeps_up:

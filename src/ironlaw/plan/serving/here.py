@@ -1,13 +1,13 @@
-"""Passes of our own engine on this machine: the operations of `workload/serving.py`, timed by the measured curves.
+"""Times of our own engine's passes on this machine: operations of `workload/serving.py`, timed by measured curves.
 
     clock = MeasuredClock(model, load_profile(), "fp32", passes)
-    clock.parts(decoding=8, length=300.0, new=0)      # seconds by what they are spent on
+    clock.parts(decoding=8, length=300.0, new=0)      # seconds of a step by part
     replay(clock, requests, at_once=8, ...)           # of `simulate.py`: a whole load of this engine
 
-The server times some passes when it starts (`serve/warmup.py`): a line through them says how long a pass of so many
-tokens takes, curves how much longer or shorter it is where chunks or caches have another length.
-What a cached token adds is the difference between passes behind short and long caches.
-Without them the curves stand alone, and what the host does between passes is not planned.
+The server times some passes when it starts (`serve/warmup.py`). A line through them gives the seconds of a pass by its
+tokens; the curves scale them to other lengths of chunks or caches. The time of a cached token is the difference between
+passes with short and long caches. Without timed passes the curves are used alone, and the host's work between passes is
+not planned.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.demand import demand_of
 from ironlaw.workload.serving import Chunk, forward_pass
 
-LENGTHS = 64  # tokens: passes behind caches of nearly the same length take the same time
-ROWS_READ = 32  # products of fewer are bound by reading the weights; with more, few bits save nothing
+LENGTHS = 64  # tokens to which cache lengths are rounded: passes of nearly the same length take the same time
+ROWS_READ = 32  # products of fewer rows are bound by reading weights; with more rows, narrow weights save nothing
 
 
 class MeasuredClock:
-    """`weights`: the format they are held in. Of one that this machine was not measured in, products take as long as
-    in `precision`, and those of few rows as much less as there are fewer bytes to read. `passes`: as
-    `serve/warmup.py` notes them."""
+    """Times of passes on this machine. `weights`: their stored format. If the machine was not measured in it, products
+    take the time of `precision`, and those of few rows less, in proportion to the bytes read. `passes`: as recorded
+    by `serve/warmup.py`."""
 
     def __init__(
         self, model: ModelConfig, profile: Profile, weights: str, passes: Sequence[Mapping[str, Any]] = ()
@@ -52,8 +52,8 @@ class MeasuredClock:
         self.token_seconds = self._token_seconds()
 
     def _token_seconds(self) -> float | None:
-        """Of a cached token in a decoding pass, where passes of as many requests behind caches of other lengths were
-        timed; else curves say it."""
+        """Return the seconds per cached token of a decoding pass. None, so that curves give it, unless passes with
+        different cache lengths and equally many requests were timed."""
         same = [(a, b) for a, b in combinations(self.passes["decode"], 2) if a["tokens"] == b["tokens"]]
         more = [a["tokens"] * float(self.holds(b["length"]) - self.holds(a["length"])) for a, b in same]
         longer = [b["model_seconds"] - a["model_seconds"] for a, b in same]
@@ -65,7 +65,7 @@ class MeasuredClock:
         return max(0.0, float(p["model_seconds"]) - (reading if p["phase"] == "decode" else 0.0))
 
     def _alike(self, p: Mapping[str, Any], tokens: int) -> float:
-        """What curves say of a pass as `p` over so many tokens."""
+        """Return the curves' seconds of a pass like `p` over `tokens` tokens."""
         if p["phase"] == "decode":
             return self._seconds([Chunk(1, round(p["length"]) if self.token_seconds is None else 0)] * tokens)
         size = p["tokens"] // p["requests"]
@@ -76,7 +76,7 @@ class MeasuredClock:
         if not timed:
             return seconds
         line, most = self._at(phase, tokens, [self._took(p) for p in timed]), timed[-1]
-        is_line = timed[0]["tokens"] < most["tokens"]  # else curves alone say how a pass grows with its tokens
+        is_line = timed[0]["tokens"] < most["tokens"]  # else curves alone give the growth with the tokens
         return line * seconds / self._alike(most, tokens if is_line else most["tokens"])
 
     def _decode(self, decoding: int, length: float) -> float:
@@ -85,13 +85,13 @@ class MeasuredClock:
         return self._pass("decode", [Chunk(1, behind)] * decoding) + reading
 
     def parts(self, decoding: int, length: float, new: int, cached: float = 0.0, prompts: int = 1) -> dict[str, float]:
-        """Seconds of a token of each of `decoding` sequences behind `length` others, and of `new` tokens of so many
-        prompts beside them: decode, prompts, and, where passes were timed, sampling and host."""
+        """Return the seconds of a step by part: a token for each of `decoding` sequences with `length` cached tokens,
+        and `new` tokens of `prompts` prompts. Parts: decode, prompts and, if passes were timed, sample and host."""
         key = (decoding, round(length / LENGTHS), new, prompts)
         if key not in self.known:
             tokens, chunks = [Chunk(1, key[1] * LENGTHS)] * decoding, [Chunk(max(1, new // max(1, prompts)))] * prompts
             found = {"decode": self._decode(decoding, key[1] * LENGTHS) if decoding else 0.0, "prompts": 0.0}
-            if new:  # what they add to a pass over all tokens, whose weights and launches decoding alone has too
+            if new:  # their increase over decoding alone, which has the weights and launches already
                 found["prompts"] = max(0.0, self._pass("prefill", [*tokens, *chunks]) - found["decode"])
             phase, count = ("decode", decoding) if decoding else ("prefill", new)
             for part in ("sample", "host"):
@@ -101,7 +101,7 @@ class MeasuredClock:
         return self.known[key]
 
     def _at(self, phase: str, tokens: int, values: Sequence[float]) -> float:
-        """On the line through what some passes were timed at, extended as steeply as all of them rise together."""
+        """Return the value on the line through the timed passes, beyond them with the slope of a fit to all."""
         by_tokens: dict[int, list[float]] = {}
         for one, value in zip(self.passes[phase], values, strict=True):
             by_tokens.setdefault(one["tokens"], []).append(value)

@@ -1,13 +1,13 @@
-"""What engines attain on devices: a base constant and the effects of engine, generation and format on it.
+"""Rates that engines attain on devices: a base constant plus effects of engine, generation and format.
 
     rates = rates_of(serving_engine("vllm"), accelerator("h200"), "bf16")
-    rates.weights        # of the memory's nominal rate, while weights are read
+    rates.weights        # fraction of the memory's nominal rate, while reading weights
     rates.layer_seconds  # launches and small kernels of a layer
 
-A constant is `base` plus the effects that apply, then a logistic function (fractions of a nominal rate) or an
-exponential (seconds, counts). Effects are fitted with a penalty on their size, so that what few measurements support
-stays near the base, and an engine or a generation that nobody measured takes the base (`benchmarks/fit_serving.py`,
-`constants.toml`; data: `docs/plan-serving.md`).
+A constant is a logistic function (fractions of a nominal rate) or an exponential (seconds, counts) of the sum of `base`
+and the effects that apply. Effects are fitted with a penalty on their size, so that those with few measurements are
+small, and an unmeasured engine or generation gets the base (`benchmarks/fit_serving.py`, `constants.toml`; data:
+`docs/plan-serving.md`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ironlaw.catalog.figures import unknown
 from ironlaw.files import read_toml
 from ironlaw.plan.serving.demand import Number
 
-LATEST = 2026  # releases whose year is not said
+LATEST = 2026  # the year of releases that state none
 
 FRACTIONS = ("weights", "products", "cache", "attention")
 """Constants that are fractions of a nominal rate."""
@@ -33,26 +33,26 @@ FRACTIONS = ("weights", "products", "cache", "attention")
 
 @cache
 def read(name: str) -> dict[str, Any]:
-    """A data file of this room."""
+    """Return the content of a data file of this package."""
     return read_toml(Path(__file__).with_name(name))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one engine on one device, or of many."""
+    """Constants of one engine on one device, or of many as arrays."""
 
-    weights: Number  # of the memory's rate, reading weights
-    products: Number  # of the dense peak of the format, long prompts
-    decode_products: Number  # factor on that where a pass has a token per sequence
-    cache: Number  # of the memory's rate, reading keys and values
-    attention: Number  # of the dense 16-bit peak, attention of prompts
-    layer_seconds: Number  # of every layer of every pass: launches, small kernels
-    step_seconds: Number  # of every decoding pass: scheduling, sampling, host
-    prompt_seconds: Number  # of every prompt pass, likewise
-    ramp_tokens: Number  # tokens whose products a prompt pass loses to filling the machine
-    collective_seconds: Number  # latency of one sum over tensor parallel ranks
-    most_requests: Number  # sequences an engine decodes at once, room for their caches given
-    throughput: Number  # factor on the rate of requests with no limit on how many wait
+    weights: Number  # fraction of the memory's rate, reading weights
+    products: Number  # fraction of the format's dense peak, long prompts
+    decode_products: Number  # factor on `products` for passes with one token per sequence
+    cache: Number  # fraction of the memory's rate, reading keys and values
+    attention: Number  # fraction of the dense 16-bit peak, attention of prompts
+    layer_seconds: Number  # per layer and pass: launches, small kernels
+    step_seconds: Number  # per decoding pass: scheduling, sampling, host
+    prompt_seconds: Number  # per prompt pass, likewise
+    ramp_tokens: Number  # extra tokens whose products a prompt pass spends on filling the device
+    collective_seconds: Number  # latency of one all-reduce over tensor parallel ranks
+    most_requests: Number  # sequences an engine decodes at once, if their caches fit
+    throughput: Number  # factor on the rate of requests with an unlimited queue
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -63,22 +63,22 @@ class ServingEngine:
     """One entry of `engines.toml`."""
 
     name: str
-    key: str  # whose effects apply
+    key: str  # the engine whose effects apply
     # "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
     family: str = "gpu"
-    paged: bool = True  # the cache is handed out in blocks; else every sequence reserves its longest
-    memory_fraction: float = 0.9  # of the device's memory, that weights and cache may take
-    of_free: bool = False  # that fraction is one of what weights leave
+    paged: bool = True  # the cache is allocated in blocks; False: every sequence reserves its full length
+    memory_fraction: float = 0.9  # of the device's memory, for weights and cache
+    of_free: bool = False  # that fraction applies to the memory left by the weights
     # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
     # them from a compiled language.
     host: str = "graphs"
     emit: str = ""
-    # Rows of logits it makes room for before it hands out the cache, on small and on large devices.
+    # Rows of logits for which it reserves memory before it allocates the cache, on small and on large devices.
     sampled: Sequence[int] = (0, 0)
 
 
 def serving_engine(name: str) -> ServingEngine:
-    """By its name or another name it goes by; UserError with the nearest for others."""
+    """Return the engine of a name or alias. Raises UserError with the nearest name for others."""
     table = read("engines.toml")
     typed = name.strip().lower()
     for key, entry in table.items():
@@ -91,11 +91,11 @@ def effect_names(
     engine: ServingEngine, device: Accelerator, weights: str, backend: str = "", year: int = LATEST,
     experts: bool = False,
 ) -> dict[str, str]:  # fmt: skip
-    """The name under which each kind of effect is looked up; "" where it has none.
+    """Return the name under which each kind of effect is looked up; "" for none.
 
-    host: how an engine drives the device; release: up to 2024, or after, of any engine; age: of this one; class:
-    devices of a generation; vendor: of a vendor's, by kind of memory; pair, side: of an engine's family on a class, on
-    a vendor's; kernel: of an engine for a format; mixture: of experts.
+    host: how the engine drives the device; release: any engine up to 2024, or after; age: the same of this engine;
+    class: devices of a generation; vendor: a vendor's devices by kind of memory; pair, side: an engine (or its family)
+    on a class, on a vendor's devices; kernel: an engine's kernel for a format; mixture: experts on an engine.
     """
     family, own = format_family(weights), engine.family == "gguf"
     kind, release = device_class(device), "2024" if year <= 2024 else "2025"
@@ -116,7 +116,7 @@ def effect_names(
 
 
 def format_family(weights: str) -> str:
-    """Formats whose kernels are alike: 16, fp8, int8, fp4, int4, exl2, or of GGUF by bits (q2 to q8, iq2 to iq4)."""
+    """Return the group of formats with similar kernels: 16, fp8, int8, fp4, int4, exl2, or GGUF's by bits."""
     name = weights.lower()
     if name in ("bf16", "fp16", "f16-gguf", "full_prec", "fp32"):
         return "16"
@@ -133,14 +133,14 @@ def format_family(weights: str) -> str:
 TOGETHER = {
     "rdna": "rdna", "cdna": "cdna", "gaudi": "gaudi", "apple": "apple", "ampere_graphics": "ampere-gddr",
 }  # fmt: skip
-"""Generations that share their effects, by how their names begin."""
+"""Classes of generations that share effects, by the start of their names."""
 
 APART = ("ampere", "blackwell")
-"""Generations of two kinds of chips: those with HBM have other matrix units and kernels than those without."""
+"""Generations with two kinds of chips: those with HBM have other matrix units and kernels than those without."""
 
 
 def device_class(device: Accelerator) -> str:
-    """Devices that share their effects: a generation, several of them, or a part of one."""
+    """Return the class of devices that share effects: a generation, several of them, or a part of one."""
     generation = device.generation
     if generation in APART and not (device.memory_kind or "").startswith("HBM"):
         return f"{generation}-gddr"
@@ -151,11 +151,11 @@ VENDORS = {
     "cpu": ("cpu",), "apple": ("apple",), "amd": ("rdna", "cdna"), "intel": ("xe",),
     "other": ("gaudi", "sn40l", "tpu", "trainium", "hexagon"),
 }  # fmt: skip
-"""By how a device's class begins; all others are NVIDIA's, with HBM and without."""
+"""Vendors by the start of a device's class; all others are NVIDIA's, with HBM and without."""
 
 
 def vendor(device: Accelerator) -> str:
-    """Devices whose effects are alike, more widely than a class: what nobody measured takes after its vendor's."""
+    """Return a wider group than a class: unmeasured devices get the effects of their vendor's."""
     kind = device_class(device)
     known = next((name for name, starts in VENDORS.items() if kind.startswith(starts)), None)
     return known or ("nvidia-hbm" if (device.memory_kind or "").startswith("HBM") else "nvidia-gddr")
@@ -165,7 +165,7 @@ def rates_of(
     engine: ServingEngine, device: Accelerator, weights: str, backend: str = "", year: int = LATEST,
     experts: bool = False,
 ) -> Rates:  # fmt: skip
-    """The constants of one engine on one device, weights in one format."""
+    """Return the constants of one engine on one device, with weights in one format."""
     names = effect_names(engine, device, weights, backend, year, experts)
     table, found = read("constants.toml"), {}
     for name in NAMES:
@@ -175,7 +175,7 @@ def rates_of(
 
 
 def is_measured(engine: ServingEngine, device: Accelerator) -> bool:
-    """Whether constants of this engine, on such devices, were learned from measurements."""
+    """Return whether measurements of this engine and of such devices took part in the fit."""
     known = read("constants.toml")["evidence"]
     pair = effect_names(engine, device, "bf16")["pair"]
     return engine.key in known["engines"] and any(
@@ -184,13 +184,13 @@ def is_measured(engine: ServingEngine, device: Accelerator) -> bool:
 
 
 def interval_of(engine: ServingEngine, device: Accelerator, kind: str) -> tuple[float, float]:
-    """Natural logarithms of measured over planned seconds between which 80% lie; `kind`: decode, prompt, first (token,
-    under load), requests, unlimited."""
+    """Return the natural logarithms of measured over planned seconds between which 80% lie; `kind`: decode, prompt,
+    first (token, under load), requests, unlimited."""
     seen = "known" if is_measured(engine, device) else "unseen"
     stated = read("constants.toml")["interval"][seen][kind]
     return stated["low"], stated["high"]
 
 
 def link(name: str, total: Number) -> Number:
-    """From a sum of effects to the constant."""
+    """Return the constant for a sum of effects."""
     return 1.0 / (1.0 + np.exp(-total)) if name in FRACTIONS else np.exp(total)

@@ -1,4 +1,4 @@
-"""What is asked of a server: `--serve "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms"`."""
+"""The load and limits of a server: `--serve "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms"`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _RATES = {"": 1.0, "/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """Lengths in tokens, means; limits in seconds."""
+    """A load: mean lengths in tokens, limits in seconds."""
 
     input: int  # of a prompt
-    output: int  # of its answer
-    rate: float | None = None  # requests per second, arriving at random; None: not said
-    concurrency: int | None = None  # requests at once, each followed by the next; None: not said
-    ttft: float | None = None  # limit on the 90th percentile of waiting
-    tpot: float | None = None  # limit on the mean per token
-    prefix: int = 0  # at the start of every prompt the same
-    speculate: int = 0  # tokens drafted for every pass
-    accept: float = 0.0  # the chance that one stands
-    draft: str = ""  # the catalogued model that drafts them; empty: n-grams, which cost nothing
+    output: int  # of its output
+    rate: float | None = None  # requests per second, arriving at random; None: not given
+    concurrency: int | None = None  # requests at once, each followed by the next; None: not given
+    ttft: float | None = None  # limit on the 90th percentile of the time to the first token
+    tpot: float | None = None  # limit on the mean time per token
+    prefix: int = 0  # tokens shared by the start of all prompts
+    speculate: int = 0  # tokens drafted per pass
+    accept: float = 0.0  # probability that a drafted token is accepted
+    draft: str = ""  # the catalogued draft model; empty: n-grams, which cost nothing
 
     @property
     def length(self) -> int:
@@ -38,7 +38,7 @@ _WHOLE = ("input", "output", "concurrency", "prefix", "speculate")
 
 
 def parse_request(text: str) -> ServeRequest:
-    """UserError for unknown words, missing lengths and what is no amount."""
+    """Parse a `--serve` text. Raises UserError for unknown words, missing lengths and values that are no amounts."""
     words = words_of(text, "--serve", [field.name for field in fields(ServeRequest)], EXAMPLE)
     draft = words.pop("draft", "")
     found = {key: _amount(key, value) for key, value in words.items()}

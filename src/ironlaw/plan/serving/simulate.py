@@ -1,14 +1,14 @@
-"""Continuous batching played step by step: who waits, whose prompt is computed, who gets a token, and when.
+"""Step-by-step simulation of continuous batching.
 
-Every step gives a token to each running request and fills what is left of the budget with chunks of waiting prompts,
-first come first served; a request is let in while the cache has room for what it needs next, and the latest is sent
-back to the queue, to be computed again, where it has none. The clock is `timing.pass_parts`, or what was timed here
-(`here.MeasuredClock`).
+Every step generates a token for each running request and fills the rest of the budget with chunks of waiting prompts,
+first come first served. A request is admitted if the cache has room for its next tokens. If the cache is full, the
+latest request is preempted: it returns to the queue and is recomputed. The clock is `timing.pass_parts`, or passes
+timed on this machine (`here.MeasuredClock`).
 
-Where some copies compute prompts and others answer (Splitwise, arXiv 2311.18677; DistServe, 2401.09670), the cache of
-every prompt crosses a link in between, no prompt delays an answer, and prompts wait for prompts alone. The first are
-played like a server whose answers have one token; the others decode, at a steady rate, as many at once as arrive in the
-time that one takes (Little's law).
+With disaggregated prefill (Splitwise, arXiv 2311.18677; DistServe, 2401.09670), some copies compute prompts and others
+decode. The cache of every prompt crosses a link between them, and prompts delay only prompts. Prefill copies are
+simulated as a server with outputs of one token. Decoding copies decode, at a steady rate, as many requests at once as
+arrive in the time that one takes (Little's law).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ironlaw.plan.serving.systems import ServingLayout
 from ironlaw.plan.serving.timing import BUDGET_TOKENS, LINK_FRACTION, System, decode_seconds, pass_parts, prompt_seconds
 
 REQUESTS = 240
-"""Played, of which the first and last tenth are not counted: the queue fills and empties."""
+"""Least number simulated. The first and last tenth are not counted, as the queue fills and empties."""
 
 VARIED = 0.25
-"""Answers are drawn between 1 - this and 1 + this times the mean: equal ones would end, and begin, in step."""
+"""Output lengths are drawn from 1 - this to 1 + this times the mean: equal ones would start and end in lockstep."""
 
 MOST_REQUESTS = 1500
 MOST_SECONDS = 1e7
@@ -40,51 +40,51 @@ MOST_SECONDS = 1e7
 class SimulatedRequest:
     arrival: float
     input: int  # tokens of its prompt
-    output: int  # tokens of its answer
+    output: int  # tokens of its output
     cached: int = 0  # tokens in the cache
     produced: int = 0
-    again: int = 0  # tokens produced before it was sent back, part of what is computed again
+    again: int = 0  # tokens produced before its preemption, which are recomputed with the prompt
     first: float = 0.0
     last: float = 0.0
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next one is drawn; 0 or less where it decodes."""
+        """Tokens to compute before the next one is sampled; 0 or less if it decodes."""
         return self.input + self.again - self.cached
 
 
 class Clock(Protocol):
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
-        """Seconds of a step by what they are spent on: a token of each of `decoding` sequences behind `length` others,
-        and `new` of so many `prompts` behind `cached` ones."""
+        """Return the seconds of a step by part: a token for each of `decoding` sequences with `length` cached tokens,
+        and `new` tokens of `prompts` prompts with `cached` tokens."""
         ...
 
     def holds(self, length: float) -> float:
-        """Tokens of room in the cache that a sequence of `length` takes."""
+        """Return the tokens of cache that a sequence of `length` occupies."""
         ...
 
 
 @dataclass
 class Played:
-    """What a simulation saw. Seconds; percentiles by name (p50, p90, p99)."""
+    """Results of a simulation: means over steps, and percentiles by name (p50, p90, p99)."""
 
     ttft_seconds: dict[str, float] = field(default_factory=dict)
     tpot_seconds: dict[str, float] = field(default_factory=dict)
     output_tokens_per_second: float = 0.0
     requests_per_second: float = 0.0
-    decode_batch: float = 0.0  # mean sequences of steps that decode
+    decode_batch: float = 0.0  # mean number of sequences of the steps that decode
     step_seconds: float = 0.0
     kv_usage: float = 0.0
     waiting: float = 0.0
     preemptions: int = 0
     keeps_up: bool = True
-    seconds: dict[str, float] = field(default_factory=dict)  # of a mean step, by what they are spent on
+    seconds: dict[str, float] = field(default_factory=dict)  # of a mean step, by part
 
 
 def play(
     system: System, request: ServeRequest, kv_tokens: float, most_requests: int, *, budget: int = BUDGET_TOKENS
 ) -> Played:
-    """Arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
+    """Simulate arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
     requests, draw = _enough(system, request), Random(0)
     arrivals, coming = _arrivals(request.rate, requests, draw), []
     for at in arrivals:
@@ -98,16 +98,16 @@ def replay(
     clock: Clock, requests: Iterable[SimulatedRequest], at_once: int | None, kv_tokens: float, most_requests: int,
     budget: int,
 ) -> Played:  # fmt: skip
-    """`requests` at their arrivals, or, in a closed loop, `at_once` of them and another whenever one ends.
+    """Simulate `requests` at their arrival times, or in a closed loop `at_once` of them, another whenever one ends.
 
-    ValueError where the cache of `kv_tokens` holds not even one of them.
+    Raises ValueError if a cache of `kv_tokens` cannot hold one request.
     """
     return _Replay(clock, deque(requests), at_once, kv_tokens, most_requests, budget).play()
 
 
 @dataclass
 class _Replay:
-    """An engine at work: who is where, what time it is, and what its steps took."""
+    """State of a simulated engine: its requests, its time, and the seconds of its steps."""
 
     clock: Clock
     coming: deque[SimulatedRequest]
@@ -120,8 +120,8 @@ class _Replay:
     running: list[SimulatedRequest] = field(default_factory=list)
     done: list[SimulatedRequest] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=dict)
-    made: list[tuple[float, int]] = field(default_factory=list)  # by the end of each step: when, tokens in all
-    steps: list[tuple[int, float, int]] = field(default_factory=list)  # decoding, part of the cache, waiting
+    made: list[tuple[float, int]] = field(default_factory=list)  # at the end of each step: time, tokens so far
+    steps: list[tuple[int, float, int]] = field(default_factory=list)  # decoding, share of the cache used, waiting
     preemptions: int = 0
 
     def play(self) -> Played:
@@ -142,7 +142,7 @@ class _Replay:
         decoding = [one for one in self.running if one.left <= 0]
         held = sum(one.cached for one in decoding)
         chunk, behind, prompts, kept = self.fill(self.budget - len(decoding), kept)
-        if not decoding and not chunk:  # nothing will ever move
+        if not decoding and not chunk:  # no step could ever make progress
             raise ValueError(f"a cache of {self.kv_tokens:.0f} tokens holds no request of {self.waiting[0].input}")
         mean = held / len(decoding) if decoding else 0.0
         parts = self.clock.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0, prompts)
@@ -153,8 +153,7 @@ class _Replay:
         self.give()
 
     def make_room(self) -> float:
-        """Tokens of the cache that those who run need next; while there are too many, the latest goes back, and is
-        computed again."""
+        """Preempt the latest requests until the running ones fit, and return the tokens of cache they need next."""
         kept = 0.0
         for one in self.running:
             kept += self.clock.holds(one.cached + (one.left <= 0))
@@ -167,8 +166,8 @@ class _Replay:
         return kept
 
     def fill(self, left: int, kept: float) -> tuple[int, float, int, float]:
-        """Chunks of prompts for what is left of the budget: new tokens, the sum of those behind which each of them is,
-        prompts, and what the cache holds with them."""
+        """Fill the rest of the budget with chunks of prompts. Returns new tokens, the sum over them of the tokens
+        cached before, prompts, and the tokens then in the cache."""
         prefilling = deque(one for one in self.running if one.left > 0)
         chunk, behind, prompts = 0, 0.0, 0
         while left > 0:
@@ -188,7 +187,7 @@ class _Replay:
         return chunk, behind, prompts, kept
 
     def give(self) -> None:
-        """A token to each that has nothing left to compute; another request comes where one ends."""
+        """Give a token to each request with nothing left to compute; in a closed loop, start another where one ends."""
         given = self.made[-1][1] if self.made else 0
         for one in list(self.running):
             if one.left > 0:
@@ -237,12 +236,12 @@ class _Replay:
 
 
 class _Clock:
-    """`pass_parts` in plain numbers: what does not hang on the length of caches is kept, for batches recur."""
+    """`pass_parts` in plain numbers, with the parts that do not depend on cache lengths memoised: batches recur."""
 
     def __init__(self, system: System) -> None:
         self.system, self.known = system, dict[tuple[int, int, int], dict[str, float]]()
         self.windowed, self.window = system.demand.windowed, system.demand.window
-        # Of one cached token, the draft model's too.
+        # Seconds per cached token, the draft model's included.
         self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
 
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
@@ -253,7 +252,7 @@ class _Clock:
         return self.known[key] | {"cache": decoding * self.holds(length) * self.cache_seconds}
 
     def holds(self, length: float) -> float:
-        """`Demand.cached_tokens` in plain numbers: it is asked hundreds of thousands of times."""
+        """Return `Demand.cached_tokens` in plain numbers: it is called hundreds of thousands of times."""
         return length - self.windowed * max(length - self.window, 0.0)
 
 
@@ -266,7 +265,7 @@ def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
 
 
 def _enough(system: System, request: ServeRequest) -> int:
-    """As many that the middle of them sees the load of a long run: some times what is in flight at once."""
+    """Return enough requests for the middle ones to see the load of a long run: several times those in flight."""
     alone = float(
         prompt_seconds(system, 1.0, request.input) + request.output * decode_seconds(system, 8.0, request.length)
     )
@@ -275,7 +274,7 @@ def _enough(system: System, request: ServeRequest) -> int:
 
 
 def transfer_seconds(system: System, tokens: int) -> float:
-    """Of the cache of a prompt, each rank's part over its own link."""
+    """Return the seconds to send a prompt's cache, each rank's part over its own link."""
     held = system.demand.cached * float(system.demand.cached_tokens(tokens)) * system.cache_bytes
     return float(held / system.cache_parts / (LINK_FRACTION * system.link))
 
@@ -283,7 +282,7 @@ def transfer_seconds(system: System, tokens: int) -> float:
 def play_apart(
     system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int, *, budget: int
 ) -> Played:
-    """As `play`, per decoding copy. UserError without a rate."""
+    """Simulate disaggregated prefill and return results per decoding copy. Raises UserError without a rate."""
     if request.rate is None:
         raise UserError("--layout prefill= is planned for requests that arrive at a rate: write rate=10/s in --serve")
     asked = replace(request, output=1, rate=request.rate / layout.prefill)
@@ -304,7 +303,7 @@ def play_apart(
 
 
 def most_apart(system: System, layout: ServingLayout, request: ServeRequest, most: int) -> float:
-    """Output tokens per second of all copies where requests never run out: of prompts or of answers, the slower."""
+    """Return all copies' output tokens per second with an endless queue: the slower of prefill and decoding."""
     prompts = layout.prefill / float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
     answers = layout.replicas * most / float(decode_seconds(system, float(most), request.length))
     return min(prompts * request.output, answers)

@@ -1,4 +1,4 @@
-"""From names to a `System`: a model, devices of the catalogue, an engine, formats and degrees of parallelism.
+"""Build a `System` from a model, catalogued devices, an engine, formats and degrees of parallelism.
 
 system = system_of(ModelConfig.named("llama3-70b"), accelerator("h100-sxm-80gb"), serving_engine("vllm"),
                    ServingLayout(devices=4, tp=4), Formats("fp8"))
@@ -18,20 +18,20 @@ from ironlaw.plan.serving.timing import System
 
 WIDE_BYTES = 2.0
 PCIE_BYTES_PER_SECOND = 20e9
-"""Between devices without a link of their own, where nothing better is catalogued."""
+"""Rate between devices for which no link and no PCIe rate is catalogued."""
 
 LARGE_BYTES = 70 * 2**30
-"""Memory from which on vLLM lets 1,024 requests run at once by default, on A100 excepted (vllm/engine/arg_utils.py)."""
+"""Memory from which vLLM runs 1,024 requests at once by default, except on A100 (vllm/engine/arg_utils.py)."""
 
 INTEGERS_PER_LANE = 4
-"""8-bit products of a processor per lane of 32 bits (AVX-VNNI, Arm's dot product)."""
+"""8-bit products of a CPU per 32-bit lane (AVX-VNNI, Arm's dot product)."""
 
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
 
 
 @dataclass(frozen=True)
 class Formats:
-    """weights: a stored format; activations: of products, as the weights where empty; cache: of keys and values."""
+    """weights: a stored format; activations: the format of products, empty for that of weights; cache: keys, values."""
 
     weights: str = "bf16"
     activations: str = ""
@@ -40,8 +40,8 @@ class Formats:
 
 @dataclass(frozen=True)
 class ServingLayout:
-    """devices of one copy of the model = tp x pp x attention_dp, the copies of attention that share its experts (ep =
-    tp x attention_dp ranks); replicas: copies of the model, prefill: others beside them that compute prompts alone."""
+    """devices: of one copy of the model, tp x pp x attention_dp; attention_dp: copies of attention that share the
+    experts (ep = tp x attention_dp ranks); replicas: copies of the model; prefill: further ones for prompts alone."""
 
     devices: int = 1
     tp: int = 1
@@ -64,7 +64,7 @@ def system_of(
     model: ModelConfig | Demand, device: Accelerator, engine: ServingEngine, layout: ServingLayout, formats: Formats,
     backend: str = "", rates: Rates | None = None,
 ) -> System:  # fmt: skip
-    """UserError where a figure that time hangs on is not catalogued."""
+    """Return the system of one copy of the model. Raises UserError if the catalogue lacks a necessary figure."""
     demand = model if isinstance(model, Demand) else demand_of(model)
     stored = stored_format(formats.weights)
     if device.memory_bytes_per_second is None or device.memory_bytes is None:
@@ -95,7 +95,7 @@ def system_of(
 
 
 def wide_peak(device: Accelerator) -> float:
-    """Dense FLOP/s in 16 bits, in fp32 where the device has no more."""
+    """Return the dense FLOP/s in 16 bits, else in fp32 or int8. Raises UserError if none is catalogued."""
     peaks = device.peak_flops_per_second
     known = [peaks[name].value for name in ("bf16", "fp16") if name in peaks] or [
         peaks[name].value for name in ("fp32", "int8") if name in peaks
@@ -106,15 +106,15 @@ def wide_peak(device: Accelerator) -> float:
 
 
 def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -> float:
-    """FLOP/s of the format that products run in: weights of few bits alone do not make them narrow."""
+    """Return the FLOP/s of the format of products, which narrow weights alone do not make narrow."""
     peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
     wide = wide_peak(device)
     if engine.family == "gguf":
         if device.generation.startswith("cpu"):
             quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
             return max(wide, INTEGERS_PER_LANE * peaks.get("fp32", wide)) if quantised else wide
-        # Quantised weights are multiplied as 8-bit integers, whose catalogued rate is twice that of fp16 with fp16
-        # sums; graphics cards have half the printed fp16 rate with fp32 sums, which these kernels do not need.
+        # Quantised weights are multiplied as 8-bit integers, at a catalogued rate of twice that of fp16 with fp16 sums.
+        # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums.
         return max(wide, peaks.get("int8", 0.0) / 2)
     narrow = formats.activations or formats.weights
     if narrow.startswith("fp8") and formats.weights != "fp8-weight-only":
