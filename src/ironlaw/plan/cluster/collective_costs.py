@@ -9,7 +9,7 @@ of a stage, independently of the dense layers: each is split over `etp` ranks, a
 keeps E / ep experts of each layer and computes the rows that its group sends them. Layers with and without experts are
 averaged: all stages are assumed to hold the same mix.
 
-    rows        T k etp / tp on a rank: T k where experts are split like dense layers, its own tokens' at etp = 1
+    rows        T k etp / tp on a rank: T k where experts are split like dense layers, at etp = 1 its own tokens' alone
     dispatch    sends each token to its k experts: T k H elements per rank (divided by tp under sequence parallelism,
                 then gathered over etp); combine sends them back; the backward pass repeats both
     gradients   of experts are reduced over dp cp tp / (ep etp) ranks, others over dp cp; under hybrid sharding the ep
@@ -134,7 +134,7 @@ DESCRIPTIONS = {
 
 
 def default_kind(engine: TrainingEngine, windowed: bool) -> str:
-    """Return the engine's first kind of context parallel attention; `windowed`: that supports a sliding window."""
+    """Return the engine's first kind of context parallel attention, for `windowed` one that sees a sliding window."""
     usable = [kind for kind in engine.cp_kinds if kind != "ring" or not windowed]
     return usable[0] if usable else "all_gather"
 
@@ -208,7 +208,7 @@ class SharedState:
 
 
 def shared_states(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> list[SharedState]:
-    """Return a rank's parameters; those of experts apart, which have fewer replicas, by the factor ep."""
+    """Return a rank's parameters: the dense ones, and separately the experts', with fewer replicas by the factor ep."""
     c, model, island = candidates, candidates.model, float(system.fabric.island_ranks)
     ends = (model.embedding_parameters + model.head_parameters) / c.tp  # spread out over the layers
     held, layer = layers.largest_parameters, c.local_block_parameters + ends / model.layers

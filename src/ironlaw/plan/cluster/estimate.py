@@ -175,7 +175,7 @@ def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCand
 
 
 def least_seconds(candidates: Candidates, where: ClusterSystem) -> Array:
-    """Return a lower bound of the step seconds, whatever is sharded, recomputed or offloaded: blocks, ends, bubble."""
+    """Return a lower bound of step seconds for any sharding, recomputation, offload: blocks, output layer, bubble."""
     first, kind = candidates.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
     zeros = np.zeros(len(first))
     # Full sharding without the cost of its collectives: gradients are neither accumulated nor sent.

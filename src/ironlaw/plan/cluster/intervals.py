@@ -39,7 +39,7 @@ COMPARABLE = 8.0
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a plan is from the runs that its constants were checked on."""
+    """A plan's distance from the runs that its constants were checked on."""
 
     groups: int  # comparable groups of measured runs
     unknown_engine: bool

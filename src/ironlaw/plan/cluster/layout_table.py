@@ -25,7 +25,7 @@ from ironlaw.workload.sizes import Size
 WORDS: dict[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES, "cp_kind": (None, *CP_KINDS), "recompute": ("none", "selective", "full"), "offload": OFFLOAD,
 }  # fmt: skip
-"""Words of the fields that have words; every:K is stored as "full", with K in the column `every`."""
+"""The possible words of each field that is a word; every:K is stored as "full", with K in the column `every`."""
 
 COLUMNS = (*(f.name for f in fields(Layout) if f.name != "accumulation"), "every")
 ROW = np.dtype([(name, np.int32) for name in COLUMNS])
@@ -88,7 +88,7 @@ def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np
 
 @dataclass
 class BlockValues:
-    """Cached results of one function: `values` has a row per name and a column per block; `place`: a block's column."""
+    """Cached results of one function. `values`: a row per name, a column per block; `place`: the column of a block."""
 
     place: dict[bytes, int] = field(default_factory=dict)
     names: list[Any] = field(default_factory=list)

@@ -166,7 +166,7 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
 
 @dataclass(frozen=True)
 class _HeldBy:
-    """One stage of each job, void where `number` is negative. Parameters are those of one rank, before ZeRO."""
+    """One stage of each job, empty where `number` is negative. Parameters are those of one rank, before ZeRO."""
 
     number: Array
     first: npt.NDArray[np.bool_]
@@ -284,7 +284,7 @@ MIXED = 0.9
 def _least(
     candidates: Candidates, engine: TrainingEngine, here: _HeldBy, activations_of: tuple[Array, Array, Array]
 ) -> dict[str, Array]:
-    """Return what our own trainer is certain to hold while the most micro-batches are in flight, in bytes."""
+    """Return the bytes that our own trainer certainly holds while the most micro-batches are in flight."""
     (kept, back, copies), flight = activations_of, in_flight(candidates, here.number)
     # If one block in k is recomputed, at most a share 1/k + (1 - 1/k)/c of a chunk of c blocks is; and some stage,
     # possibly the last, has no more than the average share.

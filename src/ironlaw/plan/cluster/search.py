@@ -46,7 +46,7 @@ fills as much of the bubble: 1.7% in those layouts."""
 
 NEAREST = 20  # layouts of our own trainer walked to find the one closest to fitting
 CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB
-FEW, MANY = 1000, 200_000  # in the search for the fastest alone: planned at first; bounded at once
+FEW, MANY = 1000, 200_000  # candidates with `fastest_alone`: planned first; given a lower bound at once
 
 
 @dataclass(frozen=True)

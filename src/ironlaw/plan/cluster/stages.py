@@ -73,8 +73,8 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
 def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
     """Return the parameters that a rank of the fullest stage updates: under ZeRO, its share of them.
 
-    Experts are sharded over the ranks that hold the same ones. A rank holds fewer experts than dense parameters, and
-    by the same factor fewer ranks share them.
+    With expert parallelism a rank holds fewer experts, and by the same factor fewer ranks shard them: its share is that
+    of all ranks' experts over all sharding ranks.
     """
     local = sharded = layers.largest_parameters
     if candidates.has_experts:

@@ -261,7 +261,7 @@ class StepCosts:
     fsdp_scatter_layer: Array
     optimizer: Array
     host_update: Array  # of an offloaded optimizer: the longer of the processor's update and the weights' transfer back
-    host_gradients: Array  # their transfer to the host
+    host_gradients: Array  # of an offloaded optimizer: their transfer to the host
     host_layer: Array  # one block's kept activations of one micro-batch, to the host or back
     crosses: dict[str, npt.NDArray[np.bool_]]  # whether traffic of a kind leaves the island; pp: of some pair of stages
 

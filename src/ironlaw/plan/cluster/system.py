@@ -6,8 +6,8 @@
     cost.matrices                                       # matrix products per block: Newton-Schulz, projections
 
 The state and operations of an optimizer come from `workload/optimizers.py` and the parameters' shapes. An AdamW update
-moves 34 bytes per parameter here (states, master weight, 16-bit weight, gradient for its norm). Other optimizers differ
-from it by the bytes that their own operations move more or less.
+moves 34 bytes per parameter here (states, master weight, 16-bit weight, gradient for its norm). Other optimizers add the
+difference between the bytes of their own operations and AdamW's.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
 
 
 def _moved(parameters: list[Parameter], config: OptimizerConfig) -> float:
-    """Return the bytes per parameter that an update's element-wise kernels move, scaled to AdamW's 34."""
+    """Return the bytes per parameter that an update's element-wise kernels move: AdamW's 34 plus the difference."""
     own = _streamed(update_operations(parameters, config, cuda=True))
     usual = _streamed(update_operations(parameters, OptimizerConfig(), cuda=True))
     return ADAMW_BYTES + (own - usual) / elements_of(parameters)

@@ -123,7 +123,7 @@ class TrainingEngine(Conventions):
 
     @property
     def repeats_attention_alone(self) -> bool:
-        """Whether selective recomputation repeats attention alone, as in Megatron, or cheap operations and a share."""
+        """Whether selective recomputation repeats attention alone, as in Megatron; else cheap operations and others."""
         return self.fused and self.selective_matmul_share == 0
 
     def reduces_in_pieces(self, zero: Size, pp: Size) -> Size:

@@ -63,7 +63,7 @@ CONSTANTS = (
     Constant("loss_traffic", 0.5, 8.0, 0.4),
     Constant("optimizer_traffic", 0.5, 6.0, 0.4),
     # Shares: nothing or everything hidden.
-    # Runs on one node say little of tp_hidden and misfit otherwise: with a wider prior, large plans are 12% too fast.
+    # On one node its apparent effect is a misfit of other kinds: with a wider prior, large plans are 12% too fast.
     Constant("tp_hidden", 0.0, 0.95, 0.09, False),
     Constant("dp_hidden", 0.0, 1.0, 0.25, False),
     Constant("fsdp_hidden", 0.5, 1.0, 0.15, False),
@@ -304,7 +304,7 @@ class _Problem:
         return x
 
     def posterior(self, x: Array) -> Array:
-        """Return each constant's posterior over prior standard deviation, with the curvature at `x`; 1: no effect."""
+        """Return each constant's posterior over prior standard deviation, by curvature at `x`; 1: nothing learned."""
         jacobian = self.jacobian(x, self.log_errors(x)) / self.noise
         covariance = np.linalg.inv(jacobian.T @ jacobian + np.diag(self.precision))
         return np.asarray(np.sqrt(np.diag(covariance) * self.precision))

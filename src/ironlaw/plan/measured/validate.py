@@ -39,7 +39,7 @@ class Prediction:
     step_seconds: Array
     reported_bytes: Array  # peak of the rank in the engine's log
     highest_bytes: Array  # peak of the fullest rank
-    limit_bytes: Array  # what an allocator can hand out
+    limit_bytes: Array  # usable by an allocator
     peak_flops_per_second: Array  # dense, in the run's precision
 
     @property

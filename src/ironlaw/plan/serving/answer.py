@@ -290,7 +290,7 @@ def _given(
 
 
 def _better(served: Served, than: Served, request: ServeRequest) -> bool:
-    """Return whether `than` does not fit, or has less throughput under a rate without limits, else slower tokens."""
+    """Return whether `than` does not fit or is slower: in throughput under a rate without limits, else alone."""
     if not than.fits_request(request):
         return True
     if request.tpot is None and request.ttft is None and request.rate is not None:

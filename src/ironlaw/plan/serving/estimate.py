@@ -94,7 +94,7 @@ class Served:
 
 
 def plan_serving(served: Served, request: ServeRequest) -> Ledger:
-    """Return the plan. Totals are per copy unless their basis says otherwise; `facts["fits"]`: whether it can serve."""
+    """Return the plan. Totals are per copy unless their basis is all copies; `facts["fits"]`: whether it can serve."""
     ledger = Ledger("plan", facts=_facts(served, request))
     ledger.memory = _memory(served, request)
     ledger.totals |= _capacity(served, request)

@@ -24,7 +24,7 @@ class ServeRequest:
     concurrency: int | None = None  # requests at once, each followed by the next; None: not given
     ttft: float | None = None  # limit on the 90th percentile of the time to the first token
     tpot: float | None = None  # limit on the mean time per token
-    prefix: int = 0  # tokens shared by the start of all prompts
+    prefix: int = 0  # leading tokens that all prompts share
     speculate: int = 0  # tokens drafted per pass
     accept: float = 0.0  # probability that a drafted token is accepted
     draft: str = ""  # the catalogued draft model; empty: n-grams, which cost nothing

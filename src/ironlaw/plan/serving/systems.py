@@ -31,7 +31,7 @@ CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625
 
 @dataclass(frozen=True)
 class Formats:
-    """weights: a stored format; activations: the format of products, empty for that of weights; cache: keys, values."""
+    """Formats of weights (stored), activations (of products; empty: as the weights) and cache (keys and values)."""
 
     weights: str = "bf16"
     activations: str = ""

@@ -176,7 +176,7 @@ def room_tokens(system: System, memory_fraction: Number = 0.9, of_free: Number =
 
 
 def room_error(system: System, tokens: float) -> float:
-    """Return the relative error of `tokens` of room: the less the weights leave, the more the workspace matters."""
+    """Return the relative error of a planned room of `tokens`: the smaller it is, the more the workspace matters."""
     unsure = (UNSURE_BYTES + (EXCHANGE_BYTES if system.tp > 1 else 0.0)) * float(system.devices / system.token_bytes)
     return max(0.05, unsure / max(tokens, 1.0))
 
