@@ -201,7 +201,7 @@ class SharedState:
     """Parameters replicated over the same ranks, counted on one of them before ZeRO divides them."""
 
     held: Array  # on the fullest stage
-    layer: Array  # of one layer: what ZeRO-3 gathers at a time
+    layer: Array  # of one layer, the unit that ZeRO-3 gathers
     replicas: Array  # ranks that average their gradients
     sharing: Array  # the replicas of one sharded copy, over which ZeRO divides them
     inside: Array  # neighbouring replicas that share an island

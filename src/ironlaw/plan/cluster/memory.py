@@ -298,7 +298,7 @@ def _least(
     gradients = _gradients(candidates, engine, here)
     full = np.where(candidates.offloads_activations, 0.0, here.count * blocks) + np.where(both, gradients, 0.0)
     passing = np.maximum(back * ((again == 1) & (here.count > 0)), copies * here.count / candidates.virtual_stages)
-    # At the end a pipeline holds all gradients and what its backward passes have gathered.
+    # At the end a pipeline holds all gradients and the weights gathered by its backward passes.
     late = np.where(candidates.pp > 1, gradients + np.where(candidates.zero >= 3, here.own * FP32, 0.0), 0.0)
     # Replication by FSDP2: each rank's shard is the whole tensor, and is still gathered into a copy.
     ranks, others = candidates.dp * candidates.cp, candidates.tp * candidates.pp * candidates.ep

@@ -6,8 +6,8 @@
     cost.matrices                                       # matrix products per block: Newton-Schulz, projections
 
 The state and operations of an optimizer come from `workload/optimizers.py` and the parameters' shapes. An AdamW update
-moves 34 bytes per parameter here (states, master weight, 16-bit weight, gradient for its norm). Other optimizers add the
-difference between the bytes of their own operations and AdamW's.
+moves 34 bytes per parameter here (states, master weight, 16-bit weight, gradient for its norm). For other optimizers,
+the difference between the bytes of their own operations and of AdamW's is added.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Times:
 
     step_seconds: Array
     forward: Array  # of the blocks
-    backward: Array  # of the blocks, with what is recomputed
+    backward: Array  # of the blocks, with recomputation
     host_excess: Array  # time the device waits for launches
     bubble: Array
     tp_exposed: Array
@@ -153,7 +153,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     # Megatron's selective recomputation repeats attention together with its exchange.
     repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
-    cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of what was gathered are scattered
+    cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of gathered tensors are scattered
     attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
     cp_exposed = exposed(costs.cp_layer * cp_passes * slow["cp"], candidates, kind, attention, engine.cp_hidden)
     device = forward + backward + again + tp_exposed + cp_exposed + ep_exposed

@@ -256,7 +256,7 @@ def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
 
 
 def _virtual(cells: Cells, engine: TrainingEngine, layers: int, layout: Layout, global_batch: int) -> int:
-    """Return the row's virtual stages; else, for a long bubble that this software's users shorten, the most possible."""
+    """Return the row's virtual stages; else the most possible where users of this software shorten a long bubble."""
     said = cells.whole("virtual_stages")
     if said is not None:
         return said
