@@ -1,14 +1,14 @@
-"""The operations of one training step of any torch module, found by running it on tensors without memory.
+"""Tracing of one training step of any torch module: its operations, found by running it on fake tensors.
 
     trace(build, [Input("tokens", (8, 2048), "int64")]).operations
 
-gives the same table as `training_operations` gives for our own decoder: forward and backward, kernel by kernel as
-PyTorch executes them eagerly on a CPU, with matrix shapes, FLOPs, least traffic, and the memory that each call
-allocates and frees. Nothing large is computed and no weight exists, so that a model of any size is traced in the time
-that its calls take to dispatch: about 0.2 ms each.
+returns the same table as `training_operations` for our own decoder: forward and backward, kernel by kernel as PyTorch
+executes them eagerly on a CPU, with matrix shapes, FLOPs, minimal memory traffic, and the bytes that each call
+allocates and frees. Nothing large is computed and no weight is allocated, so that tracing a model of any size takes
+only the time to dispatch its calls: about 0.2 ms each.
 
-Small tensors that follow from constants and inputs have values (`trace_values`). A module that looks at others, as a
-router of experts does, is run once on real tensors: the same table from the same recorder, with real memory and time.
+Small tensors that follow from constants and inputs have values (`trace_values`). A module that reads other values, such
+as a router of experts, runs once on real tensors: same recorder and table, at the cost of real memory and time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Loss = Callable[[Any], Tensor]
 Source = nn.Module | Callable[[], nn.Module]
 
 REAL_UNASKED_BYTES = 2**30
-"""Of parameters: a smaller module that a trace cannot follow is run on real tensors without being told to."""
+"""Bytes of parameters up to which a module that a trace cannot follow is run on real tensors by default."""
 
 
 def trace(
@@ -71,21 +71,21 @@ def trace(
     real: bool | None = None,
     repeated: bool = False,
 ) -> ModuleTrace:
-    """One micro-batch, and what else a plan needs: the sizes of parameters, buffers and inputs.
+    """Traces one micro-batch. Returns its operations and the sizes of parameters, buffers and inputs.
 
-    `source` is a module, or a function that builds one. `inputs` go by name where the module's forward has arguments
-    of these names, else in order; lists and dicts may hold them. `loss` makes one number of the module's output;
-    without it the output itself is the loss if it is one number, else the backward pass starts from a gradient for
-    every floating-point output. `precision` runs it under autocast. `real` runs the step on real tensors, None only
-    where the module looks at values that a trace does not have and its parameters take less than a GiB.
-    `repeated`: of a stack of layers one of each kind runs, and its rows count for the others.
+    `source` is a module, or a function that builds one. `inputs` are passed by name if forward has arguments of these
+    names, else in order; they may be nested in lists and dicts. `loss` reduces the module's output to one number;
+    without it, the output is the loss if it is one number, else the backward pass starts from a gradient for every
+    floating-point output. `precision` other than "as is" uses autocast. `real` runs the step on real tensors; None does
+    so only if the module reads values that a trace lacks and its parameters take at most a GiB. `repeated`: in a stack
+    of layers, one of each kind runs, and its rows are repeated for the others. Raises UserError if the module fails.
     """
     run = partial(_traced, source, loss=loss, training=training, precision=precision)
     if repeated:
         try:
             return _repeated(run, inputs)
         except UserError:
-            pass  # layers that are more than a chain: all of them run
+            pass  # the layers are not a simple chain: run all of them
     if real:
         return run(inputs, real=True)[0]
     try:
@@ -99,7 +99,7 @@ def trace(
 
 
 def _repeated(run: Callable[..., tuple[ModuleTrace, Stack | None]], inputs: Inputs) -> ModuleTrace:
-    """Of one layer of each kind; a loop over more tokens than anyone waits for from shorter sequences."""
+    """Traces one layer of each kind; a long loop over tokens is extrapolated from shorter sequences."""
     once, sequence = partial(run, real=False, repeated=True), common_length(inputs)
     try:
         found, stack = once(inputs, tokens=sequence if sequence > SHORTEST else None)
@@ -118,7 +118,7 @@ def _traced(
     source: Source, inputs: Inputs, *, loss: Loss | None, training: bool, precision: Precision,
     real: bool, repeated: bool = False, tokens: int | None = None,
 ) -> tuple[ModuleTrace, Stack | None]:  # fmt: skip
-    """A step, of layers in a stack those that are first of their kind; LongLoop where it is one over `tokens`."""
+    """Traces a step; `repeated`: only the first layer of each kind in a stack. LongLoop for a loop over `tokens`."""
     mode, recorder, stack = TraceMode(real), Recorder(), None
     where, parameters = CONSTRUCTION, None
     try:
@@ -135,7 +135,7 @@ def _traced(
             args, kwargs = arguments(module, given)
             where = "its forward pass"
             before = module.training
-            with suppress(NotImplementedError):  # what `torch.export` made stays as it is
+            with suppress(NotImplementedError):  # modules from `torch.export` have no train mode
                 module.train(training)
             stack = longest_stack(module) if repeated else None
             try:
@@ -170,7 +170,7 @@ def _traced(
 
 
 def _unique(named: Mapping[Any, Tensor]) -> list[Tensor]:
-    """Shared tensors once."""
+    """Returns the tensors, shared ones once."""
     return list({id(tensor): tensor for tensor in named.values()}.values())
 
 
@@ -195,7 +195,7 @@ def _name(source: object) -> str:
 
 
 def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
-    """The module, and what to say about how it was built: on real tensors where it reads those it makes."""
+    """Returns the module, and an assumption if it was built on real tensors because its construction reads values."""
     notes: list[Assumed] = []
     module: Any = source
     if not isinstance(source, nn.Module):
@@ -221,8 +221,8 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
 
 
 def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and buffers for the step: fake ones, or with `real` the module's own, whose gradients and statistics
-    stay as they are. Shared ones stay shared."""
+    """Returns parameters and buffers for the step: fake ones, or with `real` the module's own values, such that its
+    gradients and statistics do not change. Shared tensors stay shared."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     made = {id(tensor): _placed(tensor, mode) for tensor in _unique(parameters | buffers)}
@@ -230,7 +230,7 @@ def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], d
 
 
 def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
-    """As the step takes it: known values are copied, so that no one else's change."""
+    """Returns a tensor for the step: known values are copied, so that the original does not change."""
     weight = isinstance(tensor, nn.Parameter)
     if tensor.device.type not in ("cpu", "meta"):
         raise UserError(f"the module is on {tensor.device}: build it on the CPU or under torch.device('meta')")
@@ -243,7 +243,7 @@ def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
         return tensor
     if weight and not mode.real:
         fake = mode.from_tensor(tensor)
-        fake.grad = None  # that of a loop's last step would come along, and the step's own be added to it
+        fake.grad = None  # drop a gradient of an earlier step, to which this step would add its own
         return fake
     if weight:
         return nn.Parameter(tensor.detach(), tensor.requires_grad)
@@ -257,9 +257,9 @@ def _run(
     module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
     recorder: Recorder, loss: Loss | None, training: bool, precision: Precision,
 ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-    """One micro-batch under the recorder; the shapes of what the module returned."""
+    """Runs one micro-batch under the recorder. Returns the shapes of the module's outputs."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    # The backward pass is inside too: recomputation calls modules again, and they must still have their stand-ins.
+    # The backward pass is inside too: recomputation calls modules again, which then still need their stand-ins.
     stand_ins = _reparametrize_module(module, dict(state))
     with recorder.watching(module), torch.set_grad_enabled(training), recorder, stand_ins:
         with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
@@ -294,7 +294,7 @@ def _backward(ends: list[Tensor]) -> None:
 
 
 def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
-    """Those in lists, dicts, the output classes of libraries and other objects that hold tensors."""
+    """Returns the tensors in nested lists, dicts, output classes of libraries and other objects."""
     if isinstance(value, Tensor):
         return [value]
     if depth == 0 or isinstance(value, nn.Module | type):
@@ -303,7 +303,7 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
         value = value.to_tuple()
     elif isinstance(value, Mapping):
         value = list(value.values())
-    elif dataclasses.is_dataclass(value):  # which may have slots
+    elif dataclasses.is_dataclass(value):  # may have slots instead of __dict__
         value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     elif not isinstance(value, list | tuple):
         value = list(getattr(value, "__dict__", {}).values())
@@ -311,7 +311,7 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 def _floating(outputs: Any) -> list[Tensor]:
-    """What the backward pass starts from without a loss: the first output that is one number, else all of them."""
+    """Returns the outputs that backward starts from without a loss: the first with one number, else all of them."""
     found = [t for t in _tensors(outputs) if t.is_floating_point() and t.requires_grad]
     scalars = [t for t in found if t.numel() == 1]
     return scalars[:1] or found
@@ -325,7 +325,7 @@ _LIBRARIES = [Path(p) for p in (*site.getsitepackages(), sysconfig.get_paths()["
 
 
 class Untraceable(UserError):
-    """A module that fails; `parameter_bytes` where it was built."""
+    """A failure of a module in a trace; `parameter_bytes` is None if the module was not built."""
 
     def __init__(self, reason: str, advice: str, parameter_bytes: int | None) -> None:
         super().__init__(f"{reason}: {advice}")
@@ -335,7 +335,7 @@ class Untraceable(UserError):
 def explained(
     error: BaseException, name: str, where: str, path: str, *, real: bool, parameter_bytes: int | None
 ) -> Untraceable:
-    """What went wrong in one line, and what to do."""
+    """Returns an error that describes the failure in one line, with advice."""
     place = f"{where}, in {path}" if path else where
     line, own = _line(error)
     place += f" ({line})" if line else ""
@@ -358,7 +358,7 @@ def explained(
 
 
 def _line(error: BaseException) -> tuple[str, bool]:
-    """The innermost line outside of torch and of this package, and whether it is the user's own."""
+    """Returns the innermost line outside torch and this package, and whether it is in the user's own code."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if not file.is_file() or _OWN in file.parents or _TORCH in file.parents:

@@ -1,8 +1,8 @@
-"""The inputs of a traced module: from shapes to tensors, from names to arguments.
+"""Inputs of a traced module: tensors for shapes, and arguments for names.
 
-Tensors are given as they are or described by an `Input`; lists, dicts and whatever else forward takes hold them, and a
-dotted name (`images.0`, `targets.0.boxes`) says where in them one belongs. Values of whole numbers and of masks decide
-what a module does, so they are known in a trace: given, or assumed by name as `assumed_values` says.
+Inputs are tensors or are described by an `Input`. They may be nested in lists and dicts; a dotted name (`images.0`,
+`targets.0.boxes`) is the path to one. Values of integers and masks decide what a module does, so a trace needs them:
+they are given, or assumed from the name (`_assumed_values`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.workload.module_source import Input
 
 Inputs = Sequence[Any] | Mapping[str, Any]
-Assumed = tuple[str, str, str, str]  # what nobody said: name, value, reason, and how to say it
-Place = Callable[[Tensor], Tensor]  # a tensor as the trace takes it: fake or with its values
+Assumed = tuple[str, str, str, str]  # an assumption: name, value, reason, option that sets it
+Place = Callable[[Tensor], Tensor]  # converts a tensor for the trace: fake, or with its values
 
 
 def named_inputs(inputs: Inputs) -> dict[str, Any]:
-    """By argument; those without a name are "#0", "#1", ... Dotted names become lists and dicts."""
+    """Returns inputs by argument; unnamed ones are "#0", "#1", ... Dotted names become lists and dicts."""
     if isinstance(inputs, Mapping):
         flat = dict(inputs)
     else:
@@ -44,7 +44,7 @@ def named_inputs(inputs: Inputs) -> dict[str, Any]:
 
 
 def _listed(value: Any, given: bool) -> Any:
-    """Dicts whose keys count from 0 are lists."""
+    """Converts dicts with numeric keys to lists, recursively."""
     if not isinstance(value, dict) or (given and not all(str(key).isdigit() for key in value)):
         return value
     inner = {key: _listed(item, given) for key, item in value.items()}
@@ -54,7 +54,7 @@ def _listed(value: Any, given: bool) -> Any:
 
 
 _WITHIN = ("_orig_mod", "module", "base_model", "model")
-"""Attributes in which wrappers that hand everything on hold the module: torch.compile, DataParallel, PEFT."""
+"""Attributes that hold the module in wrappers with a generic signature: torch.compile, DataParallel, PEFT."""
 
 
 def _signature(module: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -66,7 +66,7 @@ def _signature(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """By name where forward knows the names, in order where it knows none of them."""
+    """Returns args and kwargs of forward: by name if it has all names, in order if it has none, else UserError."""
     signature = _signature(module)
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
     known = [name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -85,10 +85,10 @@ def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...]
 def as_tensors(
     given: dict[str, Any], unknown: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
 ) -> tuple[dict[str, Any], list[Assumed]]:
-    """With tensors for `Input`s, each as the trace takes it; and what was assumed of their values.
+    """Returns the inputs with tensors in place of `Input`s, converted by `place`, and the assumptions on their values.
 
-    `unknown` makes one without values of a shape and type. With `real` every tensor has values, and words are drawn
-    from a `vocabulary` where there is one.
+    `unknown` makes a tensor without values of a shape and type. With `real`, every tensor has values, and token ids are
+    drawn from the `vocabulary` if given.
     """
     assumed: list[Assumed] = []
 
@@ -116,7 +116,7 @@ def as_tensors(
 
 
 def described(given: Any, path: str = "") -> dict[str, str]:
-    """Shape and type of each tensor, by dotted name."""
+    """Returns the shape and type of each tensor by dotted name, as in "8x2048:int64"."""
     if isinstance(given, Tensor | Input):
         return {path: f"{'x'.join(map(str, given.shape)) or 'scalar'}:{str(given.dtype).removeprefix('torch.')}"}
     items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list | tuple) else ()
@@ -127,9 +127,9 @@ _WORDS = {"zeros": "zeros", "ones": "ones", "positions": "0, 1, 2, ...", "edges"
 
 
 def _assumed_values(name: str, described: Input, vocabulary: int | None) -> str | None:
-    """What whole numbers and masks of that name usually hold; None of other numbers."""
+    """Returns the usual values of integers and masks of this name; None for other numbers."""
     name, whole = name.lower(), "float" not in described.dtype
-    if "padding_mask" in name:  # as torch.nn.Transformer has it: True is left out
+    if "padding_mask" in name:  # as in torch.nn.Transformer: True masks a token out
         return "zeros"
     if "mask" in name or described.dtype == "bool" or (whole and "length" in name):
         return "ones"
@@ -138,7 +138,7 @@ def _assumed_values(name: str, described: Input, vocabulary: int | None) -> str 
     if "position" in name or "offset" in name:
         return "positions"
     if "edge" in name and described.shape[:1] == (2,):
-        return "edges"  # a graph of zeros would have loops only
+        return "edges"  # with zeros, a graph would have self-loops only
     if vocabulary and "type" not in name and any(part in name for part in ("ids", "token", "label", "target")):
         return str(vocabulary)
     return "zeros"

@@ -1,8 +1,8 @@
-"""What one ATen call is: its kind, its kernel, its matrix product, its FLOPs and its least traffic.
+"""Operations of ATen calls: kind, kernel, matrix product, FLOPs and minimal memory traffic.
 
-FLOPs come from torch's own formulas (`torch.utils.flop_counter`), with two departures, the same as in the analytic
-list: a score that a causal mask hides costs nothing where the call says that it is causal, and the backward pass of
-fused attention counts the four products of the model, not the fifth that the kernel spends to save memory.
+FLOPs come from torch's own formulas (`torch.utils.flop_counter`), with two differences, as in the analytic list: a
+score under the mask of a call marked as causal costs nothing, and the backward pass of fused attention counts the four
+products of the model, not the fifth with which the kernel saves memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.operations import Operation
 
-# Which overloads exist differs between releases (tried: 2.13), so they are compared by name.
+# Overloads differ between releases (tested: 2.13), so calls are matched by name.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _KINDS = {
     Kind.NORM: ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
@@ -33,7 +33,7 @@ _KINDS = {
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
-# ATen names to the curves of a measured machine (`machine/kernels.py`); other calls keep their own name.
+# Curve of a measured machine (`machine/kernels.py`) for ATen names; other calls keep their own name.
 _KERNELS = {
     "native_layer_norm": "layernorm_forward", "native_layer_norm_backward": "layernorm_backward",
     "embedding": "embedding_forward", "embedding_dense_backward": "embedding_backward",
@@ -54,14 +54,14 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 @dataclass(frozen=True)
 class TracedOperation(Operation):
-    """An operation that also knows its element type."""
+    """An operation with its element type."""
 
     dtype: str = "fp32"  # of the result: fp32, bf16, fp16, fp64
-    cpu_scratch_bytes: int = 0  # what a CPU's kernel takes and gives back within the call
+    cpu_scratch_bytes: int = 0  # allocated and freed by a CPU kernel within the call
 
 
 def _call(kind: Kind, kernel: str, elements: int, moved: int, like: Tensor | None, **more: Any) -> TracedOperation:
-    """One kernel, without name, memory and phase, of the element type of `like`."""
+    """Returns one kernel of the element type of `like`; name, memory and phase are set later."""
     dtype = "fp32" if like is None else _DTYPES.get(like.dtype, "fp32")
     return TracedOperation(
         "", kind, Phase.FORWARD, GROUP, kernel, elements=elements, bytes_moved=moved, dtype=dtype, **more
@@ -69,12 +69,12 @@ def _call(kind: Kind, kernel: str, elements: int, moved: int, like: Tensor | Non
 
 
 def base_name(func: Any) -> str:
-    """`aten.add.Tensor` is "add"."""
+    """Returns the name without namespace and overload: "add" for `aten.add.Tensor`."""
     return str(func._overloadpacket.__name__)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and dicts."""
+    """Yields every tensor in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """One, but for sparse tensors, which hold their indices and values."""
+    """Returns the storages of a tensor: one, or those of a sparse tensor's indices and values."""
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:
@@ -99,14 +99,14 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Bytes that reading all of a tensor touches: a broadcast dimension is read once."""
+    """Returns the bytes touched when a whole tensor is read: broadcast dimensions count once."""
     if tensor.layout is not torch.strided:
         return sum(storage.nbytes() for storage in storages(tensor))
     return math.prod(s for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
 
 
 def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
-    """The kernels behind one ATen call; several where it is several matrix products."""
+    """Returns the kernels of one ATen call; several for a convolution's backward pass."""
     name = base_name(func)
     if name.startswith(_ATTENTION):
         return [_attention(name, args, kwargs, out)]
@@ -119,7 +119,7 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return [_matmul(func, name, args, kwargs, out)]
     if name == "_grouped_mm":
         return [_grouped(args, kwargs, out)]
-    formula = flop_registry.get(func._overloadpacket) if dense else None  # of sparse ones nobody has counted
+    formula = flop_registry.get(func._overloadpacket) if dense else None  # torch's formulas are for dense tensors
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else None
     kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_backward")) or Kind.ELEMENTWISE
     if formula is not None and flops:
@@ -143,24 +143,24 @@ def _kernel(name: str, kwargs: dict[str, Any], out: Any) -> str:
 
 
 def _traffic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Inputs read once, outputs written once. A lookup reads the rows it needs."""
+    """Returns the bytes of inputs, read once, and outputs, written once. A lookup reads only its rows."""
     written = sum(touched_bytes(t) for t in tensors(out))
     if name == "embedding":
         return 2 * written + sum(touched_bytes(t) for t in tensors(args[1:]))
     if name in _PICKS:
         return 3 * touched_bytes(args[1])
-    read = {id(t): touched_bytes(t) for t in tensors((args, kwargs))}  # an operand given twice is read once
+    read = {id(t): touched_bytes(t) for t in tensors((args, kwargs))}  # an operand that occurs twice is read once
     if name in _OVERWRITES and isinstance(args[0], Tensor):
         read.pop(id(args[0]), None)
     return written + sum(read.values())
 
 
 def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedOperation:
-    """(m, n, k) of one product, and how many a batch holds."""
+    """Returns a matrix product with (m, n, k) and its batch size."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     m, k = left.shape[-2:]
     n = right.shape[-1]
-    # The gradient of a weight is the product whose left operand is read transposed.
+    # Only the gradient of a weight has a transposed left operand.
     transposed = left.dim() == 2 and left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1
     kernel = "matmul_bias" if name == "addmm" else "matmul_weight_gradient" if transposed else "matmul"
     moved = sum(touched_bytes(t) for t in (left, right, out))
@@ -171,7 +171,7 @@ def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, ...]:
-    """Of the products of groups of rows with a matrix each, or of groups of columns with groups of rows."""
+    """Returns the shape of a grouped product, whose groups divide the rows, the columns or the summed dimension."""
     if left.dim() == right.dim() == 2:
         assert offs is not None
         return offs.shape[0], left.shape[0], right.shape[1]
@@ -181,14 +181,14 @@ def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: A
 
 
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedOperation:
-    """Products of experts: each of the mean load, as a plan must take it. torch's counter knows no formula for it."""
+    """Returns the products of experts, each with the mean load. torch's counter has no formula for them."""
     left, right = args[:2]
     offs: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = next((t.shape[0] for t in (right, left) if t.dim() == 3), None) or offs.shape[0]
     m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
     flops = 2 * m * n * k * (groups if left.dim() == right.dim() == 3 else 1)
     gradient = left.dim() == right.dim() == 2
-    if gradient:  # of the weights: the sum over rows is divided
+    if gradient:  # gradient of the weights: the summed rows are divided among groups
         k = k // groups
     elif left.dim() == 2:
         m = m // groups
@@ -201,11 +201,11 @@ def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Trac
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> TracedOperation:
-    """As an implicit matrix product: positions x output channels x (input channels x kernel), per group."""
+    """Returns the implicit matrix product: positions x output channels x (input channels x kernel), per group."""
     x, weight = args[:2]
     transposed, groups = bool(args[6]), int(args[8])
     flops = int(flop_registry[torch.ops.aten.convolution](*args, out_val=out))
-    if transposed:  # weight (in, out / groups, kernel): every input position meets every kernel element
+    if transposed:  # weight (in, out / groups, kernel): a product of each input position and kernel element
         m, n = x.shape[0] * math.prod(x.shape[2:]), weight.shape[1] * math.prod(weight.shape[2:])
         shape = (m, n, weight.shape[0] // groups)
     else:
@@ -216,10 +216,10 @@ def _convolution(args: tuple[Any, ...], out: Tensor) -> TracedOperation:
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> list[TracedOperation]:
-    """The gradients of the input and of the weight as one product each, and the sum for the bias."""
+    """Returns the gradients of the input and of the weight as one product each, and the sum for the bias."""
     dy, x, weight = args[:3]
     transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
-    small = x if transposed else dy  # the positions of the product are those of the smaller image
+    small = x if transposed else dy  # the product has the positions of the smaller image
     positions = small.shape[0] * math.prod(small.shape[2:])
     outer, inner = weight.shape[0] // groups, weight.shape[1] * math.prod(weight.shape[2:])
     moved = sum(touched_bytes(t) for t in (dy, x, weight))
@@ -234,14 +234,14 @@ def _convolution_backward(args: tuple[Any, ...]) -> list[TracedOperation]:
 
 
 def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> TracedOperation:
-    """Fused attention: (sequences, tokens, heads, kv_heads, head_size); elements are the scores that count."""
+    """Returns fused attention with (sequences, tokens, heads, kv_heads, head_size); elements: unmasked scores."""
     backward = name.endswith("_backward")
     query, key, value = args[1:4] if backward else args[:3]
     causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
     batch, heads, tokens, size = query.shape
     keys = key.shape[2]
-    pairs = attention_score_pairs(tokens, keys) if causal else 2 * tokens * keys  # twice those that count
-    products = 2 if backward else 1  # of each of QK^T and PV
+    pairs = attention_score_pairs(tokens, keys) if causal else 2 * tokens * keys  # twice the unmasked scores
+    products = 2 if backward else 1  # for each of QK^T and PV
     flops = products * batch * heads * pairs * (size + value.shape[-1])
     inputs = sum(touched_bytes(t) for t in (query, key, value))
     outputs = touched_bytes(args[4]) if backward else touched_bytes(out[0])
@@ -250,17 +250,17 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     return _call(Kind.ATTENTION, kernel, batch * heads * pairs // 2, moved, query, flops=flops, attention=shape)
 
 
-# -- what kernels take for themselves ----------------------------------------------------------------------------------
+# -- scratch memory of kernels -----------------------------------------------------------------------------------------
 
 _PROMOTES = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 BLOCK, LEAST_READ = (16, 16) if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else (8, 4)
-"""Channels that oneDNN keeps together in images on this processor, as many as a register holds fp32 numbers, and the
-fewest for which it copies an image that it reads into this order (measured with AVX-512 and AVX2)."""
+"""Channels in a block of oneDNN's image layout on this processor, as many as a register holds fp32 numbers, and the
+fewest channels of an input image that oneDNN copies into this layout (measured with AVX-512 and AVX2)."""
 
 
 def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that a CPU's kernel takes beside its results (measured with torch 2.13, by the profiler's allocations):
-    operands in the type that they share, images in oneDNN's order, or patches of images as columns."""
+    """Returns the bytes that a CPU kernel allocates besides its results (measured with torch 2.13's profiler):
+    operands cast to their common type, images in oneDNN's layout, or image patches as columns."""
     name = base_name(func)
     if name.startswith("convolution"):
         return _image_scratch(args, out)
@@ -275,21 +275,21 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
-    """Of a convolution (x, weight, bias, stride, ...) or of its gradients (dy, x, weight, bias's shape, stride, ...).
+    """`args`: of a convolution (x, weight, bias, stride, ...) or its gradients (dy, x, weight, bias's shape, ...).
 
-    oneDNN copies images into its order, few channels aside, and out of it what it makes.
+    oneDNN copies input images into its layout, unless they have few channels, and results out of it.
     """
     backward = isinstance(out, tuple)
     x, weight, y = (args[1], args[2], args[0]) if backward else (args[0], args[1], out)
     stride, *others = args[4:10] if backward else args[3:9]  # padding, dilation, transposed, output padding, groups
     transposed = others[2]
-    with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.is_available()):  # which traces switch off
+    with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.is_available()):  # a trace disables oneDNN
         library = torch._C._select_conv_backend(x, weight, None, stride, *others, [y.shape[1]]).name
-    if library not in ("Mkldnn", "???"):  # oneDNN's transposed ones have no name
+    if library not in ("Mkldnn", "???"):  # oneDNN's transposed convolutions have no name
         window, positions = math.prod(weight.shape[2:]), (x if transposed else y)[:, :1].numel()
-        columns = positions * weight.shape[1] * window * x.itemsize  # of a group
+        columns = positions * weight.shape[1] * window * x.itemsize  # for one group
         return columns if library.startswith("Slow") and window > 1 else 0
-    block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients: channels as they are
+    block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients use no blocks
     blocks_x, blocks_y = (_in_blocks(image, block) for image in (x, y))
     read_x, read_y = (size if image.shape[1] >= LEAST_READ else 0 for image, size in ((x, blocks_x), (y, blocks_y)))
     if backward:
@@ -298,7 +298,7 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _in_blocks(image: Tensor, block: int) -> int:
-    """Bytes of images whose channels fill blocks; none for those that oneDNN takes as they lie, channels last."""
+    """Returns the bytes of images with channels padded to blocks; 0 for channels-last images, which are not copied."""
     if image.dim() == 4 and image.stride(1) == 1 and image.shape[1] > 1:
         return 0
     return image.nbytes // image.shape[1] * block * math.ceil(image.shape[1] / block)

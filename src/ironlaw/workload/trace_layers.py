@@ -1,14 +1,14 @@
-"""Rows of a trace that need not be run: layers like an earlier one, and lengths that nobody waits for.
+"""Rows of a trace without running them: repeated layers, and long loops over tokens.
 
-A decoder of 64 Mamba layers, or of 28 Mamba and 4 attention layers, has one or two kinds. The first layer of each kind
-runs; later ones hand on what they are given. Their rows are copies, in the order in which the layers run, so that
-FLOPs, saved bytes and the highest moment are those of the whole stack.
+A decoder of 64 Mamba layers, or of 28 Mamba and 4 attention layers, has one or two kinds. Only the first layer of each
+kind runs; later ones return their input. Their rows are copied in the order in which the layers run, so that FLOPs,
+saved bytes and the peak are those of the whole stack.
 
-A loop over tokens in Python makes the same calls for every token, a hundred per layer and pass. So the rows of a
-recurrent decoder's trace are some that come once and bodies that repeat; how often, and every size in a row, is a
-polynomial of the length, as products of shapes are: of degree one for the repeats, at most two for sizes. Three lengths
-determine it, a longer one must agree to the last unit, as must the first kernels at the length wanted; else, and where
-windows or chunks lie between, the whole sequence is traced. The rows that a body repeats are the same objects.
+A Python loop over tokens makes the same calls for every token, a hundred per layer and pass. The rows of a recurrent
+decoder are thus single rows and repeated bodies; the number of repeats, and every size in a row, is a polynomial of the
+length, like products of shapes: of degree one for the repeats, at most two for sizes. Three lengths determine it; a
+fourth, longer one must agree exactly, as must the first kernels at the requested length. Otherwise, or if a window or
+chunk size lies in between, the whole sequence is traced. Repeats of a body share the same row objects.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PER_LAYER = ("layer_idx", "layer_id", "layer_index", "block_idx", "training")
 
 @dataclass(frozen=True)
 class Stack:
-    """`first[i]` is the first layer of the kind of layer i; the list of layers is at `path`."""
+    """A list of layers at `path`; `first[i]` is the index of the first layer of the same kind as layer i."""
 
     path: str
     first: tuple[int, ...]
 
 
 def longest_stack(module: nn.Module) -> Stack | None:
-    """The list of layers in which most repeat, if any does."""
+    """Returns the list with the most repeated layers; None if no layer repeats."""
     lists = [(path, child) for path, child in module.named_modules() if type(child) is nn.ModuleList]
     found = [Stack(path, _kinds(child, module)) for path, child in lists if not _shares(child)]
     repeats = {stack: len(stack.first) - len(set(stack.first)) for stack in found}
@@ -50,13 +50,13 @@ def longest_stack(module: nn.Module) -> Stack | None:
 
 
 def _shares(layers: nn.ModuleList) -> bool:
-    """Whether layers have parameters together, whose gradients then meet."""
+    """Returns whether layers share parameters, whose gradients are then added."""
     owned = [id(p) for layer in layers for p in layer.parameters()]
     return len(owned) != len(set(owned))
 
 
 def _kinds(layers: nn.ModuleList, module: nn.Module) -> tuple[int, ...]:
-    """Layers are of a kind when classes, shapes and settings are equal, and what the config lists of them."""
+    """Returns, for each layer, the first of its kind: equal classes, shapes, settings and per-layer config values."""
     config = getattr(module, "config", None)
     values = getattr(config, "__dict__", {}).values()
     listed = [v for v in values if isinstance(v, list | tuple) and len(v) == len(layers)]
@@ -80,10 +80,10 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def one_of_each(module: nn.Module, stack: Stack) -> Iterator[None]:
-    """Only the first layer of each kind runs inside."""
+    """Replaces `forward` such that only the first layer of each kind runs inside the context."""
     layers = module.get_submodule(stack.path)
     assert isinstance(layers, nn.ModuleList)
-    returned: dict[int, int] = {}  # by layer: how many values, 0 for a tensor alone
+    returned: dict[int, int] = {}  # by layer: number of returned values, 0 for a single tensor
     for i, (layer, first) in enumerate(zip(layers, stack.first, strict=True)):
         layer.forward = _first(layer.forward, i, returned) if first == i else _again(first, returned)
     try:
@@ -113,7 +113,7 @@ def _again(first: int, returned: dict[int, int]) -> Callable[..., Any]:
 
 
 def whole(operations: list[TracedOperation], stack: Stack) -> list[TracedOperation]:
-    """The rows of all layers from those of one of each kind."""
+    """Returns the rows of all layers, given those of one layer of each kind."""
     forward = [op for op in operations if op.phase is Phase.FORWARD]
     backward = [op for op in operations if op.phase is Phase.BACKWARD]
     order = range(len(stack.first))
@@ -139,23 +139,23 @@ def _repeated(rows: list[TracedOperation], stack: Stack, order: Any) -> list[Tra
     for i in order:
         first = stack.first[i]
         made += before[i] if i == first else []
-        different = {id(op): op for op in blocks[first]}  # a loop's rows are the same objects again and again
+        different = {id(op): op for op in blocks[first]}  # repeats of a loop are the same objects
         mine = {k: replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for k, op in different.items()}
         made += [mine[id(op)] for op in blocks[first]]
     return made + waiting
 
 
 ROWS = 10_000
-"""More kernels than this in one pass over layers of each kind are a loop over tokens: 5 seconds of tracing."""
+"""A trace of one layer of each kind with more kernels is taken for a loop over tokens: 5 seconds of tracing."""
 
 STEP, LENGTHS = 16, (1, 2, 3, 5)
-"""Multiples of 16 tokens; the last is past the chunks of 64 that recurrences are computed in."""
+"""Traced lengths in multiples of 16 tokens; the last exceeds the usual chunk size of recurrences, 64."""
 
 LONGEST = STEP * (LENGTHS[-1] + 1) - 1
-"""Tokens of a sequence that is traced."""
+"""Most tokens of a sequence that is traced in place of a longer one."""
 
 SHORTEST = 2 * STEP * sum(LENGTHS)
-"""Tokens from which four short sequences take less than the whole."""
+"""Tokens from which tracing four short sequences takes less time than tracing the whole."""
 
 LONGEST_BODY, LEAST_REPEATS = 1024, 6
 
@@ -165,7 +165,7 @@ _COMPUTED = ("name", "kernel", "phase", "flops", "matmul", "attention", "element
 
 
 def changes_between(module: nn.Module, length: int) -> bool:
-    """Whether a window or a chunk of the module is longer than what would be traced and shorter than `length`."""
+    """Returns whether a window or chunk size of the module is between the traced lengths and `length`."""
     settings = [vars(getattr(module, "config", None) or module), *(vars(child) for child in module.modules())]
     numbers = [
         value
@@ -177,25 +177,25 @@ def changes_between(module: nn.Module, length: int) -> bool:
 
 
 def common_length(inputs: Inputs) -> int:
-    """The last dimension of all inputs; 0 where they differ in it, or one is not described by its shape."""
+    """Returns the last dimension of all inputs; 0 if it differs, or if an input is not described by its shape."""
     lengths = {each.shape[-1] if isinstance(each, Input) and each.shape else 0 for each in inputs}
     return lengths.pop() if len(lengths) == 1 else 0
 
 
 def shortened(inputs: Iterable[Any], length: int) -> list[Input]:
-    """Inputs that have a common length at another one."""
+    """Returns the inputs with another length in their last dimension."""
     return [replace(each, shape=(*each.shape[:-1], length)) for each in inputs]
 
 
 class NotAlike(Exception):
-    """Rows or sizes are no polynomial of the length."""
+    """Raised if rows or sizes are not a polynomial of the length."""
 
 
 def at_length(
     traced: Callable[[int], tuple[ModuleTrace, Stack | None]], length: int, begun: Sequence[TracedOperation] = ()
 ) -> tuple[ModuleTrace, Stack | None]:
-    """What `traced` gives for that many tokens, from shorter ones; NotAlike where it has to be run, also where it
-    does not begin with the kernels of `begun`."""
+    """Extrapolates `traced(length)` from shorter lengths. Raises NotAlike if that is impossible, or if the result does
+    not begin with the kernels of `begun`."""
     found, stacks = zip(*(traced(length % STEP + STEP * n) for n in LENGTHS), strict=True)
     segments = [_segments(one.operations) for one in found]
     if len({tuple(len(body) for body, _ in each) for each in segments}) > 1:
@@ -204,7 +204,7 @@ def at_length(
     for parts in zip(*segments, strict=True):
         times = _value([times for _, times in parts], length)
         operations += [_value(rows, length) for rows in zip(*(body for body, _ in parts), strict=True)] * times
-    same = zip(operations, begun[:-1], strict=False)  # the last may have been cut short
+    same = zip(operations, begun[:-1], strict=False)  # the last kernel may be incomplete
     if any(getattr(mine, name) != getattr(theirs, name) for mine, theirs in same for name in _COMPUTED):
         raise NotAlike
     others = _value([replace(one, operations=[], inputs={}) for one in found], length)
@@ -212,7 +212,7 @@ def at_length(
 
 
 def _value(values: Sequence[Any], length: int) -> Any:
-    """At `length`, of what is known at the four: numbers by their polynomial, the rest must be equal."""
+    """Returns the value at `length`, given those at the four lengths: integers by polynomial, others must be equal."""
     first = values[0]
     if all(value == first for value in values):
         return first
@@ -227,7 +227,7 @@ def _value(values: Sequence[Any], length: int) -> Any:
         raise NotAlike
 
     def polynomial(at: int) -> int:
-        """Through the first three, by differences."""
+        """The polynomial through the first three values, by differences."""
         u = at - LENGTHS[0]
         slope, bend = values[1] - first, values[2] - 2 * values[1] + first
         return first + u * slope + u * (u - 1) // 2 * bend
@@ -238,14 +238,14 @@ def _value(values: Sequence[Any], length: int) -> Any:
 
 
 def _segments(rows: Sequence[TracedOperation]) -> list[tuple[Sequence[TracedOperation], int]]:
-    """Rows in order as bodies and how often each comes."""
+    """Divides rows into consecutive bodies, each with its number of repeats."""
     number: dict[TracedOperation, int] = {}
     ids = np.array([number.setdefault(row, len(number)) for row in rows])
     return [(rows[start:end], times) for start, end, times in _loops(ids, 0)]
 
 
 def _loops(ids: np.ndarray[Any, Any], offset: int) -> list[tuple[int, int, int]]:
-    """Start and end of each body and its repeats: the longest loop first, then what is before and behind it."""
+    """Returns start, end and repeats of each body: finds the longest loop, then those before and after it."""
     size, best, start, period = len(ids), 0, 0, 0
     for p in range(1, min(LONGEST_BODY, size // LEAST_REPEATS) + 1):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], ids[:-p] == ids[p:], [0]))))

@@ -1,12 +1,12 @@
-"""Listening to one training step, fake or real: every kernel, who called it, and how long each storage lives.
+"""Recording of one training step on fake or real tensors: every kernel, its module, and each storage's lifetime.
 
-`operations_of` makes the table of operations of what was heard: kernels get names, storages become bytes.
+`operations_of` converts a recording to a table of operations: kernels with names, storages as bytes.
 
-Private parts of torch used here (tried: 2.13; 2.11 has the same names):
-- `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and the backward node
-  that belongs to it share a sequence number, which gives backward kernels the name of their module;
-- a storage keeps its Python object for as long as it lives, so that a weak reference tells when it is freed (torch's
-  own MemTracker relies on the same).
+Private parts of torch used here (tested: 2.13; 2.11 has the same names):
+- `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and its backward node
+  share a sequence number, which gives backward kernels the name of their module;
+- a storage keeps its Python object while it lives, so that a weak reference shows when it is freed (torch's own
+  MemTracker relies on this too).
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from ironlaw.workload.trace_kernels import (
 )
 
 FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
-"""Modules that are one kernel on accelerators and on a measured machine's curves, and six calls on a CPU."""
+"""Modules that are one kernel on accelerators and in a measured machine's curves, but six calls on a CPU."""
 
 
 @dataclass(frozen=True)
 class CallOrigin:
-    """Who makes a call; a backward node has that of its forward call."""
+    """The module that makes a call; a backward node has the origin of its forward call."""
 
     path: str = ""  # of the module, "" for the outermost
-    leaf: bool = False  # the module has no children: its calls are its whole work
-    fused: str = ""  # name of the kernel that the whole module is
+    leaf: bool = False  # whether the module has no children
+    fused: str = ""  # name of the kernel that replaces the whole module
     scope: str = ""  # "attention": inside scaled_dot_product_attention; "loss": inside the loss function
-    causal_share: float = 1.0  # of that attention's scores, how many count
+    causal_share: float = 1.0  # share of unmasked scores in this attention
 
 
 @dataclass(frozen=True)
 class RecordedKernel:
-    """One kernel in the order of execution."""
+    """One executed kernel."""
 
     call: TracedOperation
     function: str  # ATen's name
@@ -63,19 +63,19 @@ class RecordedKernel:
 
 @dataclass
 class Lifetime:
-    """A storage: bytes, and the records (indices) that allocate it and after which it is gone (None: never)."""
+    """A storage: bytes, index of the record that allocates it, and of the last one before it is freed (None: never)."""
 
     bytes: int
     born: int
     died: int | None = None
     gradient: bool = False
     output: bool = False
-    padding: int = 0  # of each row of its tensor, how many zeros at the end a padding has put there
-    merged: bool = False  # shares the bytes of another storage, because it is written in place
+    padding: int = 0  # zeros that a padding call appended to each row
+    merged: bool = False  # shares the bytes of another storage, because the addition is in place
 
 
 class LongLoop(UserError):
-    """A step of more kernels than were asked for, and who recorded so many."""
+    """Raised if a step has more kernels than `Recorder.most`; holds the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(f"more than {len(recorder.records):,} kernels")
@@ -83,11 +83,11 @@ class LongLoop(UserError):
 
 
 class Recorder(TorchDispatchMode):
-    """Records kernels and storages while it is active; `phase` is set from outside."""
+    """A dispatch mode that records kernels and storages; the caller sets `phase`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = math.inf  # kernels, before LongLoop is raised
+        self.most = math.inf  # kernels before LongLoop is raised
         self.phase = Phase.FORWARD
         self.records: list[RecordedKernel] = []
         self.lifetimes: list[Lifetime] = []
@@ -98,16 +98,16 @@ class Recorder(TorchDispatchMode):
 
     @property
     def path(self) -> str:
-        """Of the module that is running."""
+        """Path of the running module."""
         return self._running[-1].path
 
     def ignore(self, value: Any) -> None:
-        """Storages that exist before the step: parameters, buffers, inputs, other tensors that a module keeps."""
+        """Exclude storages that exist before the step: parameters, buffers, inputs, constants of a module."""
         for storage in (s for tensor in tensors(value) for s in storages(tensor)):
             self._remember(storage, None)
 
     def mark(self, value: Any, attribute: str) -> None:
-        """Set a flag of the lifetimes of these tensors' storages."""
+        """Set a flag in the lifetimes of these tensors' storages."""
         for storage in (s for tensor in tensors(value) for s in storages(tensor)):
             known = self._alive.get(storage._cdata)
             if known is not None and known[1] is not None:
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Know which submodule is running, and which attention is causal."""
+        """Track the running submodule, and the causal share of its attention, inside the context."""
         handles = []
         for path, child in module.named_modules():
             origin = CallOrigin(path, not any(child.children()), FUSED_MODULES.get(type(child), ""))
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def scope(self, name: str, causal_share: float = 1.0) -> Iterator[None]:
-        """What is called inside belongs to the running module's `name`."""
+        """Assign calls inside the context to the scope `name` of the running module."""
         self._running.append(replace(self._running[-1], scope=name, causal_share=causal_share))
         try:
             yield
@@ -159,9 +159,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if base_name(func) != "lift_fresh":  # which makes a tensor of the numbers that a module writes out
-            self.ignore((args, kwargs))  # what no call made was there before: a constant of the module
-        origin = self._origin()  # before the call, within which fakes may take numbers of nodes
+        if base_name(func) != "lift_fresh":  # lift_fresh makes a tensor from Python numbers
+            self.ignore((args, kwargs))  # storages not made by a recorded call are constants of the module
+        origin = self._origin()  # before the call: fake tensors may use up sequence numbers inside
         out = func(*args, **kwargs)
         written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]
         if not written and not func._schema.is_mutable:
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
                     call = replace(call, kind=Kind.ATTENTION)
                 call = replace(call, phase=self.phase, cpu_scratch_bytes=scratch)
                 self.records.append(RecordedKernel(call, base_name(func), origin))
-                scratch = 0  # the first of several has it, and what they make
+                scratch = 0  # of several kernels, the first gets the scratch memory, and the results
         for storage in written:
             born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
             if self._remember(storage, born):
@@ -189,16 +189,16 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _origin(self) -> CallOrigin:
-        forward = self.phase is Phase.FORWARD or len(self._running) > 1  # or recomputed within the backward pass
+        forward = self.phase is Phase.FORWARD or len(self._running) > 1  # a module runs in backward: recomputation
         if forward:
-            # The node of this call has just taken its number. Calls without a node find the number taken.
+            # The node of this call has just taken its number; calls without a node keep the earlier entry.
             self._origins.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
             return self._running[-1]
         node = torch._C._current_autograd_node()
         return self._origins.get(node._sequence_nr(), CallOrigin()) if node is not None else CallOrigin()
 
     def _without_padding(self, call: TracedOperation, args: tuple[Any, ...]) -> TracedOperation:
-        """Zeros that make values as wide as keys are no work of the model."""
+        """Returns attention without the FLOPs of zeros that pad values to the width of keys."""
         value = args[3 if call.kernel.endswith("backward") else 2]
         life = self._lifetime(value)
         if life is None or not life.padding or call.flops is None:
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _zeros_at_the_end(func: Any, args: tuple[Any, ...]) -> int:
-    """How far this call pads the last dimension with zeros, and nothing else."""
+    """Returns the zeros that this call appends to the last dimension; 0 if it pads anything else."""
     if base_name(func) != "constant_pad_nd":
         return 0
     pads, value = args[1], args[2] if len(args) > 2 else 0
@@ -236,7 +236,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
 def operations_of(recorder: Recorder) -> list[TracedOperation]:
-    """The table of what was recorded: a row per kernel, and what it allocates and frees."""
+    """Returns the recorded operations: a row per kernel, with the bytes that it allocates and frees."""
     records = recorder.records
     if not records:
         return []
@@ -262,19 +262,19 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
 
 
 def _write_in_place(recorder: Recorder) -> None:
-    """Autograd adds gradients that meet at a tensor in place, except those of tensor subclasses, which fakes are."""
+    """Merges storages of added gradients: autograd adds them in place, but not for tensor subclasses such as fakes."""
     for index, operands, total in recorder.accumulations:
         for operand in operands:
             if operand.died == index and not operand.merged and operand.bytes == total.bytes:
-                # The sum lives on in the operand's bytes.
+                # The sum takes over the operand's bytes.
                 total.born, operand.merged = operand.born, True
                 break
 
 
 def _merged(records: list[RecordedKernel]) -> list[list[int]]:
-    """Indices of records by operation: the calls of a module that is one kernel come together.
+    """Returns the indices of records by operation: the calls of a module that is one kernel form one operation.
 
-    Composed, such a module uses its input twice, so that one addition of gradients is its own; a second is not.
+    Such a module, composed of calls, uses its input twice: one addition of gradients is its own, a second is not.
     """
     groups: list[list[int]] = []
     for index, record in enumerate(records):
@@ -314,7 +314,7 @@ def _operation(group: list[RecordedKernel]) -> TracedOperation:
 
 
 def _operation_name(record: RecordedKernel) -> str:
-    """The module's path, then what it calls unless that is all the module does. The same in both phases."""
+    """Returns the module's path, followed by scope or function unless the module is a leaf; the same in both phases."""
     origin = record.origin
     function = record.function.strip("_").removesuffix("_data").removesuffix("_backward")
     if record.call.kind is Kind.LOSS and not origin.leaf:

@@ -1,4 +1,4 @@
-"""What a trace found, and as a document: a run can be planned after the process that holds the module has ended."""
+"""The result of a trace and its JSON form: a run can be planned after the module's process has ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _COLUMNS = [each.name for each in fields(TracedOperation)]
 
 @dataclass(frozen=True)
 class ModuleTrace:
-    """One micro-batch of a module, and what exists before it starts (bytes and counts)."""
+    """The operations of a micro-batch of a module, and the tensors that exist before it (bytes and counts)."""
 
     operations: list[TracedOperation]
     name: str
-    parameters: int  # elements that are trained or frozen, shared ones once
+    parameters: int  # elements, trained and frozen, shared ones once
     trained_parameters: int
     trained_tensors: int
     parameter_bytes: int
@@ -27,13 +27,13 @@ class ModuleTrace:
     buffer_bytes: int
     input_bytes: int
     output_shapes: tuple[tuple[int, ...], ...]
-    unit_bytes: tuple[int, ...] = ()  # of parameters, as FSDP gathers them: numbered layers each, all else together
+    unit_bytes: tuple[int, ...] = ()  # parameters as FSDP gathers them: each numbered layer, all others together
     inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
     assumptions: tuple[Assumed, ...] = ()
 
 
 def trace_to_json(trace: ModuleTrace) -> dict[str, Any]:
-    """Operations as rows of columns: a model of a few thousand calls stays under a megabyte."""
+    """Stores operations as rows of columns: a few thousand calls take less than a megabyte."""
     document = asdict(trace)
     document["columns"] = _COLUMNS
     document["operations"] = [[getattr(op, name) for name in _COLUMNS] for op in trace.operations]

@@ -1,12 +1,11 @@
-"""Tensors of a trace: most have no memory, small ones whose values are known have them.
+"""Tensors of a trace: most are fake; small ones whose values follow from known values are computed.
 
-Modules look at values: at a list of drop rates made by `linspace`, at whether an attention mask hides anything, at
-which edges of a graph are loops. Such tensors are small and follow from constants and from the inputs, never from
-weights. So whatever is small and follows from nothing unknown is computed; everything else is fake: a shape, a type and
-a storage without memory. A module built or run under `TraceMode(real=True)` is computed as a whole, and its kernels are
-recorded all the same.
+Modules read values: drop rates made by `linspace`, whether an attention mask hides anything, which edges of a graph are
+self-loops. Such tensors are small and depend on constants and inputs, never on weights. So small tensors that depend
+only on known values are computed; all others are fake: a shape, a type and a storage without memory. Under
+`TraceMode(real=True)`, a module is built or run with all values, and its kernels are recorded in the same way.
 
-Private parts of torch used here (tried: 2.13; 2.11 has the same names): `torch._subclasses.FakeTensorMode`.
+Private parts of torch used here (tested: 2.13; 2.11 has the same names): `torch._subclasses.FakeTensorMode`.
 """
 
 from __future__ import annotations
@@ -30,48 +29,48 @@ from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.workload.trace_kernels import grouped_shape, tensors
 
-KNOWN_BYTES = {True: 2**16, False: 2**24}  # of floating-point tensors, which weights are, and of all others
-"""The largest tensor whose values are computed. Masks, indices and positions take milliseconds below it."""
+KNOWN_BYTES = {True: 2**16, False: 2**24}  # floating-point tensors, such as weights, and all others
+"""Size of the largest tensor whose values are computed. Masks, indices and positions of it take milliseconds."""
 
-MEMORY_SHARE = 0.8  # of what is free now: the rest is for what kernels need while they run
-_CHECKED_FROM = 2**20  # bytes of a tensor from which the memory that is free is asked for
+MEMORY_SHARE = 0.8  # share of free memory that may be used: the rest is for the kernels' own needs
+_CHECKED_FROM = 2**20  # bytes of a tensor from which free memory is checked
 _SELECT = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class TraceMode(FakeTensorMode):
-    """Fake tensors on the CPU, but for known values; with `real` nothing is fake."""
+    """A mode with fake tensors on the CPU, except for known values; with `real`, nothing is fake."""
 
     def __init__(self, real: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.real = real
-        self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # of the running `Module._apply`, so that sharing is kept
+        self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # in the running `Module._apply`, to keep sharing
         self._imagining = False
         self._unknown: dict[int, Any] = {}  # storages that a fake tensor was written into
 
     def __deepcopy__(self, memo: object) -> TraceMode:
-        """A fake tensor knows its mode, which must survive copying layers (nn.Transformer)."""
+        """A fake tensor refers to its mode, which must be the same after layers are copied (nn.Transformer)."""
         return self
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it has values, and they are right."""
+        """Returns whether a tensor has valid values."""
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return False
         return not self._unknown or tensor.untyped_storage()._cdata not in self._unknown
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether its values are kept, which those of large tensors are not."""
+        """Returns whether a tensor's values are kept; those of large floating-point tensors are not."""
         return self.knows(tensor) and (not tensor.is_floating_point() or self._small(tensor))
 
     def unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of any size without values."""
+        """Returns a tensor without values."""
         empty = torch.ops.aten.empty.memory_format
         with _disable_current_modes():
             made: Tensor = self._imagined(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
         return made
 
     def _sparse_rows(self, gradient: Tensor, touched: int, rows: int) -> Tensor:
-        """The gradient of a table, of which a batch has `touched` so many rows."""
+        """Returns the sparse gradient of a table of which a batch reads `touched` rows."""
         width = gradient.shape[-1]
         places = self.unknown((1, touched), torch.int64)
         values = self.unknown((touched, width), gradient.dtype)
@@ -84,7 +83,7 @@ class TraceMode(FakeTensorMode):
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
-                # Until it is freed, and another may take its place: held, it would count as saved.
+                # Forget only until it is freed, as the address may be reused; a strong reference would count as saved.
                 known_again = partial(self._unknown.pop, storage._cdata)
                 self._unknown[storage._cdata] = weakref.ref(storage, known_again)
 
@@ -97,9 +96,9 @@ class TraceMode(FakeTensorMode):
             if self.real:
                 _check_memory(func, args, kwargs, given)
             return func(*args, **kwargs)
-        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule is that of CUDA's kernel: bf16 only
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule is for the CUDA kernel: bf16 only
             return self.unknown(grouped_shape(*args, **kwargs), kwargs.get("out_dtype") or args[0].dtype)
-        if func is torch.ops.aten._embedding_bag_backward.default and args[9]:  # torch's own rule makes no rows
+        if func is torch.ops.aten._embedding_bag_backward.default and args[9]:  # torch's own rule returns no rows
             return self._sparse_rows(args[0], args[1].numel(), args[6])
         if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
             with self:
@@ -119,7 +118,7 @@ class TraceMode(FakeTensorMode):
         return out
 
     def _imagined(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The call without values. What it is composed of comes here again, and none of that has values."""
+        """Run the call on fake tensors, with all calls that it is composed of."""
         self._imagining = True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -127,7 +126,7 @@ class TraceMode(FakeTensorMode):
             self._imagining = False
 
     def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where the mask that selects is known, the places that it selects are, and how many."""
+        """Replace known boolean masks among the indices by the positions that they select, whose number is known."""
         places: list[Any] = []
         for index in args[1]:
             known = index is not None and index.dtype is torch.bool and self.knows(index)
@@ -135,7 +134,7 @@ class TraceMode(FakeTensorMode):
         return (args[0], places, *args[2:])
 
     def _small(self, out: Any) -> bool:
-        """Whether what was computed without values may be computed with them."""
+        """Returns whether a fake result is small enough to be computed with values."""
         made = list(tensors(out))
         return bool(made) and all(
             t.device.type == "cpu"
@@ -145,20 +144,20 @@ class TraceMode(FakeTensorMode):
 
 
 def _stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
-    """Whether no result can be large, so that it need not be tried without values first."""
+    """Returns whether no result can be large, so that the call needs no trial on fake tensors."""
     if not given:
         return False
     if func.is_view or func.namespace == "prim" or any(tag in func.tags for tag in _READS_VALUES):
         return True
     if _written(func, args, kwargs):
         return True
-    # No function of some tensors makes more than their outer product, unless it is told sizes.
+    # Without explicit sizes, no result is larger than the outer product of the inputs.
     told = any(isinstance(value, (list, tuple)) and any(type(v) is int for v in value) for value in args)
     return not told and math.prod(max(1, t.numel()) for t in given) * 8 <= KNOWN_BYTES[True]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes into."""
+    """Returns the tensors that a call writes into."""
     if not func._schema.is_mutable:
         return []
     found = []
@@ -169,7 +168,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
-    """Stop before the machine swaps or the process is killed."""
+    """Raises UserError before the machine swaps or the process is killed."""
     told = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.name != "stride"]
     sizes = [math.prod(a) for a in told if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
     largest = max([t.numel() for t in given] + sizes, default=0) * 4
@@ -185,12 +184,12 @@ def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Non
 
 @contextmanager
 def tracing(mode: TraceMode) -> Iterator[None]:
-    """Construction and steps under `mode`, without the oneDNN kernels that hide a recurrent layer's products.
+    """Context for construction and steps under `mode`, without oneDNN kernels that hide a recurrent layer's products.
 
-    torch warns about copying tensors that have no data, and about oneDNN's switch: not the user's concern. Random
-    numbers are the same each time, and the caller's generator does not move.
+    It suppresses torch's warnings about copies of tensors without data and about oneDNN's switch. Random numbers are
+    the same each time, and the caller's generator does not advance.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports what is raised anyway
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # logs errors that are also raised
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
@@ -205,11 +204,11 @@ def tracing(mode: TraceMode) -> Iterator[None]:
 
 @contextmanager
 def _fake_construction(mode: TraceMode) -> Iterator[None]:
-    """What of torch reads or exchanges tensors in place, and need not: casts, and initialisation by rejection."""
+    """Patches functions of torch that read or replace tensors in place: casts, and initialisation by rejection."""
     cast, draw = nn.Module._apply, getattr(nn.init, "_no_grad_trunc_normal_")  # noqa: B009 - private
 
     def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Rejected samples are drawn again until none is left: without values that cannot be seen."""
+        """Draw only with known values: without them, rejected samples cannot be found and drawn again."""
         return draw(tensor, *args, **kwargs) if mode.knows(tensor) else tensor
 
     nn.Module._apply = _applied(mode, cast)  # type: ignore[method-assign]
@@ -222,7 +221,7 @@ def _fake_construction(mode: TraceMode) -> Iterator[None]:
 
 
 def _applied(mode: TraceMode, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`Module._apply`, which casts and moves, by new parameters: torch exchanges them in place, and fakes refuse.
+    """Returns a `Module._apply` that sets new parameters, where torch swaps them in place, which fake tensors refuse.
 
     Shared parameters stay shared.
     """
@@ -232,7 +231,7 @@ def _applied(mode: TraceMode, original: Callable[..., nn.Module]) -> Callable[..
         if mode.real or any(isinstance(p, nn.parameter.UninitializedParameter) for p in mine):
             return original(module, fn, recurse)
         outermost = not mode.converted
-        mode.converted.setdefault(0, (torch.empty(0), torch.empty(0)))  # marks that one is running
+        mode.converted.setdefault(0, (torch.empty(0), torch.empty(0)))  # marks that an `apply` is running
         try:
             if recurse:
                 for child in module.children():
