@@ -52,8 +52,8 @@ class Candidates:
     model: ModelConfig  # undivided; sizes are numbers or arrays
     kinds: Mapping[str, Size]  # groups of layers (`workload/kinds.py`) and the share of each
     flash: bool  # False: attention scores are materialised
-    launches: float  # kernels that experts add to a block, over those of a dense block without latent attention
-    latent_launches: float  # kernels that latent attention adds, over those of the same block
+    launches: float  # kernels added by experts, as a fraction of those of a dense block without latent attention
+    latent_launches: float  # kernels added by latent attention, as the same fraction
     # batch
     sequence: Array  # tokens
     global_batch: Array  # sequences per step
@@ -369,7 +369,7 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
 
 
 def extra_launches(model: ModelConfig) -> tuple[float, float]:
-    """Return the kernels that experts and that latent attention add to a block, over those of a block with neither."""
+    """Return the kernels that experts and latent attention each add, as fractions of those of a block with neither."""
     return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
 
 

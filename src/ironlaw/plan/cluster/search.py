@@ -41,8 +41,8 @@ HIDING = 0.005
 compute: 0.2% in thousands of layouts tried (tests/plan/test_sanity.py)."""
 
 HIDING_IN_BUBBLE = 0.03
-"""The same with sharded weights under a zero-bubble schedule, where a longer backward pass hides their transfers and
-fills as much of the bubble: 1.7% in those layouts."""
+"""`HIDING` with sharded weights under a zero-bubble schedule, where a longer backward pass hides more transfers and
+fills no less of the bubble: 1.7% in those layouts."""
 
 NEAREST = 20  # layouts of our own trainer walked to find the one closest to fitting
 CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB

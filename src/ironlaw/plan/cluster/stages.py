@@ -73,8 +73,8 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
 def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
     """Return the parameters that a rank of the fullest stage updates: under ZeRO, its share of them.
 
-    With expert parallelism a rank holds fewer experts, and by the same factor fewer ranks shard them: its share is that
-    of all ranks' experts over all sharding ranks.
+    Expert parallelism leaves a rank fewer experts and, by the same factor, fewer ranks to shard them over. Its share is
+    therefore that of the experts of all ranks over all sharding ranks.
     """
     local = sharded = layers.largest_parameters
     if candidates.has_experts:

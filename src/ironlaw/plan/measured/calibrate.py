@@ -62,7 +62,7 @@ CONSTANTS = (
     Constant("score_traffic", 0.5, 6.0, 0.3),
     Constant("loss_traffic", 0.5, 8.0, 0.4),
     Constant("optimizer_traffic", 0.5, 6.0, 0.4),
-    # Shares: nothing or everything hidden.
+    # Shares hidden: from none to all.
     # On one node its apparent effect is a misfit of other kinds: with a wider prior, large plans are 12% too fast.
     Constant("tp_hidden", 0.0, 0.95, 0.09, False),
     Constant("dp_hidden", 0.0, 1.0, 0.25, False),
@@ -84,7 +84,7 @@ WITNESSES = 4.0
 """Runs that must determine a constant before it may leave its prior: one disturbed run is not enough."""
 
 HUBER = 1.5  # residual, in spreads, beyond which a run's influence no longer grows
-STEP = 1e-4  # of a prior spread, for numerical derivatives
+STEP = 1e-4  # step of numerical derivatives, in prior spreads
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _within_limits(served: Served, request: ServeRequest, given_price: float | N
 
 
 def _candidate(served: Served, request: ServeRequest, requests: int, given_price: float | None) -> Candidate:
-    inputs = 0 if served.layout.prefill else request.input - request.prefix  # others compute the prompts
+    inputs = 0 if served.layout.prefill else request.input - request.prefix  # prefill copies compute the prompts
     steady = at_concurrency(served.system, float(requests), inputs, request.output, False)
     return Candidate(
         served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second),

@@ -37,7 +37,7 @@ class Demand:
     cached: Number  # cached elements per token, all layers: keys and values, or latent attention's narrow vector
     windowed: Number  # share of the layers that keep `window` tokens only
     window: Number
-    heads_cached: Number  # key/value heads, the most ranks that can divide the cache (1 of latent attention)
+    heads_cached: Number  # key/value heads, the most ranks that can divide the cache (1 for latent attention)
     pair_flops: Number  # FLOPs of a query and a visible key, all heads and layers
     chosen: Number = 0.0  # experts chosen per token and layer
     expert_layers: Number = 0.0  # layers with experts
