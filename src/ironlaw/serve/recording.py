@@ -27,7 +27,7 @@ from ironlaw.observe.spans import MODULE_SCOPE, scopes_recorded
 
 _SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"),
            (Native, "attend", "attention"), (Native, "keep", "cache"))  # fmt: skip
-_OPERATIONS = ("attend", "keep", "turn", "norm")  # of Native: not operations of PyTorch, so the profiler misses them
+_OPERATIONS = ("attend", "keep", "rotate", "norm")  # of Native: not operations of PyTorch, so the profiler misses them
 
 
 class Recording:
