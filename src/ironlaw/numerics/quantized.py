@@ -109,7 +109,7 @@ class Quantized:
         return matrix[:rows, :columns].reshape(self.shape)
 
     def scale_of_each(self) -> Tensor:
-        """Returns the factor of each code; fp32, in the tensor's shape."""
+        """Returns the scale of each number; fp32, in the tensor's shape."""
         assert self.block is not None
         return self._cut(self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1))
 
@@ -207,10 +207,10 @@ def _round_blocks(
 def block_scales(
     blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns for (row blocks, rows, column blocks, columns): fp32 scales of blocks, their codes, the tensor's scale.
+    """Returns fp32 scales of `blocks` (row blocks, rows, column blocks, columns) without the tensor's scale, their
+    codes, and the tensor's scale. The scale of a block that holds NaN or an infinity is NaN.
 
     `tensor_scale` is given if the blocks are only part of a tensor; `largest` replaces the blocks' own magnitudes.
-    The scale of a block that holds NaN or an infinity is NaN.
     """
     element, kept = format.element, number_format(format.scale)
     largest = blocks.abs().amax((1, 3)) if largest is None else largest

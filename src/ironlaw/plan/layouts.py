@@ -128,7 +128,7 @@ SHOWN = 8
 
 
 def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
-    """Raises UserError if no layout divides the model and the batch, or if ranks on this machine were not measured."""
+    """Plans the given or the best layout of `options.ranks` ranks. UserError if none divides or fits the job."""
     ranks = options.ranks or 1
     profile, fabric = load_profile(), RankFabric(load_costs())
     if options.layout or config.layout:

@@ -170,7 +170,7 @@ class _Rank:
             self._meeting(mine)
         return walk.peak
 
-    # -- what compression and local updates hold -----------------------------------------------------------------------
+    # -- memory of compression, local updates and offloading -----------------------------------------------------------
 
     def _resident(self, layers: Sequence[Layer]) -> list[Layer]:
         """Returns the layers as they occupy device memory, without offloaded activations."""
@@ -188,7 +188,7 @@ class _Rank:
             walk.now["communication"] = self.whole(0) + matrices * FP32
 
     def _meeting(self, mine: list[Parameter]) -> None:
-        """Walk the sites' exchange: differences to the common weights, reduced in chunks, and the outer gradient."""
+        """Walk the sites' synchronisation: differences to common weights, reduced in chunks; the outer gradient."""
         narrow = 0.5 if self.recipe.communication.gradients == "bf16" else 1.0
         sizes, held = [p.elements * FP32 for p in mine], 0.0
         while sizes:
@@ -232,7 +232,7 @@ class _Rank:
             return  # tokens have no gradient to send: PyTorch leaves all work to the weight pass
         key = kind, stage, self.gathered[stage], stage in self.has_gradients
         self.walk.repeat(key, self.passes[kind], stage)
-        self.gathered[stage] = self.after.setdefault(key, self.gathered[stage])  # as the first of them left it
+        self.gathered[stage] = self.after.setdefault(key, self.gathered[stage])  # as after the first such pass
         if kind in "BW":
             self.has_gradients.add(stage)
 
@@ -425,4 +425,4 @@ class _Rank:
             self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 
-MEETING_ELEMENTS = 8 * 2**20  # chunk size of the reduction in `train/parallel/diloco.py`
+MEETING_ELEMENTS = 8 * 2**20  # elements reduced at a time in `train/parallel/diloco.py`

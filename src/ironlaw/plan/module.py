@@ -336,9 +336,9 @@ USUAL_SEQUENCE = 2048
 def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
     """Plans fine-tuning with adapters on catalogued accelerators, as Ironlaw's trainer runs it.
 
-    Nothing is recomputed if that fits, else every block; a config file sets recomputation itself. Several accelerators
-    hold replicas, which also shard the base (ZeRO 3) if it does not fit on one; communication overlaps with
-    computation. Raises UserError for other kinds of layouts and for models whose adapters are not planned.
+    Every block is recomputed if the job does not fit otherwise; a config file sets recomputation itself. Several
+    accelerators hold replicas, which also shard the base (ZeRO 3) if it does not fit on one; communication overlaps
+    with computation. Raises UserError for other layouts and for models whose adapters are not planned.
     """
     assert requested.config is not None
     if requested.model.latent is not None or requested.model.moe is not None:

@@ -96,7 +96,7 @@ def saved_by(layer: Layer, stream: int) -> tuple[int, int]:
     """Returns the bytes that a block keeps for its backward pass: in tensors worth a copy, and in smaller ones."""
     whole = sum(op.saved_bytes - op.frees_saved_bytes for op in layer.forward)
     if layer.recomputed:
-        # Results kept by a policy are held by the checkpoint itself and cannot be offloaded: only the input is.
+        # Results kept by a policy are held by the checkpoint itself and cannot be offloaded: only the input can.
         return (stream, whole - stream) if stream >= SMALLEST_BYTES else (0, whole)
     big = sum(op.saved_bytes for op in layer.forward if op.saved_bytes >= SMALLEST_BYTES)
     return big, whole - big

@@ -3,7 +3,7 @@ attention kernel and recomputation under a memory budget.
 
 The policies of one block form a frontier of kept bytes against seconds of recomputation, from the same operations and
 times as the rest of the plan. A path leads from "keep everything" to "keep nothing", layer by layer along the convex
-hull of this frontier; each step costs the fewest seconds per byte. The first point of the path that fits is taken.
+hull of this frontier; each step costs the fewest seconds per byte freed. The first point that fits is taken.
 By convexity, no other mixture of layers that fits is faster by more than one layer's choice.
 """
 
@@ -59,8 +59,8 @@ def micro_batch_of(config: RunConfig, share: int, stages: int | None = None) -> 
     """Returns the sequences per forward pass of a replica with `share` sequences per step: train.micro_batch, or the
     largest divisor of `share` below it, so that a job can continue on fewer ranks with the same config.
 
-    If train.micro_batch is not set, each of `stages` pipeline stages (default: those of the config's layout) gets four
-    micro-batches if the share allows: the bubble is then at most a fifth of the step (arXiv 2104.04473, section 2.2).
+    If train.micro_batch is not set, there are four micro-batches per pipeline stage (`stages`, default: the config's)
+    if the share allows: the bubble is then at most a fifth of the step (arXiv 2104.04473, section 2.2).
     """
     if stages is None:
         stages = config.layout.pp if config.layout is not None else 1
@@ -253,7 +253,7 @@ def _hull(found: list[Choice]) -> list[Choice]:
 
 
 def _seconds_per_byte(last: Choice, choice: Choice) -> tuple[float, int]:
-    """Returns the slope from `last` to `choice`, then bytes: of equal slopes, the fewest bytes need no step between."""
+    """Sort key of a step: its slope, then its bytes; of equal slopes, the smallest needs no step in between."""
     slope = (choice.seconds - last.seconds) / (last.held_bytes - choice.held_bytes)
     return slope, choice.held_bytes
 
@@ -275,7 +275,7 @@ def first_within(path: Sequence[T], budget_bytes: float, peak_bytes: Callable[[T
 
 
 def mixtures(shape: Shape, seconds: Callable[[Operation], float]) -> list[tuple[Policy, ...]]:
-    """Returns the policies of all layers from no to full recomputation; each step costs the fewest seconds per byte.
+    """Returns policies of all layers, from no to full recomputation; each step costs the fewest seconds per byte freed.
 
     The first layers recompute first: when the backward pass reaches them, the later layers have freed theirs.
     """

@@ -125,8 +125,8 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
 
 
 def _overridden(model: ModelConfig, overrides: Sequence[str]) -> RequestedModel:
-    """Applies `--set model.KEY=VALUE`, or `finetune.KEY=VALUE` for adapters. Raises UserError for other sections, which
-    need a config file."""
+    """Applies `--set model.KEY=VALUE` and `finetune.KEY=VALUE` (adapters); UserError for others: these need a config
+    file."""
     document: dict[str, Any] = {"model": model.model_dump(exclude_none=True)}
     for override in overrides:
         if not override.startswith(("model.", "finetune.")):

@@ -22,7 +22,7 @@ from ironlaw.workload.sharding import bucket_bytes
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """All collectives of one kind over a mesh dimension in a step of one rank. Exposed: time without computation."""
+    """All collectives of one kind over a mesh dimension in a step of one rank; `exposed_seconds`: the rank waits."""
 
     dimension: str
     kind: str
@@ -74,8 +74,8 @@ def tied_seconds(program: Program, machine: Machine) -> float:
 
 
 def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[Line]:
-    """Returns ledger lines of (operation, count) pairs; a line's costliest operation sets its bound. Each phase has a
-    line for the host's dispatch."""
+    """Returns ledger lines of (operation, count) pairs, and a line per pass for the host's dispatch. The costliest
+    operation of a line sets its bound."""
 
     def line(op: Operation, count: int) -> Line:
         timing, flops = machine.time(op), None if op.flops is None else op.flops * count
@@ -149,7 +149,7 @@ class PlayedPipeline:
         assert done, "a pipeline that never ends"
 
     def _start(self) -> list[float]:
-        """Start passes on free ranks whose inputs are there. Returns the known start times of the others."""
+        """Start passes of free ranks whose inputs have arrived. Returns the known arrival times of other inputs."""
         waiting = []
         for rank, order in enumerate(self.orders):
             if rank in self.remaining or self.position[rank] >= len(order):
@@ -164,7 +164,7 @@ class PlayedPipeline:
         return waiting
 
     def _ready_at(self, rank: int, p: Pass) -> float | None:
-        """Returns when the input of `p` is at the free rank; None: not known yet."""
+        """Returns when the input of `p` arrives at its free rank; None: not known yet."""
         if p.kind == "W" or p.stage == (0 if p.kind == "F" else self.last):
             return 0.0
         needed = Pass("F" if p.kind == "F" else "B", p.stage, p.micro_batch)
@@ -300,7 +300,7 @@ def _hidden_behind(window: float, buckets: list[int], seconds: list[float]) -> f
 
 
 def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredMachine) -> tuple[Phases, Costs]:
-    """Simulates the passes of one replica's ranks; then gradients are reduced, and all ranks reduce loss and norm."""
+    """Simulates the passes of one replica's ranks, then the reductions of gradients and of loss and norm."""
     layout, micro_batches, fabric = program.layout, program.micro_batches, machine.fabric
     assert fabric is not None
     sent = [collective_costs(program, collectives, machine) for collectives in program.collectives]

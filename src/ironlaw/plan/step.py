@@ -7,9 +7,9 @@
     plan.step_seconds, plan.stages[0].communication, plan.ledger
 
 A single process is `Layout()`: no collective, no pipeline. The program (`workload/program.py`) lists operations,
-messages and tensors; the measured machine times operations, and `machine/links.py` collectives. On CPUs, FSDP, DTensor
-and context parallelism wait for each collective; DDP reduces its buckets during the last backward pass; a pipeline is
-simulated pass by pass.
+messages and tensors; operations are timed by the measured machine, collectives by `machine/links.py`. On CPUs, FSDP,
+DTensor and context parallelism wait for each collective; DDP reduces its buckets during the last backward pass; a
+pipeline is simulated pass by pass.
 """
 
 from __future__ import annotations
@@ -248,8 +248,7 @@ def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
 
 
 def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | None = None) -> Ledger:
-    """Returns parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine, without
-    torch.
+    """Plans parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch.
 
     `now`: slowdowns just measured (`Probe.slowdown`); they change times, but no decision.
     Raises UserError for settings that the machine does not support or was not measured with.
@@ -319,8 +318,7 @@ def plan_step(
 
 
 def step_operations(config: RunConfig, precision: str, profile: Profile | None = None) -> list[tuple[Operation, int]]:
-    """Returns the operations of one process's optimizer step, each with its count. A `profile` decides the attention
-    kernel."""
+    """Returns (operation, count) pairs of one process's optimizer step; `profile` decides the attention kernel."""
     recipe = recipe_of(config, precision)
     if profile is not None:
         recipe, _ = choose_attention(config, recipe, profile)

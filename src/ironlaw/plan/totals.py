@@ -110,8 +110,8 @@ class PlannedOn:
 
     @classmethod
     def measured(cls, profile: Profile, precision: str, hosts: int = 1, trainer: RunConfig | None = None) -> PlannedOn:
-        """Returns this machine, or `hosts` like it, for a run of Ironlaw's `trainer` or any module, in a measured
-        `precision`."""
+        """Returns `hosts` machines like this one, in a measured `precision`. `trainer`: config of a run; None: any
+        module."""
         low, high, basis = time_interval(profile)
         machines = "this machine" if hosts == 1 else f"this machine and {hosts - 1} like it"
         context, held = held_by_process(profile, trainer)

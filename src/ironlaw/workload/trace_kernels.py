@@ -275,7 +275,8 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
-    """`args`: of a convolution (x, weight, bias, stride, ...) or its gradients (dy, x, weight, bias's shape, ...).
+    """Returns scratch bytes; `args` as of a convolution (x, weight, bias, stride, ...) or its backward (dy, x, weight,
+    bias's shape, stride, ...).
 
     oneDNN copies input images into its layout, unless they have few channels, and results out of it.
     """

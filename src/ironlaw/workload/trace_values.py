@@ -29,8 +29,8 @@ from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.workload.trace_kernels import grouped_shape, tensors
 
-KNOWN_BYTES = {True: 2**16, False: 2**24}  # floating-point tensors, such as weights, and all others
-"""Size of the largest tensor whose values are computed. Masks, indices and positions of it take milliseconds."""
+KNOWN_BYTES = {True: 2**16, False: 2**24}  # True: floating-point tensors, such as weights; False: all others
+"""Largest tensor whose values are computed. Masks, indices and positions of at most this size take milliseconds."""
 
 MEMORY_SHARE = 0.8  # share of free memory that may be used: the rest is for the kernels' own needs
 _CHECKED_FROM = 2**20  # bytes of a tensor from which free memory is checked

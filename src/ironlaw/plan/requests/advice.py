@@ -98,7 +98,7 @@ def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dic
 
 
 def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """Yields plans with one setting changed and the layout kept; `gain` is the relative rise in tokens per second."""
+    """Yields changes of one setting with the layout kept, and smaller clusters; `gain` is the relative speed-up."""
     doubled = 2 * request.global_batch
     changes = [(f"--global-batch {doubled}", replace(request, global_batch=doubled))]
     if request.precision in ("bf16", "fp16"):
@@ -163,8 +163,7 @@ def _best(request: ClusterRequest, count: int) -> float | None:
 
 
 def would_fit(request: ClusterRequest) -> list[str]:
-    """Returns the smallest changes of hardware for which some layout fits: more accelerators, or ones with more
-    memory."""
+    """Returns the smallest hardware changes for which a layout fits: more accelerators, or ones with more memory."""
     words = []
     count = request.cluster.count * 2
     while count <= MOST_ACCELERATORS:
@@ -198,7 +197,7 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
     return None
 
 
-# -- sending less ---------------------------------------------------------------------------------------------------
+# -- compressed communication ---------------------------------------------------------------------------------------
 
 
 MATERIAL = 0.02

@@ -142,7 +142,7 @@ def _optimizer(requested: RequestedModel, options: Options) -> str:
     return update_cost(said, requested.model).name
 
 
-# -- which software a plan assumes -------------------------------------------------------------------------------------
+# -- engines -----------------------------------------------------------------------------------------------------------
 
 
 OTHERS = 2
@@ -228,7 +228,7 @@ KEPT, WALKED = 200, 20
 """Layouts kept in a ranking, and in one of Ironlaw's own trainer, where each is walked for its memory."""
 
 SURE_AT_MOST = 1.03
-"""A layout that fits with certainty is preferred to the fastest if its step takes at most this many times as long."""
+"""A layout that surely fits is preferred to the fastest, which may not, if its step is at most this factor longer."""
 
 SIMPLE_AT_MOST = 1.01
 """The same for a layout with fewer kinds of parallelism: the difference is far below the plan's own error."""
