@@ -275,8 +275,7 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
-    """Returns scratch bytes; `args` as of a convolution (x, weight, bias, stride, ...) or its backward (dy, x, weight,
-    bias's shape, stride, ...).
+    """Scratch bytes for `args` of a convolution (x, weight, bias, stride, ...) or its gradients (dy, x, weight, ...).
 
     oneDNN copies input images into its layout, unless they have few channels, and results out of it.
     """

@@ -173,8 +173,7 @@ def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelera
 
 
 def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
-    """Returns the answer for the first engine that can run the given layout, or for which the search finds one that
-    fits. Raises UserError if there is none."""
+    """Returns the answer for the first engine that runs the given layout, or has one that fits. UserError if none."""
     passed: list[str] = []
     for position, assumption in enumerate(software):
         engine, last = engine_named(assumption.value), position == len(software) - 1
