@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.machine import interference
@@ -120,3 +121,15 @@ def test_a_later_measurement_keeps_the_better_times(measured: Profile, tmp_path:
 def test_noise_takes_longer_than_the_product_with_it(measured: Profile) -> None:
     """Drawn number by number: a dropout at the rate of a copy was planned forty times too fast."""
     assert measured.curve("noise", "fp32").at(2**19) > 2 * measured.curve("multiply", "fp32").at(2**19)
+
+
+def test_large_products_of_a_slow_type_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ironlaw.machine import measure as module
+    from ironlaw.machine.kernels import Pool
+
+    def shapes() -> set[tuple[int, int, int]]:
+        return {sampler.key[3] for sampler in module._products(Pool(torch.device("cpu")), torch.float32, "fp32")}
+
+    assert (512, 512, 512) in shapes()
+    monkeypatch.setattr(module, "timed", lambda call: 0.1)  # as without instructions for the type
+    assert shapes() == {(16, 16, 16), (64, 64, 64), (256, 256, 256)}

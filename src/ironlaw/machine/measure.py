@@ -63,6 +63,7 @@ MATMUL_SHAPES = (
     (2048, 2048, 512),
     (128, 128, 4096),
 )
+SLOW_SECONDS = 0.15  # of one product: larger ones are left out, or a type without instructions would take minutes
 ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 ONEDNN = "fp32_onednn"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -89,8 +90,9 @@ class Sampler:
 
     def sample(self, synchronize: Callable[[], None]) -> None:
         if not self.seconds:  # warm up, then choose the number of repeats
-            self._time(1, synchronize)
             once = self._time(1, synchronize)
+            if once < SLOW_SECONDS:  # a longer call needs no warm-up
+                once = self._time(1, synchronize)
             self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(once, 1e-7))))
         self.seconds.append(self._time(self.repeats, synchronize))
 
@@ -237,10 +239,14 @@ def _attention(pool: Pool, dtype: torch.dtype, precision: str) -> list[Sampler]:
 
 def _products(pool: Pool, dtype: torch.dtype, label: str) -> list[Sampler]:
     """The products of a linear layer at every shape. `label`: the precision, or ONEDNN for oneDNN's fp32 products."""
+    builders = matmul_builders(pool, dtype, onednn=label == ONEDNN)
+    once = builders["matmul"](256, 256, 256)
+    largest = 256**3 * SLOW_SECONDS / min(timed(once) for _ in range(3))  # products of numbers
     return [
         _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), 4 * k * (m + n))
-        for kernel, build in matmul_builders(pool, dtype, onednn=label == ONEDNN).items()
+        for kernel, build in builders.items()
         for m, n, k in MATMUL_SHAPES
+        if m * n * k < largest
     ]
 
 
