@@ -27,6 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parent))  # for `micro_batch`, which several folders here share
 
 SOURCE = Path(ironlaw.__file__).parents[1]
+# `IRONLAW_TEST_DEVICE=cuda python -m pytest tests/train tests/serve` runs on a GPU what tests run in this process.
+DEVICE = os.environ.get("IRONLAW_TEST_DEVICE", "cpu")
 REPOSITORY = Path(__file__).parents[1]
 
 # Small enough that a step takes milliseconds, large enough to learn something.
@@ -70,7 +72,7 @@ def build_profile(*, flops_per_second: float = 1e11, elements_per_second: float 
     points = [(tokens, size, 2e-10 * size / 32) for tokens in (64, 1024) for size in (32, 64, 128)]
     attention = {"forward": points, "backward": [(t, d, 2.5 * s) for t, d, s in points]}
     return Profile(
-        device="cpu", name="AMD EPYC", created="2026-01-02T03:04:05+00:00",
+        device=DEVICE, name="AMD EPYC", created="2026-01-02T03:04:05+00:00",
         versions={"ironlaw": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}, threads=threads,
         memory_bytes=8 * 2**30, runtime_bytes=200 * 2**20,
         matmul={"fp32": fits, "bf16": fits},
@@ -84,6 +86,7 @@ def build_profile(*, flops_per_second: float = 1e11, elements_per_second: float 
         interference={"compute": [1.0, 1.1, 1.2], "memory": [1.0, 1.05, 1.1]},
         probe={"compute": 3e-3, "memory": 5e-4},
         best_seconds={"matmul fp32 matmul (512, 512, 512)": 3e-3, "curve fp32 gelu_tanh_forward 524288": 5e-4},
+        capability=None if DEVICE == "cpu" else (9, 0),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ from ironlaw.machine.profile import Profile
 from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
 
-DEVICE = "cuda"
+DEVICE = os.environ.get("IRONLAW_TEST_DEVICE", "cuda")  # cpu: whether the tests themselves are right
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    if not torch.cuda.is_available():
+    if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(DEVICE)
 
@@ -62,7 +63,7 @@ def train(user_cache: Path, profile: Profile) -> Callable[..., Outcome]:
 @pytest.fixture
 def train_on_cpu(user_cache: Path, machine_profile: Profile) -> Callable[..., Outcome]:
     def run(config: RunConfig, out: Path) -> Outcome:
-        return run_training(config, out, machine_profile)
+        return run_training(config, out, replace(machine_profile, device="cpu"))
 
     return run
 

@@ -34,3 +34,33 @@ def test_graphs_answer_as_their_operations(form: dict[str, Any], device: torch.d
         found.append([r.answer for r in engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0))])
         assert bool(engine.runner.graphs and engine.runner.graphs.found) == graphs
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_few_bits_answer_as_on_a_cpu(weights: str, device: torch.device) -> None:
+    """Logits of one prompt: greedy answers may part where two tokens are near."""
+    found = []
+    for where in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        served = prepare(Transformer(ModelConfig(**LLAMA)).eval(), ServeConfig(weights=weights, device=where), "it")
+        tokens = torch.arange(40).remainder(512)[None].to(served.device)
+        with torch.no_grad():
+            found.append(served.model(tokens).float().cpu())
+    relative = (found[0] - found[1]).norm() / found[0].norm()
+    assert relative < 0.02
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv": "int8"}, {"kv": "fp8"}, {"graphs": True}], ids=str)
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_batch_answers_as_each_request_alone(weights: str, settings: dict[str, Any], device: torch.device) -> None:
+    """In fp32 to the token; in fewer bits sums of another order part some answers."""
+    torch.manual_seed(0)
+    config = ServeConfig(weights=weights, blocks=400, **settings)
+    served = prepare(Transformer(ModelConfig(**LLAMA)).eval(), config, "it")
+    draws = random.Random(2)
+    prompts = [[draws.randrange(512) for _ in range(1 + draws.randrange(60))] for _ in range(16)]
+    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_end=True)
+    together = [r.answer for r in Engine(served, config).generate(prompts, greedy)]
+    alone = [Engine(served, config).generate([prompt], greedy)[0].answer for prompt in prompts]
+    same = sum(a == b for one, other in zip(together, alone, strict=True) for a, b in zip(one, other, strict=True))
+    assert same >= (16 * 30 if weights == "fp32" and "kv" not in settings else 0.5 * 16 * 30)

@@ -63,7 +63,9 @@ def ours(model: Any, folder: Path) -> Transformer:
 
 def engine(model: Transformer | LoadedModel, **settings: Any) -> Engine:
     """Small pages and steps, so that short prompts cross them."""
-    config = ServeConfig(**({"block": 4, "token_budget": 24, "device": "cpu", "blocks": 400} | settings))
+    device = os.environ.get("IRONLAW_TEST_DEVICE", "cpu")
+    usual = {"block": 4, "token_budget": 24, "device": device, "blocks": 400}
+    config = ServeConfig(**(usual | ({} if device == "cpu" else {"weights": "fp32"}) | settings))
     served = model if isinstance(model, LoadedModel) else prepare(model, config, "tiny")
     return Engine(served, config)
 
