@@ -1,4 +1,4 @@
-"""Models and methods on CUDA beside the CPU: what attention computes with rules of its own, experts, adapters, state."""
+"""Models and methods on CUDA beside the CPU: attention with rules of its own, experts, adapters, state."""
 
 from __future__ import annotations
 
