@@ -56,12 +56,11 @@ def test_a_resumed_run_goes_on(config: Config, train: Train, losses: Losses, tmp
 
 
 def test_out_of_device_memory_is_one_line(config: Config, train: Train, tmp_path: Path, device: torch.device) -> None:
-    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.003, 0)
     try:
         with pytest.raises(UserError, match="the device is out of memory"):
             model = {"layers": 4, "hidden": 1024, "heads": 8, "vocab": 8192, "context": 512}
-            train(config(model, train={"global_batch": 64}), tmp_path / "run")
+            train(config(model, data={"mock": True}, train={"global_batch": 64}), tmp_path / "run")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
         torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ autograd sequence number.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
-from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
+from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, StepSums, nest
 from ironlaw.workload.sections import FROZEN
@@ -45,6 +46,7 @@ _KINDS = {
     Kind.OPTIMIZER: ("_fused_adamw_", "_foreach_norm"),
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_FUSED_ATTENTION = re.compile(r"scaled_dot_product|attention_(forward|backward)$")
 
 # What touches no data: views, allocations and the outer layers of composed operations. Their time is the host's.
 _NO_WORK = frozenset({
@@ -166,8 +168,13 @@ def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> Step
         for event in recorded_events(recorded)
         if event.end > event.start and not event.name.startswith("gloo:")  # which lie across what runs meanwhile
     ]
-    spans = nest(events, _place, by_thread=False)
-    return StepProfile(_lines(spans, steps), *_peak(recorded_allocations(recorded), spans, gradient_pointers))
+    spans, allocations = nest(events, _place, by_thread=False), recorded_allocations(recorded)
+    if any(event.where == DEVICE for event in events):
+        lines = _device_lines(spans, events, steps)
+        allocations = [allocation for allocation in allocations if allocation.on_device]
+    else:
+        lines = _lines(spans, steps)
+    return StepProfile(lines, *_peak(allocations, spans, gradient_pointers))
 
 
 def _place(span: Span, forward_scope: dict[int, str]) -> None:
@@ -212,6 +219,28 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
     return sums.lines()
 
 
+def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> list[Line]:
+    """Kernels count where they were launched. The device's idle time counts where the next kernel belongs."""
+    sums, step, launchers = StepSums(steps), -1, dict[int, tuple[int, Span]]()
+    for span in spans:
+        if span.name == STEP_SCOPE:
+            step += 1
+        launchers[span.event.link] = step, span
+    ends = [span.event.start for span in spans if span.name == STEP_SCOPE]
+    for event in events:
+        step, launcher = launchers.get(event.link, (-1, None))
+        if event.where != DEVICE or launcher is None or launcher.phase is None or step < 0:
+            continue
+        kind, operation = _classify(launcher)
+        key = (launcher.phase, kind, f"{operation} again" if launcher.again and kind is not Kind.HOST else operation)
+        update = launcher.phase is Phase.OPTIMIZER
+        idle = max(0, event.start - ends[step])
+        sums.add(step, key if update else (launcher.phase, Kind.HOST, "dispatch"), idle)
+        sums.add(step, key, event.end - max(event.start, ends[step]), 1)
+        ends[step] = max(ends[step], event.end)
+    return sums.lines()
+
+
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
     operation = (
@@ -227,7 +256,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
     if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
         return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
-    kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    kind = Kind.ATTENTION if _FUSED_ATTENTION.search(operation) else _KIND_OF.get(operation, Kind.ELEMENTWISE)
     if span.scope.endswith(_DEQUANTISES):
         if kind is Kind.ELEMENTWISE and not span.inside.startswith(BACKWARD_NODE):
             return kind, span.scope

@@ -199,6 +199,8 @@ class Step:
             if self.moment is not None:
                 self.moment.step, self.moment.micro_batch = number, index
             rows = slice(start, min(start + self.micro_batch, sequences))
+            if self.config.train.compile == "graphs":
+                torch.compiler.cudagraph_mark_step_begin()  # results of the pass before may be overwritten
             with self._synchronised(index == len(starts) - 1):
                 with self.phase(Phase.FORWARD), self.autocast():
                     loss = loss_of(rows)
@@ -296,6 +298,8 @@ class Step:
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
         """Return the sum of the losses over this rank's targets, and the number of targets."""
+        if self.config.train.compile == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()
         return self.objective.held_out(self.model, batch, self.autocast)
 
     # -- properties ------------------------------------------------------------------------------------------
