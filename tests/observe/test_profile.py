@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.ledger import UNNAMED, Kind, Ledger, Phase
+from ironlaw.ledger import UNNAMED, Kind, Ledger, Line, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.events import DEVICE, Event
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
-from ironlaw.observe.measured import typical
+from ironlaw.observe.measured import _idle_by_the_clock, typical
+from ironlaw.observe.profile import PHASE_SCOPE, STEP_SCOPE, _device_lines, _place
+from ironlaw.observe.spans import MODULE_SCOPE, nest
 from ironlaw.train.session import run_training
 
 Config = Callable[..., RunConfig]
@@ -262,3 +265,32 @@ def test_cores_count_how_often_heat_slowed_them(tmp_path: Path) -> None:
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text(f"{count}\n")
     assert processor_throttle_count(tmp_path) == 7
+
+
+def test_kernels_of_a_device_count_where_they_were_launched() -> None:
+    """A step of two products and an update; between their kernels the device waits for the host."""
+    marks = [
+        (STEP_SCOPE, 0, 100), (f"{PHASE_SCOPE}forward", 0, 40), (f"{MODULE_SCOPE}qkv", 1, 20),
+        ("aten::linear", 2, 19), ("aten::mm", 3, 18), ("aten::_scaled_dot_product_flash_attention", 21, 30),
+        (f"{PHASE_SCOPE}optimizer", 50, 90), ("aten::_fused_adamw_", 51, 80),
+    ]  # fmt: skip
+    events = [Event(name, start, end, link=number) for number, (name, start, end) in enumerate(marks, 1)]
+    for kernel, start, end, link in (("gemm", 10, 200, 5), ("flash", 200, 260, 6), ("adam", 300, 350, 8)):
+        events.append(Event(kernel, start, end, DEVICE, lane=7, link=link))
+    spans = nest(events, _place, by_thread=False)
+    found = {line.key: round((line.seconds or 0.0) * 1e9) for line in _device_lines(spans, events, steps=1)}
+    assert found == {
+        (Phase.FORWARD, Kind.HOST, "dispatch"): 10,
+        (Phase.FORWARD, Kind.MATMUL, "qkv"): 190,
+        (Phase.FORWARD, Kind.ATTENTION, "other"): 60,
+        (Phase.OPTIMIZER, Kind.OPTIMIZER, "adamw"): 40 + 50,
+    }
+
+
+def test_dispatch_on_a_device_is_what_its_kernels_leave_of_the_phase() -> None:
+    lines = [
+        Line(Phase.FORWARD, Kind.HOST, "dispatch", seconds=9.0), Line(Phase.FORWARD, Kind.MATMUL, "qkv", seconds=3.0),
+        Line(Phase.BACKWARD, Kind.HOST, "dispatch", seconds=9.0), Line(Phase.BACKWARD, Kind.MATMUL, "qkv", seconds=3.0),
+    ]  # fmt: skip
+    found = _idle_by_the_clock(lines, {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0})
+    assert [line.seconds for line in found] == [1.0, 3.0, 0.0, 3.0]

@@ -233,7 +233,7 @@ def measure(
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
     if chosen.type == "cuda":
-        runtime_bytes = _context_bytes(chosen)
+        runtime_bytes = host.context_bytes(chosen)
     profile = _profile(
         chosen, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
         storage_bytes_per_second=storage, tokenizer_tokens_per_second=tokenizer,
@@ -456,13 +456,6 @@ def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
                 pass
         return size / (time.perf_counter() - start)
     return None
-
-
-def _context_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that are in use beside PyTorch's tensors: the driver's context and kernels."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _fresh_process_bytes() -> int:

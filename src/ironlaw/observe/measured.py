@@ -35,6 +35,7 @@ class Observations:
     profiled_seconds: list[float] = field(default_factory=list)
     resident_peak_bytes: int | None = None
     cuda_peak_bytes: int | None = None
+    cuda_resident_bytes: int | None = None
     joules: float | None = None
     joules_basis: str = "RAPL counters of the whole package"
     wall_seconds: dict[str, float] = field(default_factory=dict)
@@ -122,10 +123,14 @@ def measured_ledger(
         None if above is None else sum(always.values()) + above,
         "weights and optimizer state held, plus the highest moment of the recorded steps' allocations",
     )  # fmt: skip
-    if observed.resident_peak_bytes is not None:
-        totals["resident_bytes"] = Estimate(
-            observed.resident_peak_bytes, Origin.MEASURED, "largest resident size of the process"
+    resident, basis = observed.resident_peak_bytes, "largest resident size of the process"
+    if observed.cuda_resident_bytes is not None:
+        resident, basis = (
+            observed.cuda_resident_bytes,
+            "most that PyTorch's allocator held on the device, and the context",
         )
+    if resident is not None:
+        totals["resident_bytes"] = Estimate(resident, Origin.MEASURED, basis)
     if observed.profile is not None:
         lines = named_as(observed.profile.lines, planned.lines)
         ledger.lines = _idle_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines

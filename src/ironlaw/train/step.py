@@ -261,13 +261,15 @@ class Step:
             if self.config.model.moe:
                 self._expert_load = self._balance_experts()
             self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # in no phase of the host: it waits for those of the device
+        with self.clock.phase(Phase.HOST):
             if done:  # a skipped step overflowed: its gradient norm has no meaning
                 self._norm = float(norm)
                 if self.small_square is not None:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
-        with self.clock.phase(Phase.HOST):
-            result = StepResult(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
+            result = StepResult(float(mean), self._norm, stop, added)
         for plugin in self.plugins:
             with self.clock.phase(Phase.COMMUNICATION):
                 plugin.after(number + 1)
