@@ -26,6 +26,7 @@ from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, StepSums, nest
+from ironlaw.workload.kinds import COMPILED
 from ironlaw.workload.sections import FROZEN
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
@@ -33,6 +34,8 @@ COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the s
 SHARDING = "FSDP::"  # marks of PyTorch's own around what it does for a block
 COMMUNICATION_SCOPE = "ironlaw.communication"  # waiting for other ranks: counted by whoever waits
 RECOMPUTE_SCOPE = "ironlaw.recompute"
+COMPILED_SCOPE = "Torch-Compiled Region"  # PyTorch's mark, around what dynamo made of a block
+_FUSED = ("## Call CompiledFxGraph", "triton_")  # loops of the compiled code, on a CPU and on CUDA
 NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 
@@ -129,8 +132,11 @@ def profiled(device: str = "cpu") -> Iterator[profile]:
             recorder.stop()
 
 
-def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
-    """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`."""
+def module_scopes(model: Any, compiled: bool = False) -> dict[nn.Module, str]:
+    """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`.
+
+    Compiled blocks have none: a hook in them would have them compiled again, in the recorded steps.
+    """
     names: dict[nn.Module, str] = {}
     latent = {path for path, module in model.named_modules() if _class_name(module) == "LatentAttention"}
     for path, module in model.named_modules():
@@ -154,6 +160,9 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
             elif parent == "shared":
                 name = f"shared_ffn_{leaf}"
             names[module] = name
+    if compiled:
+        inside = {module for block in model.blocks for module in block.modules()}
+        names = {module: name for module, name in names.items() if module not in inside}
     return names
 
 
@@ -195,6 +204,8 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
         pass  # one operation, though it may be the trained model's own layers
     elif name.startswith(MODULE_SCOPE):
         span.scope = name.removeprefix(MODULE_SCOPE)
+    elif name.startswith(COMPILED_SCOPE):
+        span.scope = COMPILED
     elif name in _FUNCTIONS:
         span.scope = forward_scope[sequence] = _FUNCTIONS[name]
     elif name == _FROZEN_PRODUCT:
@@ -248,6 +259,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
     )
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
+    if span.scope == COMPILED and span.name.startswith(_FUSED):
+        return Kind.ELEMENTWISE, COMPILED
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
     if span.scope == SHARDING:  # gathers and gives back weights, and adds up gradients of micro-batches
@@ -267,6 +280,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.ATTENTION if span.scope == "attention" else Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:
         return _own_work(span, kind, operation)
+    if span.scope == COMPILED:
+        return kind if kind in (Kind.MATMUL, Kind.ATTENTION) else Kind.ELEMENTWISE, COMPILED
     if kind is Kind.ELEMENTWISE:
         return _elementwise(span, operation)
     return kind, span.scope or "other"

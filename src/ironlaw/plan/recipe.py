@@ -78,8 +78,14 @@ def recipe_of(
         cast(Precision, number_format(precision).held_as), cuda, onednn, gloo,
         policies(config.recompute, config.model), loss_chunk(config, cuda), config.optimizer, config.communication,
         config.train.offload, config.train.average_decay is not None,
-        0 < config.checkpoint.every < config.train.steps,
+        0 < config.checkpoint.every < config.train.steps, compiled=compiles_blocks(config, cuda),
     )  # fmt: skip
+
+
+def compiles_blocks(config: RunConfig, cuda: bool) -> bool:
+    """Returns whether the trainer compiles whole blocks: with experts it compiles what is around them."""
+    wanted = config.train.compile
+    return (wanted in ("on", "graphs") or (wanted == "auto" and cuda)) and config.model.moe is None
 
 
 def loss_chunk(config: RunConfig, cuda: bool = False) -> int:
