@@ -25,7 +25,7 @@ from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
-from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, StepSums, nest
+from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest
 from ironlaw.workload.kinds import COMPILED
 from ironlaw.workload.sections import FROZEN
 
@@ -35,7 +35,6 @@ SHARDING = "FSDP::"  # marks of PyTorch's own around what it does for a block
 COMMUNICATION_SCOPE = "ironlaw.communication"  # waiting for other ranks: counted by whoever waits
 RECOMPUTE_SCOPE = "ironlaw.recompute"
 COMPILED_SCOPE = "Torch-Compiled Region"  # PyTorch's mark, around what dynamo made of a block
-_FUSED = ("## Call CompiledFxGraph", "triton_")  # loops of the compiled code, on a CPU and on CUDA
 NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 
@@ -259,7 +258,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
     )
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
-    if span.scope == COMPILED and span.name.startswith(_FUSED):
+    if span.scope == COMPILED and span.name.startswith(FUSED):
         return Kind.ELEMENTWISE, COMPILED
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
