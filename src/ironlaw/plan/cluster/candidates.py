@@ -349,14 +349,11 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
     return model.model_copy(update=update)
 
 
+@lru_cache(maxsize=16)
 def extra_launches(model: ModelConfig) -> tuple[float, float]:
     """Return the kernels that experts and latent attention each add, as fractions of those of a block with neither."""
-    return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
-
-
-@lru_cache(maxsize=16)
-def _launches(document: str) -> tuple[float, float]:
-    model = ModelConfig.model_validate_json(document)  # a document, because the config is not hashable
+    if model.moe is None and model.latent is None:
+        return 0.0, 0.0
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
     dense = usual = _calls(shape, "block")
     if model.latent is not None:
