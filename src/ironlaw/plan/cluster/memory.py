@@ -88,7 +88,7 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
         partly = entrance
         for kind, of_layers in kinds:
             for policy, share in candidates.policies(kind).items():
-                beside = everything - entrance if policy is None else kept_bytes(shape, policy)
+                beside = everything - entrance if policy is None else kept_bytes(shape, policy, kind)
                 partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
