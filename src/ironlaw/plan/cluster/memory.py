@@ -126,15 +126,10 @@ def _stages(candidates: Candidates, partition: str) -> list[Array]:
     Later stages hold fewer micro-batches, and with an equal partition none has more layers than the second: the first,
     the second and the last are enough.
     """
-    most = int(candidates.pp.max(initial=1))
+    pp = candidates.pp
     if partition != "equal":
-        return [np.where(stage < candidates.pp, float(stage), -1.0) for stage in range(most)]
-    first = [np.zeros(len(candidates))]
-    if most > 1:
-        first.append(np.where(candidates.pp > 1, candidates.pp - 1, -1.0))
-    if most > 2:
-        first.append(np.where(candidates.pp > 2, 1.0, -1.0))
-    return first
+        return [np.where(stage < pp, float(stage), -1.0) for stage in range(int(pp.max(initial=1)))]
+    return [np.zeros(len(candidates)), np.where(pp > 1, pp - 1, -1.0), np.where(pp > 2, 1.0, -1.0)]
 
 
 def reported_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,7 @@ class _Search:
     safest: Entry | None = None
     nearest: list[tuple[float, Entry]] = field(default_factory=list)
     waiting: list[Entry] = field(default_factory=list)  # to be walked, with a lower bound of their peak
+    peaks: dict[tuple[Layout, float], float] = field(default_factory=dict)  # of the layouts walked
     settled: set[bytes] = field(default_factory=set)  # layouts certain to fit, which gain nothing by saving memory
 
     @property
@@ -207,8 +208,12 @@ class _Search:
     def _walked(self, row: np.void, enough: float = math.inf) -> float:
         """Return the peak bytes of a layout, or any number above `enough` if the peak exceeds it."""
         layout = layout_of(row)
-        batch, recipe = self.asked.run(layout)
-        return highest_peak(self.asked.model, batch, layout, recipe, enough)[1].total
+        if layout.zero == 2 and not self.where.engine.reduces_in_pieces(2, layout.pp):  # the same as ZeRO 1
+            layout = replace(layout, zero=1)
+        if (layout, enough) not in self.peaks:
+            batch, recipe = self.asked.run(layout)
+            self.peaks[layout, enough] = highest_peak(self.asked.model, batch, layout, recipe, enough)[1].total
+        return self.peaks[layout, enough]
 
     def plan_savings(self, table: Table, bound: np.ndarray, variants: list[Saving]) -> None:
         """Plan the variants of all rows whose bound is below the worst wanted time, fastest rows first."""
