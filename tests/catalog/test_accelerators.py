@@ -212,7 +212,11 @@ def test_what_drivers_print_is_the_card_itself_not_another_of_its_brand(said: st
     assert catalogued(said) == name
 
 
-@pytest.mark.parametrize("said", ["AMD EPYC 7B13", "AMD Radeon Graphics", "NVIDIA RTX"])
+@pytest.mark.parametrize(
+    "said",
+    ["AMD EPYC 7B13", "Intel(R) Xeon(R) Platinum 8581C CPU @ 2.10GHz", "AMD Ryzen 9 7950X 16-Core Processor",
+     "AMD Radeon Graphics", "NVIDIA RTX"],
+)  # fmt: skip
 def test_what_drivers_print_of_others_is_no_card(said: str) -> None:
     with pytest.raises(UserError, match="accelerator"):
         catalogued(said)

@@ -38,7 +38,7 @@ SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
 """Chips without their own figures: the catalogued chip they resemble, and the difference."""
 
 _MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
-_NO_CHIPS = _BRANDS | {"radeon", "titan"}  # first words that name no chip alone
+_NO_CHIPS = _BRANDS | {"cpu", "radeon", "ryzen", "titan"}  # first words that name no chip alone
 _FORM = re.compile(r"(sxm|pcie|nvl|oam)\d*")
 _MEMORY = re.compile(r"(\d+)(gb|gib|g)")
 
