@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ironlaw.catalog.accelerators import DTYPES, accelerator, accelerator_names, from_table, peak
+from ironlaw.catalog.accelerators import DTYPES, accelerator, accelerator_names, catalogued, from_table, peak
 from ironlaw.catalog.figures import read_toml, source
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
@@ -198,3 +198,25 @@ def test_asking_for_one_opens_one_file_and_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"), ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
+        ("NVIDIA RTX A6000", "rtx-a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA TITAN V", "titan-v"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA L40", "l40"),
+    ],
+)  # fmt: skip
+def test_what_drivers_print_is_the_card_itself_not_another_of_its_brand(said: str, name: str) -> None:
+    assert catalogued(said) == name
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["AMD EPYC 7B13", "Intel(R) Xeon(R) Platinum 8581C CPU @ 2.10GHz", "AMD Ryzen 9 7950X 16-Core Processor",
+     "AMD Radeon Graphics", "NVIDIA RTX"],
+)  # fmt: skip
+def test_what_drivers_print_of_others_is_no_card(said: str) -> None:
+    with pytest.raises(UserError, match="accelerator"):
+        catalogued(said)

@@ -148,15 +148,14 @@ def test_one_plan_is_what_thousands_at_once_say_of_it(engine_name, seed):
     system = system_of(cluster, engine(engine_name), "bf16")
     rows = np.concatenate(some_layouts(chance, model, cluster.count, 40))
 
-    def planned(part, known=None):
-        candidates = candidates_of(model, part, sequence=SEQUENCE, global_batch=BATCH, known=known)
-        return plan_candidates(candidates, system)
+    def planned(part):
+        return plan_candidates(candidates_of(model, part, sequence=SEQUENCE, global_batch=BATCH), system)
 
-    together, known = planned(rows), {}
-    for i in range(0, len(rows), 4):  # what a search knows of others' blocks changes nothing
-        for alone in (planned(rows[i : i + 1]), planned(rows[i : i + 1], known)):
-            assert together.step_seconds[i] == pytest.approx(alone.step_seconds[0], rel=1e-9)
-            assert together.peak.total[i] == pytest.approx(alone.peak.total[0], rel=1e-9)
+    together = planned(rows)
+    for i in range(0, len(rows), 4):
+        alone = planned(rows[i : i + 1])
+        assert together.step_seconds[i] == pytest.approx(alone.step_seconds[0], rel=1e-9)
+        assert together.peak.total[i] == pytest.approx(alone.peak.total[0], rel=1e-9)
 
 
 def test_what_our_trainer_cannot_run_is_not_planned_for_it():
@@ -180,7 +179,7 @@ def walked_at(asked, layout, position):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_walk_falls_below_its_closed_form(seed):
-    """By which a search rules layouts out unwalked. And the highest position is found without walking them all."""
+    """By which a search rules layouts out unwalked."""
     chance, ours, walked = random.Random(seed), engine("ironlaw"), 0
     while walked < 25:
         model = chance.choice([ModelConfig.named(chance.choice(MODELS)), some_model(chance)])
@@ -192,7 +191,6 @@ def test_no_walk_falls_below_its_closed_form(seed):
         walked += 1
         batch, recipe = asked.run(layout)
         _, highest, _ = highest_peak(model, batch, layout, recipe)
-        assert highest.total == max(walked_at(asked, layout, position) for position in range(layout.pp))
         least = plan_candidates(asked.candidates([layout]), asked.system).peak.total[0]
         assert 0.05 * highest.total < least <= highest.total, f"{layout} {model}"
 

@@ -6,7 +6,8 @@
 
 A name is a file name, or a line of `devices/` (`devices.py`): cards, laptops, phones and processors for serving. A
 shorter form works if it matches only one accelerator (`h200`, `b200`, `4090`); if it matches several (`h100`, `a100`),
-the error lists them, because their figures differ.
+the error lists them, because their figures differ. What drivers and tables of measurements print is matched more
+freely (`closest`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,17 @@ BEFORE_FLASH = ("volta", "turing")
 
 _BRANDS = frozenset({"rtx", "gtx", "apple", "jetson", "tpu"})
 """First words of names that users may leave out: `4090`, `m4-max`, `v5p`."""
+
+USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
+"""The forms that most published runs used, for chips sold in several; the first that agrees with a text is taken."""
+
+SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
+"""Chips without their own figures: the catalogued chip they resemble, and the difference."""
+
+_MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
+_NO_CHIPS = _BRANDS | {"cpu", "radeon", "ryzen", "titan"}  # first words that name no chip alone
+_FORM = re.compile(r"(sxm|pcie|nvl|oam)\d*")
+_MEMORY = re.compile(r"(\d+)(gb|gib|g)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +141,57 @@ def taken_for(name: str) -> tuple[str, str] | None:
     return devices.taken(name.strip().lower().replace("_", "-").replace(" ", "-"))
 
 
-def catalogued(name: str) -> str:
-    """Return the catalogue's name for a device name of the driver: "NVIDIA H100 80GB HBM3" contains "h100"."""
-    words = set(name.lower().replace("-", " ").split())
-    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
-    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
-    if not known:
-        raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
-    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
+def closest(text: str) -> tuple[str, str | None]:
+    """Return the name of the accelerator that a driver's or a table's text means, such as "NVIDIA H100 80GB HBM3", and
+    how it differs; None instead if the text is its name or a short form. Raises UserError if none is similar.
+
+    The catalogue's own names come first. Otherwise the chip decides, and a stated form or memory must agree.
+    """
+    try:
+        return resolve(text), (taken_for(text) or (None, None))[1]
+    except UserError:
+        words = _joined([word for word in re.split(r"[^a-z0-9]+", text.lower()) if word and word not in _MAKERS])
+        chip = next((word for word in words if word in SAME_CHIP or _names_of(word)), "")
+        same, difference = SAME_CHIP.get(chip, (chip, ""))
+        form = next((match[1] for word in words if (match := _FORM.fullmatch(word))), "")
+        memory = next((match[1] for word in words if (match := _MEMORY.fullmatch(word))), "")
+        good = [name for name in _names_of(same) if _agrees(name, form, "" if difference else memory)]
+        good = [n for n in good if not re.search(r"-\d+w$", n)] or good  # a special power limit is never implied
+        if not good:
+            raise
+        return next((name for name in USUAL if name in good), good[0]), difference
+
+
+def catalogued(text: str) -> str:
+    """Return the catalogue's name for a device name of the driver."""
+    return closest(text)[0]
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Join words: `80 gb` to `80gb`, `tpu v5p` to `tpu-v5p`, `rtx 4090` to `rtx-4090`."""
+    result: list[str] = []
+    for word in words:
+        if result and word in ("gb", "gib") and result[-1].isdigit():
+            result[-1] += "gb"
+        elif result and result[-1] in _NO_CHIPS:
+            result[-1] += "-" + word
+        else:
+            result.append(word)
+    return result
+
+
+def _names_of(chip: str) -> list[str]:
+    """Return the catalogue's names of one chip: its name alone, or followed by form and memory."""
+    if not chip or chip in _NO_CHIPS:
+        return []
+    return [name for name in (*accelerator_names(), *devices.lines()) if name == chip or name.startswith(chip + "-")]
+
+
+def _agrees(name: str, form: str, memory: str) -> bool:
+    said = name.split("-")[1:]
+    forms = [match[1] for word in said if (match := _FORM.fullmatch(word))]
+    memories = [match[1] for word in said if (match := _MEMORY.fullmatch(word))]
+    return (not form or not forms or form in forms) and (not memory or not memories or memory in memories)
 
 
 def _short_forms(full: str) -> set[str]:

@@ -219,11 +219,6 @@ class StoredFormat:
         return self.bits / 8
 
 
-def stored_formats() -> tuple[str, ...]:
-    """Return all names, sorted."""
-    return tuple(sorted(_table()["formats"]))
-
-
 def stored_format(name: str) -> StoredFormat:
     """Return the format with this name in any case; UserError with the nearest names if there is none."""
     table, typed = _table(), name.strip().lower()

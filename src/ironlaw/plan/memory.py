@@ -41,29 +41,16 @@ def highest_peak(
     model: ModelConfig, batch: StepBatch, layout: Layout, recipe: Recipe, enough: float = math.inf
 ) -> tuple[int, Peak, Program]:
     """Returns the pipeline position of the highest peak, the peak and its program; stops at a peak above `enough`."""
-    program = step(model, batch, layout, recipe, position=0)
-    highest = 0, peak_memory(program, 0), program
-    for position in _rivals(program):
+    highest: tuple[int, Peak, Program] | None = None
+    for position in range(layout.pp):
+        program = step(model, batch, layout, recipe, position)
+        peak = peak_memory(program, position)
+        if highest is None or peak.total > highest[1].total:
+            highest = position, peak, program
         if highest[1].total > enough:
             break
-        program = step(model, batch, layout, recipe, position)
-        highest = max(highest, (position, peak_memory(program, position), program), key=lambda found: found[1].total)
+    assert highest is not None
     return highest
-
-
-def _rivals(program: Program) -> Iterator[int]:
-    """Yields positions after the first that may have the highest peak. Of two with the same layers, the later has fewer
-    micro-batches in flight; with enough micro-batches the earlier also runs forward passes beside all its gradients."""
-    pp, virtual = program.layout.pp, program.layout.virtual_stages
-    enough = pp if virtual == 1 else 2 * pp
-    in_turn = program.layout.schedule == "1f1b" and program.micro_batches > enough
-    seen = set[Hashable]()
-    for position in range(pp):
-        stages = (program.stages[stage].layers for stage in program.stages_at(position))
-        held = tuple(tuple((id(layer.forward), id(layer.recomputed)) for layer in layers) for layers in stages)
-        if position and not (in_turn and held in seen):
-            yield position
-        seen.add(held)
 
 
 @dataclass(frozen=True)

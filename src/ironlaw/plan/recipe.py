@@ -244,7 +244,7 @@ def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "bl
     found = [Choice(None, saved, 0.0)]
     for policy in sets:
         time = sum(seconds(op) for op in recomputed_operations(shape, policy, kind) if op.repeat)
-        found.append(Choice(policy, result + kept_bytes(shape, policy), time))
+        found.append(Choice(policy, result + kept_bytes(shape, policy, kind), time))
     return _hull(found)
 
 

@@ -304,19 +304,14 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
     same: dict[tuple[int, int], list[Layer]] = {}
     for layer in layers:
         same.setdefault((id(layer.forward), id(layer.recomputed)), []).append(layer)
-    alike = list(same.values())
-    for group in alike:
-        yield from ((op, op.repeat * len(group)) for op in group[0].forward if op.repeat)
-    ends = [group for group in alike if group[0].name in (EMBEDDING, HEAD)]
-    blocks = [group for group in alike if group[0].name not in (EMBEDDING, HEAD)]
-    output = [group for group in ends if group[0].name == HEAD]
-    embedded = [group for group in ends if group[0].name == EMBEDDING]
-    for group in output:
-        yield from ((op, op.repeat) for op in group[0].backward if op.repeat)
-    for group in blocks:
-        yield from ((op, op.repeat * len(group)) for op in group[0].recomputed if op.repeat)
-    for group in [*reversed(blocks), *embedded]:
-        yield from ((op, op.repeat * len(group)) for op in group[0].backward if op.repeat)
+    alike = [(group[0], len(group)) for group in same.values()]
+    output, others = ([one for one in alike if (one[0].name == HEAD) is last] for last in (True, False))
+    passes = [(layer.forward, times) for layer, times in alike]
+    passes += [(layer.backward, times) for layer, times in output]
+    passes += [(layer.recomputed, times) for layer, times in others]
+    passes += [(layer.backward, times) for layer, times in reversed(others)]
+    for operations, times in passes:
+        yield from ((op, op.repeat * times) for op in operations if op.repeat)
 
 
 def training_operations(shape: Shape) -> list[Operation]:

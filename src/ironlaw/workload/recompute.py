@@ -48,19 +48,16 @@ def kept_results(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
     return policy - {"attention"} if shape.composes_attention else policy
 
 
-def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
+def _result(op: Operation) -> str:
+    """Return the name in `recompute.keep` of an operation's result."""
+    return "qkv" if op.name in WIDE else op.name
+
+
+def kept_bytes(shape: Shape, policy: frozenset[str], kind: str = "block") -> int:
     """Return the bytes of the kept results of one block, without its input."""
-    model, w = shape.model, shape.matmul_bytes
-    widths = {
-        "qkv": model.query_size + 2 * model.key_value_size,
-        "attention_out": model.hidden,
-        "ffn_gate": model.ffn_size,
-        "ffn_up": model.ffn_size,
-    }
-    if model.latent is not None:
-        widths["qkv"] = model.query_size + model.latent.up_size(model.heads)
     kept = kept_results(shape, policy)
-    total = sum(shape.tokens * widths[name] * w for name in kept if name != "attention")
+    products = [op.matmul for op in forward_of(shape, kind) if op.matmul is not None and _result(op) in kept]
+    total = sum(rows * width * shape.matmul_bytes for rows, width, _ in products)
     return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
 
 
@@ -72,10 +69,9 @@ def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "blo
     kept = kept_results(shape, policy)
     result = []
     for op in _operations_to_recompute(shape, kind):
-        name, big = f"{op.name}{RECOMPUTED_SUFFIX}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
-        op = replace(op, name=name, phase=Phase.BACKWARD)
-        result_of = op.name.removesuffix(RECOMPUTED_SUFFIX)
-        if big and ("qkv" if result_of in WIDE else result_of) in kept:
+        exists = op.kind in (Kind.MATMUL, Kind.ATTENTION) and _result(op) in kept
+        op = replace(op, name=f"{op.name}{RECOMPUTED_SUFFIX}", phase=Phase.BACKWARD)
+        if exists:
             # The result exists: it stays saved if the backward pass needs it, and becomes temporary otherwise.
             op = replace(
                 op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
@@ -88,26 +84,13 @@ def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "blo
 
 
 def _operations_to_recompute(shape: Shape, kind: str) -> list[Operation]:
-    """Return a block's forward operations up to the last one that creates or saves a tensor for the backward pass."""
-    operations = forward_of(shape, kind)
-    # These save tensors only after the last product has run again: a norm after it (its input), dropout (its noise),
-    # and oneDNN's layer (its input, when done).
-    to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts) or shape.model.norm_place != "pre"
-    last = "ffn_down"
-    if has_experts(kind):
-        assert shape.model.moe is not None
-        # Combining, and the gate of the shared experts, save the last product's result.
-        last = "shared_ffn_down" if shape.model.moe.shared_experts else "combine"
-        if shape.model.moe.shared_gate:
-            last = "shared_sum"
-    kept = [i for i, op in enumerate(operations) if op.name == f"{last}_adapter" and op.saved_bytes]
-    if kept and not to_the_end:  # an adapter saves its input and its first matrix's output
-        return operations[: kept[-1] + 1]
-    if to_the_end or last == "combine":
-        return operations[:-1]
-    if last == "shared_sum":
-        return operations[: max(i for i, op in enumerate(operations) if op.kernel == "multiply" and op.name == last)]
-    return operations[: max(i for i, op in enumerate(operations) if op.name == last and op.kind is Kind.MATMUL)]
+    """Return a block's forward operations up to the last one that saves a tensor for the backward pass."""
+    *operations, _ = forward_of(shape, kind)  # the last one is the sum that the next block saves
+    moe = shape.model.moe if has_experts(kind) else None
+    # These save the last product's result only when they are done: oneDNN's layer, and the sum over experts.
+    if (shape.onednn and not shape.casts) or (moe is not None and not moe.shared_experts):
+        return operations
+    return operations[: 1 + max(i for i, op in enumerate(operations) if any_of(op.saved_bytes))]
 
 
 def weight_copies(shape: Shape, kind: str = "block") -> int:
@@ -117,18 +100,15 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
     """
     if not shape.casts or shape.adapters:  # autocast does not cache frozen weights
         return 0
-    names = {"qkv", "query_down", "query_up", "latent_down", "latent_up"}
-    names |= {"attention_out", "ffn_gate", "ffn_up", "ffn_down"}
-    names |= {"shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "shared_gate"}
-    products = [op.matmul for op in forward_of(shape, kind) if op.name in names and op.matmul is not None]
-    return sum(n * k * shape.matmul_bytes for _, n, k in products)
+    products = [op for op in forward_of(shape, kind) if op.matmul and not op.name.startswith(("router", "expert_"))]
+    return sum(op.matmul[1] * op.matmul[2] * shape.matmul_bytes for op in products if op.matmul)
 
 
 def freed_after_forward(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
     """The end of a block's forward pass: frees everything but the result, the results kept and the cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
-    held = result + kept_bytes(shape, policy) + weight_copies(shape, kind)
+    held = result + kept_bytes(shape, policy, kind) + weight_copies(shape, kind)
     held += GENERATOR_BYTES if shape.model.dropout else 0
     return _memory("drop", Phase.FORWARD, saved - held)
 

@@ -3,21 +3,19 @@ check."""
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from ironlaw.catalog.figures import read_toml, stems
 from ironlaw.errors import UserError, did_you_mean
 
-_FOLDER = Path(__file__).parent
 _BESIDE = ("family", "parameters", "source")
 """Keys of a line that are not fields of ModelConfig."""
 
 
 def model_names() -> list[str]:
     """Return the names of models with their own file."""
-    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+    return list(stems("models"))
 
 
 def released_names() -> list[str]:
@@ -38,7 +36,7 @@ def taken_model(name: str) -> tuple[str, str] | None:
 def model_entry(name: str) -> dict[str, Any]:
     """Return a model's file: `[model]` with the fields of ModelConfig, `parameters`, `source`."""
     if name in model_names():
-        return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+        return read_toml("models", f"{name}.toml")
     if other := taken_model(name):
         return model_entry(other[0])
     if name not in _released()["models"]:
@@ -54,8 +52,7 @@ def repository(name: str) -> str:
 
 
 def model_figures(name: str) -> dict[str, Any]:
-    figures: dict[str, Any] = model_entry(name)["model"]
-    return figures
+    return dict(model_entry(name)["model"])
 
 
 def _family(name: str | None) -> dict[str, Any]:
@@ -71,4 +68,4 @@ def _released() -> dict[str, Any]:
 
 @cache
 def _families(name: str) -> dict[str, Any]:
-    return tomllib.loads((_FOLDER / "families" / f"{name}.toml").read_text(encoding="utf-8"))
+    return read_toml("models", "families", f"{name}.toml")

@@ -26,8 +26,6 @@ from ironlaw.model.parameters import elements_of, of_latent_attention
 from ironlaw.plan.cluster.layout_table import (
     COLUMNS,
     Array,
-    BlockValues,
-    Known,
     Table,
     code,
     distinct_rows,
@@ -77,7 +75,6 @@ class Candidates:
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: the value assumed for training
     narrow: int | None = None  # number of first layers with low-precision matmuls; None: all layers
     decided: tuple[Policy, ...] = ()  # per layer: what our trainer keeps, instead of its selective default
-    known: Known | None = None  # cached block values of a search under one system, shared by its parts
 
     def __len__(self) -> int:
         return int(self.dp.size)
@@ -93,17 +90,10 @@ class Candidates:
         kinds = {kind: share[index] if is_array(share) else share for kind, share in self.kinds.items()}
         return Candidates(**(columns | taken | {"kinds": kinds, "model": _taken(self.model, index)}))
 
-    def _columns(self, ignored: frozenset[str]) -> list[Array]:
-        own = [getattr(self, f.name) for f in fields(self) if f.name not in ignored]
+    def _columns(self) -> list[Array]:
+        """Return the columns that affect a block and micro-batch."""
+        own = [getattr(self, f.name) for f in fields(self) if f.name not in OF_THE_LAYOUT]
         return [column for column in [*own, *self.kinds.values(), *_arrays(self.model)] if is_array(column)]
-
-    def distinct(self, ignored: frozenset[str], *more: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the index of one candidate per group of equal ones, and the group of every candidate.
-
-        Candidates are equal if they differ in the ignored columns alone. A function that does not depend on those
-        columns runs once per group: `function(candidates.take(first))[sort]`. `more`: further columns to compare.
-        """
-        return distinct_rows([*self._columns(ignored), *more], len(self))
 
     def shape(self, engine: TrainingEngine) -> Shape:
         """Return the shape of one micro-batch on one rank: its part of heads, widths, vocabulary and experts."""
@@ -145,28 +135,19 @@ class Candidates:
         flags.append(is_sharded(self.zero, self.dp * self.cp, self.tp * self.pp * self.ep))
         return np.asarray(sum(flag * 2.0**i for i, flag in enumerate(flags)))
 
-    def blocks(self, engine: TrainingEngine) -> tuple[Candidates, npt.NDArray[np.int64]]:
-        """Return one candidate per distinct block, and the index of every candidate's block among them."""
-        first, sort = self.distinct(OF_THE_LAYOUT, self._division(engine))
-        return self.take(first), sort
-
     def of_blocks(
-        self, name: str, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
+        self, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
     ) -> dict[Any, Array]:
-        """Evaluate `function` once per distinct block and return its values for every candidate.
-
-        `name`: key of the function in the cache `known`.
-        """
-        few, sort = self.blocks(engine)
-        division = few._division(engine)
-        keys = [row.tobytes() for row in np.stack([division, *few._columns(OF_THE_LAYOUT)], axis=1)]
-        known = BlockValues() if self.known is None else self.known.setdefault(name, BlockValues())
-        new = np.array([key not in known.place for key in keys], dtype=bool)
-        for alike in np.unique(division[new]) if len(self) else [0.0]:
-            index = np.flatnonzero(new & (division == alike))
-            known.learn([keys[i] for i in index], function(few.take(index)))
-        place = np.array([known.place[key] for key in keys], dtype=np.int64)
-        return dict(zip(known.names, known.values[:, place[sort]], strict=True))
+        """Evaluate `function` once per distinct block and return its values for every candidate."""
+        division = self._division(engine)
+        first, sort = distinct_rows([*self._columns(), division], len(self))
+        few, division = self.take(first), division[first]
+        found: dict[Any, Array] = {}
+        for alike in np.unique(division) if len(self) else [0.0]:
+            index = np.flatnonzero(division == alike)
+            for name, values in function(few.take(index)).items():
+                found.setdefault(name, np.zeros(len(few)))[index] = values
+        return {name: values[sort] for name, values in found.items()}
 
     @property
     def accumulation(self) -> Array:
@@ -332,14 +313,14 @@ OF_THE_LAYOUT = frozenset(
 
 def candidates_of(
     model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True,
-    known: Known | None = None, narrow: int | None = None,
+    narrow: int | None = None,
 ) -> Candidates:  # fmt: skip
     """Return one model under several layouts. `narrow`: number of its first layers with low-precision matmuls."""
     table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
     kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model, narrow)).items()}
     columns, batch = columns_of(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
     columns |= {name: np.full(len(table), float(value)) for name, value in batch.items()}
-    return Candidates(model, kinds, flash, *extra_launches(model), known=known, narrow=narrow, **columns)
+    return Candidates(model, kinds, flash, *extra_launches(model), narrow=narrow, **columns)
 
 
 def columns_of(table: Table) -> dict[str, Any]:
@@ -368,14 +349,11 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
     return model.model_copy(update=update)
 
 
+@lru_cache(maxsize=16)
 def extra_launches(model: ModelConfig) -> tuple[float, float]:
     """Return the kernels that experts and latent attention each add, as fractions of those of a block with neither."""
-    return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
-
-
-@lru_cache(maxsize=16)
-def _launches(document: str) -> tuple[float, float]:
-    model = ModelConfig.model_validate_json(document)  # a document, because the config is not hashable
+    if model.moe is None and model.latent is None:
+        return 0.0, 0.0
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
     dense = usual = _calls(shape, "block")
     if model.latent is not None:

@@ -25,7 +25,7 @@ import numpy as np
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.cluster.layout_table import code, distinct_rows
+from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine
@@ -37,23 +37,9 @@ from ironlaw.workload.sizes import Size
 FP32, INT64 = 4.0, 8.0
 
 
-def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
-    """Evaluate `function` on the distinct rows of the columns only: layouts share most of their shapes."""
-    spread = np.broadcast_arrays(*(np.atleast_1d(column) for column in columns))
-    if len(spread[0]) <= 64:  # finding equal rows takes longer
-        return np.asarray(function(*spread))
-    first, sort = distinct_rows(spread, len(spread[0]))
-    return np.asarray(function(*(column[first] for column in spread)))[sort]
-
-
 def collective(kind: str, size: Array, ranks: Array, inside: Array, system: ClusterSystem) -> Array:
     """Return the seconds of one collective of `size` bytes. `inside`: ranks of the group that share an island."""
-    fabric = system.fabric
-
-    def seconds(s: Array, n: Array, g: Array) -> Array:
-        return np.asarray(collective_seconds(kind, s, n, g, fabric=fabric))
-
-    return distinct(seconds, size, ranks, np.clip(inside, 1.0, ranks))
+    return np.asarray(collective_seconds(kind, size, ranks, np.clip(inside, 1.0, ranks), fabric=system.fabric))
 
 
 def layer_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:

@@ -28,13 +28,12 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
 from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
-from ironlaw.plan.cluster.layout_table import Known, Table
+from ironlaw.plan.cluster.layout_table import Table
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import (
     StepCosts,
-    block_costs,
     operation_costs,
     precision_of,
     seconds_by_part,
@@ -97,11 +96,11 @@ class ClusterStep:
     def flashes(self) -> bool:
         return self.flash and self.cluster.accelerator.has_flash
 
-    def candidates(self, layouts: Iterable[Layout] | Table, known: Known | None = None) -> Candidates:
+    def candidates(self, layouts: Iterable[Layout] | Table) -> Candidates:
         recipe = self.system.engine.recipe(self.precision)
         return candidates_of(
             self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flashes,
-            known=known, narrow=None if recipe is None else recipe.blocks(self.model.layers),
+            narrow=None if recipe is None else recipe.blocks(self.model.layers),
         )  # fmt: skip
 
 
@@ -172,15 +171,6 @@ def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCand
     )
     host = where.host.memory_bytes if where.host else 0.0
     return PlannedCandidates(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
-
-
-def least_seconds(candidates: Candidates, where: ClusterSystem) -> Array:
-    """Return a lower bound of step seconds for any sharding, recomputation, offload: blocks, output layer, bubble."""
-    first, kind = candidates.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
-    zeros = np.zeros(len(first))
-    # Full sharding without the cost of its collectives: gradients are neither accumulated nor sent.
-    bare = replace(candidates.take(first), zero=zeros + 3, shard=zeros, recompute=zeros, every=zeros + 1, offload=zeros)
-    return assemble(block_costs(bare, where), bare, where.engine).step_seconds[kind]
 
 
 def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:

@@ -47,11 +47,8 @@ SCHEDULE_CONSTRAINT = "number of micro-batches not what the pipeline schedule ne
 """Reasons that rule out a layout before it is planned."""
 
 
-def counted_in(constraint: str) -> str:
-    """Return the unit of a constraint's count: whole grids, grids with a degree of expert parallelism, or layouts."""
-    return (
-        "grids" if constraint in GRID_CONSTRAINTS else "grids with ep" if constraint == EXPERT_CONSTRAINT else "layouts"
-    )
+UNITS = dict.fromkeys(GRID_CONSTRAINTS, "grids") | {EXPERT_CONSTRAINT: "grids with ep"}
+"""What a constraint counts, if not layouts."""
 
 
 def grids(
@@ -64,22 +61,19 @@ def grids(
         if count % (tp * pp * cp):
             continue
         dp = count // (tp * pp * cp)
-        if tp > widest_tp:
-            reason = GRID_CONSTRAINTS[0]
-        elif model.heads % tp or any(width % tp for width in widths):
-            reason = GRID_CONSTRAINTS[1]
-        elif model.key_value_heads % tp and tp % model.key_value_heads:
-            reason = GRID_CONSTRAINTS[2]
-        elif pp > model.layers:
-            reason = GRID_CONSTRAINTS[3]
-        elif sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1):
-            reason = GRID_CONSTRAINTS[4]
-        elif global_batch % dp:
-            reason = GRID_CONSTRAINTS[5]
-        else:
+        broken = (
+            tp > widest_tp,
+            model.heads % tp or any(width % tp for width in widths),
+            model.key_value_heads % tp and tp % model.key_value_heads,
+            pp > model.layers,
+            sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1),
+            global_batch % dp,
+        )
+        reason = next((reason for reason, is_so in zip(GRID_CONSTRAINTS, broken, strict=True) if is_so), None)
+        if reason is None:
             yield dp, tp, pp, cp
-            continue
-        _count(ruled_out, reason, 1)
+        else:
+            _count(ruled_out, reason, 1)
 
 
 def possible_layouts(

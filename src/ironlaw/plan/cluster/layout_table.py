@@ -6,13 +6,13 @@
     layout_of(table[1])                         # Layout(tp=8)
 
 A number is stored as it is, an unset field as 0, and a word as its index in `WORDS`. Layouts of a search share their
-blocks: equal rows are found and evaluated once (`BlockValues`).
+blocks: equal rows are found and evaluated once (`distinct_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from ironlaw.workload.layout import CP_KINDS, OFFLOAD, SCHEDULES, Layout
 from ironlaw.workload.sections import every as one_in
-from ironlaw.workload.sizes import Size
 
 WORDS: dict[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES, "cp_kind": (None, *CP_KINDS), "recompute": ("none", "selective", "full"), "offload": OFFLOAD,
@@ -84,22 +83,3 @@ def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np
         number, size = number * values + code, size * values
     _, first, sort = np.unique(number, return_index=True, return_inverse=True)
     return first, sort.reshape(-1)
-
-
-@dataclass
-class BlockValues:
-    """Cached results of one function. `values`: a row per name, a column per block; `place`: the column of a block."""
-
-    place: dict[bytes, int] = field(default_factory=dict)
-    names: list[Any] = field(default_factory=list)
-    values: Array = field(default_factory=lambda: np.zeros((0, 0)))
-
-    def learn(self, keys: Sequence[bytes], found: Mapping[Any, Size]) -> None:
-        columns = np.stack([np.broadcast_to(column, len(keys)) for column in found.values()])
-        self.values = np.concatenate([self.values, columns], axis=1) if self.names else columns
-        self.names = list(found)
-        self.place |= {key: len(self.place) + i for i, key in enumerate(keys)}
-
-
-Known = dict[str, BlockValues]
-"""Cached block values by name of the function."""

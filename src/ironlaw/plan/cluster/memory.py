@@ -69,7 +69,7 @@ def layer_activation_bytes(
 def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tuple[Array, Array, Array]:
     """Return bytes of one block and micro-batch: kept between forward and backward, on average; restored by
     recomputation, one block at a time; of cast weights, which autocast caches until a forward pass is over."""
-    found = candidates.of_blocks("bytes", engine, lambda part: _block_bytes(part, engine))
+    found = candidates.of_blocks(engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share
@@ -88,7 +88,7 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
         partly = entrance
         for kind, of_layers in kinds:
             for policy, share in candidates.policies(kind).items():
-                beside = everything - entrance if policy is None else kept_bytes(shape, policy)
+                beside = everything - entrance if policy is None else kept_bytes(shape, policy, kind)
                 partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
@@ -126,15 +126,10 @@ def _stages(candidates: Candidates, partition: str) -> list[Array]:
     Later stages hold fewer micro-batches, and with an equal partition none has more layers than the second: the first,
     the second and the last are enough.
     """
-    most = int(candidates.pp.max(initial=1))
+    pp = candidates.pp
     if partition != "equal":
-        return [np.where(stage < candidates.pp, float(stage), -1.0) for stage in range(most)]
-    first = [np.zeros(len(candidates))]
-    if most > 1:
-        first.append(np.where(candidates.pp > 1, candidates.pp - 1, -1.0))
-    if most > 2:
-        first.append(np.where(candidates.pp > 2, 1.0, -1.0))
-    return first
+        return [np.where(stage < pp, float(stage), -1.0) for stage in range(int(pp.max(initial=1)))]
+    return [np.zeros(len(candidates)), np.where(pp > 1, pp - 1, -1.0), np.where(pp > 2, 1.0, -1.0)]
 
 
 def reported_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> Array:

@@ -24,13 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Candidates
-from ironlaw.plan.cluster.estimate import ClusterStep, PlannedCandidates, least_seconds, plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterStep, PlannedCandidates, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, lacked, possible_layouts, saving, savings
-from ironlaw.plan.cluster.layout_table import COLUMNS, Known, Table, code, distinct_rows, layout_of
-from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
-from ironlaw.plan.cluster.step_costs import block_costs
+from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, distinct_rows, layout_of
+from ironlaw.plan.cluster.memory import peak_memory
 from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
 from ironlaw.plan.memory import highest_peak
 from ironlaw.plan.recipe import not_trained_here
@@ -46,7 +44,6 @@ fills no less of the bubble: 1.7% in those layouts."""
 
 NEAREST = 20  # layouts of our own trainer walked to find the one closest to fitting
 CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB
-FEW, MANY = 1000, 200_000  # candidates with `fastest_alone`: planned first; given a lower bound at once
 
 
 @dataclass(frozen=True)
@@ -82,12 +79,11 @@ UNWALKED = "slower than what was found, whatever their memory"
 """Reason that rules out layouts of our own trainer whose program need not be walked."""
 
 
-def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_alone: bool = False) -> SearchResult:
+def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
     """Plan every layout and keep the fastest that fit. Raises UserError if no layout can be formed.
 
     Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
-    out: a third of the work for hardly slower layouts. With `fastest_alone`, only layouts that may be the fastest are
-    planned: the ranking holds that one and some others, and the counts and `safest` are meaningless.
+    out: a third of the work for hardly slower layouts.
     """
     model, cluster, refused = asked.model, asked.cluster, dict[str, int]()
     constraints: dict[str, int] = {}
@@ -105,11 +101,7 @@ def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True, fastest_a
         reasons = "; or ".join(refused)
         raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     table = table[np.argsort(table["pp"], kind="stable")]  # neighbours then share shapes
-    running = _Search(asked, keep, constraints, fastest_alone)
-    running.learn_blocks(table)
-    if fastest_alone:
-        running.plan_fastest(table)
-        return running.found()
+    running = _Search(asked, keep, constraints)
     bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
     running.plan_savings(table, bound, savings(model, offload=False))
     running.walk()
@@ -136,48 +128,15 @@ class _Search:
     asked: ClusterStep
     keep: int
     constraints: dict[str, int]
-    fastest_alone: bool
     planned: int = 0
     fitting: int = 0
     passed: int = 0  # planned layouts that were neither ruled out by memory nor found to fit
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: list[tuple[float, Entry]] = field(default_factory=list)
-    known: Known = field(default_factory=dict)
     waiting: list[Entry] = field(default_factory=list)  # to be walked, with a lower bound of their peak
     peaks: dict[tuple[Layout, float], float] = field(default_factory=dict)  # of the layouts walked
     settled: set[bytes] = field(default_factory=set)  # layouts certain to fit, which gain nothing by saving memory
-
-    def learn_blocks(self, table: Table) -> None:
-        """Evaluate the distinct blocks of all rows at once: they are few, and chunk by chunk it takes longer."""
-        for part in _chunks(table, MANY):
-            few, _ = self._candidates(part).blocks(self.where.engine)
-            block_costs(few, self.where)
-            kept_activation_bytes(few, self.where.engine)
-
-    def plan_fastest(self, table: Table) -> None:
-        """Plan rows and their variants in order of a lower bound of their time, until it exceeds the best.
-
-        The bound covers blocks, output layer and bubble alone: the other terms can only add.
-        """
-        parts = _chunks(table, MANY)
-        least = np.concatenate([least_seconds(self._candidates(part), self.where) for part in parts]) * (
-            1 - hiding(table)
-        )
-        order = np.argsort(least, kind="stable")
-        for offload in (False, True) if self.may_offload else (False,):
-            start, step = 0, FEW
-            while start < len(order) and not (self.best and least[order[start]] >= self.best[0][0]):
-                index = order[start : start + step]
-                bound = least[index] if offload else self.plan(table[index])
-                self.plan_savings(table[index], bound, savings(self.asked.model, offload))
-                start, step = start + step, min(2 * step, CHUNK)
-                self.walk(least[order[start]] if start < len(order) else math.inf)
-            if self.best:
-                return
-
-    def _candidates(self, table: Table) -> Candidates:
-        return self.asked.candidates(table, self.known)
 
     @property
     def where(self) -> ClusterSystem:
@@ -198,7 +157,7 @@ class _Search:
         The bound is infinite where the row is certain to fit without allocator pressure, so that saving memory gains
         nothing. Rows of our own trainer that may fit wait to be walked.
         """
-        outcome = plan_candidates(self._candidates(part), self.where)
+        outcome = plan_candidates(self.asked.candidates(part), self.where)
         fits, gain = outcome.fits, hiding(part)
         self.planned += len(part)
         if not fits.any() and not self.best:
@@ -283,8 +242,8 @@ class _Search:
         tried = np.concatenate([saving(rows, variant) for variant in extremes if variant in variants])
         if not len(tried):
             return np.zeros(0, dtype=bool)
-        over = peak_memory(self._candidates(tried), self.where.engine).total - usable_bytes(self.where)
-        if not self.best and not self.fastest_alone and over.min() > 0:
+        over = peak_memory(self.asked.candidates(tried), self.where.engine).total - usable_bytes(self.where)
+        if not self.best and over.min() > 0:
             least = int(over.argmin())
             self.plan(tried[least : least + 1])
         return np.asarray((over <= 0).reshape(-1, len(rows)).any(axis=0))
@@ -299,8 +258,6 @@ class _Search:
     def _worst_wanted(self) -> float:
         """Return the seconds beyond which a layout changes neither the ranking nor the safest one."""
         ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
-        if self.fastest_alone:
-            return self.best[0][0] if self.best else np.inf
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> SearchResult:

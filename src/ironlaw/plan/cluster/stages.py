@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +29,6 @@ class StageLayers:
     def on(self, stage: Array) -> Array:
         """Return the layers of a stage of each job; those of the first where `stage` is negative."""
         return np.asarray(self.counts[self.row, np.maximum(stage, 0).astype(int)])
-
-    def take(self, index: Any) -> StageLayers:
-        taken = {name: column[index] for name, column in vars(self).items() if name != "counts"}
-        return StageLayers(**taken, counts=self.counts)
 
 
 def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayers:

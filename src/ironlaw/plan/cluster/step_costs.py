@@ -13,7 +13,7 @@ Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import (
     collective,
     context_kinds,
-    distinct,
     layer_collectives,
     shared_states,
     small_collectives,
@@ -181,11 +180,7 @@ def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSyste
     """Return the seconds of a matrix product alone."""
     hardware = system.hardware
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
-
-    def seconds(m: Array, n: Array, k: Array, b: Array) -> Array:
-        return newer * np.asarray(matmul_seconds(m, n, k, b, precision, hardware=hardware, sustained=True))
-
-    return distinct(seconds, m, n, k, batch)
+    return newer * np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
 
 
 def _attention(
@@ -212,19 +207,12 @@ def _attention(
     # FlashAttention-2 needs values as wide as keys: trainers pad them with zeros.
     value = head_size if engine.attention_kernel == "flash2" else shape.model.size_of_value
     old = FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if engine.attention_kernel == "flash2" else 1.0
-
-    def flash(b: Array, s: Array, h: Array, kv: Array, d: Array, w: Array, v: Array) -> Array:
-        return np.asarray(
-            attention_seconds(
-                b, s, h, kv, d, True, precision, hardware=hardware, direction="backward" if backward else "forward",
-                window=w, sustained=True, value_size=v,
-            )
-        )  # fmt: skip
-
-    span = sequence if window is None else smaller(window, sequence)
-    kv = larger(kv_heads / fewer, 1.0)
-    found = distinct(flash, sequences, sequence, heads / fewer, kv, head_size, span, value) * calls * old
-    return found, np.zeros(len(candidates))
+    found = attention_seconds(
+        sequences, sequence, heads / fewer, larger(kv_heads / fewer, 1.0), head_size, True, precision,
+        hardware=hardware, direction="backward" if backward else "forward",
+        window=sequence if window is None else smaller(window, sequence), sustained=True, value_size=value,
+    )  # fmt: skip
+    return np.asarray(found) * calls * old, np.zeros(len(candidates))
 
 
 def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
@@ -310,27 +298,16 @@ def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayer
 def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayers | None = None) -> StepCosts:
     """Return every ingredient of the step time."""
     layers = layers or stage_layers(candidates, system.engine.partition)
-    # Layouts of a search share blocks and state: each distinct state is evaluated once, as each block is.
-    first, kind = candidates.distinct(OF_THE_BATCH)
-    found = _state(candidates.take(first), system, layers.take(first))
-    state: dict[str, Any] = {name: column[kind] for name, column in found.items()}
-    host: dict[str, Any] = _offloaded(candidates, system, layers)
-    return replace(block_costs(candidates, system), **state | host)
-
-
-def block_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
-    """Return the step costs with zero seconds for gradients, weights and their update."""
     island = float(system.fabric.island_ranks)
     found = candidates.of_blocks(
-        "seconds", system.engine,
-        lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system),
-    )  # fmt: skip
+        system.engine, lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system)
+    )
     blocks: dict[str, Any] = {name: column for name, column in found.items() if isinstance(name, str)}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
-    blocks |= dict.fromkeys(OF_STATE, np.zeros(len(candidates)))
     of_parts = {key: column for key, column in found.items() if not isinstance(key, str)}
     blocks["block"] = {key: column for key, column in of_parts.items() if isinstance(key[1], Phase)}
     blocks["again"] = {key: column for key, column in of_parts.items() if not isinstance(key[1], Phase)}
+    blocks |= _state(candidates, system, layers) | _offloaded(candidates, system, layers)
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     return StepCosts(
         small_collectives=small_collectives(candidates, system),
@@ -342,16 +319,6 @@ def block_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
         },
         **blocks,
     )  # fmt: skip
-
-
-OF_STATE = (
-    "dp_reduce", "dp_across", "dp_gather", "fsdp_gather_layer", "fsdp_scatter_layer", "optimizer", "host_update",
-    "host_gradients", "host_layer",
-)  # fmt: skip
-
-
-OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recompute", "every"))
-"""Columns that do not affect the seconds of gradients, weights and their update."""
 
 
 def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
@@ -371,7 +338,7 @@ def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
         for mode, times in enumerate(cost.again):
             again[cost.part, mode] = again[cost.part, mode] + times * size
     for key, size in moved.items():
-        seconds[key] = distinct(lambda b: streaming_seconds(b, hardware), size)
+        seconds[key] = np.asarray(streaming_seconds(size, hardware))
     for part in {part for part, _ in moved}:  # turn repeated bytes into their share of the time
         for mode in (0, 1):
             again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]

@@ -211,27 +211,21 @@ def _stages(
     # Every chunk of a rank beyond the first adds a receive and a send in each direction.
     host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
-
-    def stage(count: Array, extra: Array) -> tuple[Array, Array]:
-        blocks = count * (layer.device + layer.fsdp_exposed + layer.offloaded)
-        longer = _longer(blocks, count * layer.launches) + _longer(extra, host_microbatch)
-        return longer + message, longer - blocks - extra
-
-    # Which ends of the model the first and the last stage have.
-    alone = np.where(candidates.pp == 1, 1.0, 0.0)
-    first_head = np.where((candidates.pp == 1) | candidates.v_shaped, 1.0, 0.0)
-    last_head = np.where(candidates.v_shaped, 0.0, 1.0)
-    first, _ = stage(layers.first, embedding + first_head * head)
-    middle, _ = stage(layers.middle, np.zeros(len(candidates)))
-    last, _ = stage(layers.last, last_head * head + alone * embedding)
+    # Rows: the first stage, those in the middle, the last. Their layers, and which ends of the model they have.
+    none, alone = np.zeros(len(candidates)), candidates.pp == 1
+    count = np.stack([layers.first, layers.middle, layers.last])
+    has_head = np.stack(
+        [np.where(alone | candidates.v_shaped, 1.0, 0.0), none, np.where(candidates.v_shaped, 0.0, 1.0)]
+    )
+    has_embedding = np.stack([none + 1.0, none, np.where(alone, 1.0, 0.0)])
+    blocks = count * (layer.device + layer.fsdp_exposed + layer.offloaded)
+    ends = has_head * head + has_embedding * embedding
+    longer = _longer(blocks, count * layer.launches) + _longer(ends, host_microbatch)
+    first, middle, last = longer + message
     slowest = np.maximum(np.maximum(first, last), np.where(candidates.pp > 2, middle, 0.0))
     others = np.where(candidates.pp > 1, first + last + (candidates.pp - 2) * middle, slowest) - slowest
-    is_last, is_first = slowest == last, slowest == first
-    count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
-    has_head = np.where(is_last, last_head, np.where(is_first, first_head, 0.0))
-    has_embedding = np.where(is_last, alone, np.where(is_first, 1.0, 0.0))
-    _, host_excess = stage(count, has_head * head + has_embedding * embedding)
-    return _Stages(slowest, others, host_excess, count, has_head, has_embedding)
+    row = np.where(slowest == last, 2, np.where(slowest == first, 0, 1)), np.arange(len(candidates))
+    return _Stages(slowest, others, (longer - blocks - ends)[row], count[row], has_head[row], has_embedding[row])
 
 
 def assemble(

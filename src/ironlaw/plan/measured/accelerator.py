@@ -4,8 +4,7 @@
     found, assumed = accelerator_of("A100")                      # a100-sxm-80gb, and a note that this is assumed
     named_experts("Mixtral 8x7B", hidden=4096, layers=32)[1]["moe"]     # MoEConfig(experts=8, experts_per_token=2, ...)
 
-The catalogue's own names come first. Otherwise the chip decides, and a stated form or memory must agree. Most tables
-have no columns for experts, only a model's name.
+Most tables have no columns for experts, only a model's name.
 """
 
 from __future__ import annotations
@@ -15,40 +14,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names, taken_for
-from ironlaw.catalog.devices import lines
-from ironlaw.errors import UserError
+from ironlaw.catalog.accelerators import Accelerator, accelerator, closest
 from ironlaw.files import read_toml
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
-
-USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
-"""The forms that most published runs used, for chips sold in several; the first that agrees with the cell is taken."""
-
-SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
-"""Chips without their own figures: the catalogued chip they resemble, and the difference."""
 
 IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
 """Chips of nodes of eight, and their names in a rack of 72, where they have more power, another clock and an Arm
 processor. Tables of racks often give the chip's name alone."""
 
-_MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
-_BRANDS = {"rtx", "tpu", "apple", "jetson"}  # a brand alone names no chip
-_FORM = re.compile(r"(sxm|pcie|nvl|oam)\d*")
-_MEMORY = re.compile(r"(\d+)(gb|gib|g)")
-
 
 def accelerator_of(cell: str) -> tuple[Accelerator, str]:
     """Return the accelerator and a note of what was assumed. Raises the catalogue's UserError if none is similar."""
-    try:
-        found, other = accelerator(cell), taken_for(cell)
-        if other is None:
-            return found, ""
-        return found, f"accelerator = {found.name} (for '{cell.strip()}'{': ' + other[1] if other[1] else ''})"
-    except UserError as error:
-        if (nearest := _nearest(cell)) is None:
-            raise error
-        return accelerator(nearest[0]), nearest[1]
+    name, difference = closest(cell)
+    if difference is None:
+        return accelerator(name), ""
+    return accelerator(name), f"accelerator = {name} (for '{cell.strip()}'{': ' + difference if difference else ''})"
 
 
 def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
@@ -58,50 +39,6 @@ def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
     if name is None or rack is None:
         return acc, ""
     return accelerator(name), f"accelerator = {name} ({acc.name} in a rack of 72 is that: '{rack[0]}')"
-
-
-def _nearest(cell: str) -> tuple[str, str] | None:
-    """Return the name of the most similar accelerator and a note of what was assumed, or None."""
-    words = _joined([word for word in re.split(r"[^a-z0-9]+", cell.lower()) if word and word not in _MAKERS])
-    chip = next((word for word in words if word in SAME_CHIP or _names_of(word)), None)
-    if chip is None:
-        return None
-    same, difference = SAME_CHIP.get(chip, (chip, ""))
-    form = next((match[1] for word in words if (match := _FORM.fullmatch(word))), "")
-    memory = next((match[1] for word in words if (match := _MEMORY.fullmatch(word))), "")
-    good = [name for name in _names_of(same) if _agrees(name, form, "" if difference else memory)]
-    good = [name for name in good if not re.search(r"-\d+w$", name)] or good  # a special power limit is never implied
-    best = next((name for name in USUAL if name in good), good[0] if good else None)
-    if best is None:
-        return None
-    return best, f"accelerator = {best} (for '{cell.strip()}'{': ' + difference if difference else ''})"
-
-
-def _joined(words: list[str]) -> list[str]:
-    """Join words: `80 gb` to `80gb`, `tpu v5p` to `tpu-v5p`, `rtx 4090` to `rtx-4090`."""
-    result: list[str] = []
-    for word in words:
-        if result and word in ("gb", "gib") and result[-1].isdigit():
-            result[-1] += "gb"
-        elif result and result[-1] in _BRANDS:
-            result[-1] += "-" + word
-        else:
-            result.append(word)
-    return result
-
-
-def _names_of(chip: str) -> list[str]:
-    """Return the catalogue's names of one chip: its name alone, or followed by form and memory."""
-    if chip in _BRANDS:
-        return []
-    return [name for name in (*accelerator_names(), *lines()) if name == chip or name.startswith(chip + "-")]
-
-
-def _agrees(name: str, form: str, memory: str) -> bool:
-    said = name.split("-")[1:]
-    forms = [match[1] for word in said if (match := _FORM.fullmatch(word))]
-    memories = [match[1] for word in said if (match := _MEMORY.fullmatch(word))]
-    return (not form or not forms or form in forms) and (not memory or not memories or memory in memories)
 
 
 def named_experts(model: str, hidden: int, layers: int) -> tuple[str, dict[str, Any]] | None:

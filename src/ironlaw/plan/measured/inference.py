@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.catalog.accelerators import Accelerator, accelerator
-from ironlaw.catalog.devices import taken
+from ironlaw.catalog.accelerators import Accelerator, accelerator, taken_for
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.candidates import plain_model
 from ironlaw.plan.measured.parsing import Cells, Row, read_table
-from ironlaw.plan.measured.validate import errors
+from ironlaw.plan.measured.read import Rejected
+from ironlaw.plan.measured.validate import errors, not_planned
 from ironlaw.plan.serving.demand import Demand, demand_of
 from ironlaw.plan.serving.rates import LATEST, ServingEngine, interval_of, rates_of, serving_engine
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
@@ -87,7 +87,7 @@ def serving_rows(path: Path) -> list[dict[str, str]] | None:
     return list(rows) if set(COLUMNS) <= set(names) else None
 
 
-def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str, str, str]]]:
+def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[Rejected]]:
     """Return the runs, and (id, group, reason) of the rows that cannot be planned."""
     runs, rejected = [], []
     demands: dict[str, Demand] = {}
@@ -142,7 +142,7 @@ MEASURES = (
 
 def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
     name = cells.needed_text("accelerator")  # where a user would be asked which variant, take the first
-    device = accelerator(next(iter(taken(name) or (name,))))
+    device = accelerator((taken_for(name) or (name, ""))[0])
     said = cells.text("date")[:4]
     year = int(said) if said.isdecimal() else LATEST
     engine = _engine(cells, year)
@@ -260,12 +260,12 @@ KINDS = {
 """The kind of interval of each measure, and whether it is in seconds (1) or a rate (-1)."""
 
 
-def serving_record(runs: Sequence[ServingRun], rejected: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+def serving_record(runs: Sequence[ServingRun], rejected: Sequence[Rejected]) -> dict[str, Any]:
     rows = [_row(run) for run in runs]
-    groups: dict[str, Any] = {}
-    for group in sorted({run.group for run in runs}):
-        groups[group] = _errors([row for row in rows if row["group"] == group])
-    missing = [{"id": i, "group": g, "reason": reason} for i, g, reason in rejected]
+    groups = {
+        group: _errors([row for row in rows if row["group"] == group]) for group in sorted({run.group for run in runs})
+    }
+    missing = not_planned(rejected)
     return {"kind": "serving", "groups": groups, "overall": _errors(rows), "rows": rows, "not_planned": missing}
 
 

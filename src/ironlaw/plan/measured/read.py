@@ -68,17 +68,21 @@ class Run:
     ran: bool
     checks: str
     assumed: tuple[str, ...]
-    open_recompute: bool = False  # not stated; no recomputation is assumed if it fits
-    open_micro_batch: bool = False  # not stated, without a pipeline; the largest that fits is assumed
-    open_zero: bool = False  # stated neither by the row nor by its engine; weights are sharded only if necessary
+    # Settings that are not stated and depend on what fits: no recomputation; without a pipeline, the largest
+    # micro-batch; weights sharded only if necessary, for software without a default.
+    open: frozenset[str] = frozenset()
     alternatives: tuple[Alternative, ...] = ()
     precisions: Mapping[str, float] = field(default_factory=dict)  # shares of possible formats, where none is stated
 
 
-def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
+Rejected = tuple[str, str, str]
+"""Id, group and reason of a row that cannot be planned."""
+
+
+def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Run], list[Rejected]]:
     """Return the plannable rows, and (id, group, reason) of the others. `engine` replaces that of every row."""
     runs: list[Run] = []
-    rejected: list[tuple[str, str, str]] = []
+    rejected: list[Rejected] = []
     seen: Counter[str] = Counter()
     names, table = read_table(path)
     missing = [name for name in REQUIRED if name not in names]
@@ -129,6 +133,11 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
         seconds = job.global_batch * job.sequence / (rate * count)
     precisions = {} if cells.precision() else format_shares(engine, acc, stated)
     cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, precisions)
+    unsaid = {
+        "recompute": cells.recompute() is None and engine.default_recompute == "none",
+        "micro_batch": cells.whole("micro_batch") is None and job.layout.pp == 1,
+        "zero": cells.zero_stage() is None and engine.name == GENERIC,
+    }
     return Run(
         id=identity,
         group=cells.group(),
@@ -141,9 +150,7 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
         ran=cells.lower("status") in ("", "ok", "success", "completed", "ran", "done", "pass"),
         checks=cells.text("checks") or "memory+time",
         assumed=tuple(cells.assumed),
-        open_recompute=cells.recompute() is None and engine.default_recompute == "none",
-        open_micro_batch=cells.whole("micro_batch") is None and job.layout.pp == 1,
-        open_zero=cells.zero_stage() is None and engine.name == GENERIC,
+        open=frozenset(name for name, is_open in unsaid.items() if is_open),
         alternatives=_alternatives(cells, job, acc, engine),
         precisions=precisions,
     )

@@ -29,7 +29,7 @@ from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, usable_bytes
 from ironlaw.plan.engines.engine import TrainingEngine
-from ironlaw.plan.measured.read import Alternative, Run, read_runs
+from ironlaw.plan.measured.read import Alternative, Rejected, Run, read_runs
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def systems_of(runs: Sequence[Run]) -> list[tuple[ClusterSystem, list[int]]]:
     return [(system_of(run.cluster, run.engine, run.precision), indices) for run, indices in first]
 
 
-def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]]]:
+def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[Rejected]]:
     """Return the runs on sufficiently known hardware, and (id, group, reason) of the others."""
     good: list[int] = []
     rejected = []
@@ -82,17 +82,16 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]
 
 def settled(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with open settings chosen by what fits: sharded weights, micro-batch, recomputation."""
-    attempts_at = (("open_zero", _sharding), ("open_micro_batch", _micro_batch), ("open_recompute", _recomputation))
-    for flag, attempts in attempts_at:
+    for name, attempts in (("zero", _sharding), ("micro_batch", _micro_batch), ("recompute", _recomputation)):
         result = list(runs)
         for where, indices in systems_of(runs):
-            unsaid = [i for i in indices if getattr(runs[i], flag)]
+            unsaid = [i for i in indices if name in runs[i].open]
             for change, notes in attempts(where.engine):
                 if not unsaid:
                     break
                 for i in unsaid:
-                    decided: dict[str, Any] = {"assumed": (*runs[i].assumed, *notes), flag: False}
-                    result[i] = replace(runs[i], job=change(runs[i].job), **decided)
+                    assumed, still = (*runs[i].assumed, *notes), runs[i].open - {name}
+                    result[i] = replace(runs[i], job=change(runs[i].job), assumed=assumed, open=still)
                 peak = peak_memory(candidates_of_jobs([result[i].job for i in unsaid]), where.engine).total
                 unsaid = [i for i, held in zip(unsaid, peak, strict=True) if held > usable_bytes(where)]
         runs = result
@@ -180,71 +179,56 @@ SAME_LAYOUT = ("dp", "tp", "pp", "virtual_stages", "cp", "zero", "micro_batch", 
 MIN_LAYOUTS = 3
 
 
+def not_planned(rejected: Sequence[Rejected]) -> list[dict[str, str]]:
+    return [{"id": identity, "group": group, "reason": reason} for identity, group, reason in rejected]
+
+
 @dataclass
 class ValidationRecord:
-    """The results of `validate`."""
+    """The results of `validate`: a row per run, and errors by group."""
 
     runs: list[Run]
     prediction: Prediction
-    baseline_seconds: Array
-    baseline_bytes: Array
-    step_interval: tuple[Array, Array]
-    peak_interval: tuple[Array, Array]
-    rejected: list[tuple[str, str, str]]
+    rows: list[dict[str, Any]]
+    rejected: list[Rejected]
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     overall: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        rows = [self._row(i) for i in range(len(self.runs))]
-        missing = [{"id": i, "group": g, "reason": reason} for i, g, reason in self.rejected]
-        return {"groups": self.groups, "overall": self.overall, "rows": rows, "not_planned": missing}
-
-    def _row(self, i: int) -> dict[str, Any]:
-        run, p = self.runs[i], self.prediction
-        return {
-            "id": run.id,
-            "group": run.group,
-            "engine": run.engine.name,
-            "accelerator": run.cluster.accelerator.name,
-            "accelerators": run.cluster.count,
-            "ran": run.ran,
-            "checks": run.checks,
-            "predicted_step_seconds": float(p.step_seconds[i]),
-            "predicted_peak_bytes": float(p.reported_bytes[i]),
-            "step_interval": [float(self.step_interval[0][i]), float(self.step_interval[1][i])],
-            "peak_interval": [float(self.peak_interval[0][i]), float(self.peak_interval[1][i])],
-            "baseline_step_seconds": float(self.baseline_seconds[i]),
-            "baseline_peak_bytes": float(self.baseline_bytes[i]),
-            "step_seconds": run.step_seconds,
-            "peak_bytes": run.peak_bytes,
-            "fits": bool(p.fits[i]),
-            "over_limit": float(p.highest_bytes[i] / p.limit_bytes[i]),
-            "assumed": list(run.assumed),
-        }
+        missing = not_planned(self.rejected)
+        return {"groups": self.groups, "overall": self.overall, "rows": self.rows, "not_planned": missing}
 
 
 def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
     """Plan every run of a CSV file and compare it with its measurements. `engine` replaces that of every row."""
     read, unread = read_runs(path, engine)
     known, unknown = plannable(read)
-    runs, rejected = settled(known), [*unread, *unknown]
-    prediction = evaluate(runs)
-    stated = widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds))
-    seconds, *bounds = mixed(runs, prediction.step_seconds, stated)
-    prediction = replace(prediction, step_seconds=seconds)
+    runs = settled(known)
+    p = evaluate(runs)
+    stated = widened(runs, p.step_seconds, interval("time", runs, p.step_seconds))
+    seconds, *bounds = mixed(runs, p.step_seconds, stated)
+    p = replace(p, step_seconds=seconds)
     # FLOPs per accelerator; the baseline runs them at one constant fraction of its dense peak.
     flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
-    record = ValidationRecord(
-        runs=runs,
-        prediction=prediction,
-        baseline_seconds=flops / (prediction.peak_flops_per_second * BASELINE_FRACTION),
-        baseline_bytes=of_runs(runs, baseline_bytes),
-        step_interval=(bounds[0], bounds[1]),
-        peak_interval=interval("memory", runs, prediction.reported_bytes),
-        rejected=rejected,
-    )
-    names = dict.fromkeys([run.group for run in runs] + [group for _, group, _ in rejected])
-    for name in names:
+    planned = {
+        "predicted_step_seconds": p.step_seconds, "predicted_peak_bytes": p.reported_bytes,
+        "step_interval": np.stack(bounds, axis=1),
+        "peak_interval": np.stack(interval("memory", runs, p.reported_bytes), axis=1),
+        "baseline_step_seconds": flops / (p.peak_flops_per_second * BASELINE_FRACTION),
+        "baseline_peak_bytes": of_runs(runs, baseline_bytes),
+    }  # fmt: skip
+    rows = [
+        {
+            "id": run.id, "group": run.group, "engine": run.engine.name,
+            "accelerator": run.cluster.accelerator.name, "accelerators": run.cluster.count, "ran": run.ran,
+            "checks": run.checks, **{name: column[i].tolist() for name, column in planned.items()},
+            "step_seconds": run.step_seconds, "peak_bytes": run.peak_bytes, "fits": bool(p.fits[i]),
+            "over_limit": float(p.highest_bytes[i] / p.limit_bytes[i]), "assumed": list(run.assumed),
+        }
+        for i, run in enumerate(runs)
+    ]  # fmt: skip
+    record = ValidationRecord(runs, p, rows, [*unread, *unknown])
+    for name in dict.fromkeys([run.group for run in runs] + [group for _, group, _ in record.rejected]):
         record.groups[name] = _summary(record, [i for i, run in enumerate(runs) if run.group == name], name)
     record.overall = _summary(record, list(range(len(runs))), None)
     return record
@@ -276,22 +260,23 @@ def errors(predicted: Array, measured: Array) -> dict[str, Any]:
 
 
 def _summary(record: ValidationRecord, index: list[int], group: str | None) -> dict[str, Any]:
-    runs, p = record.runs, record.prediction
-    summary: dict[str, Any] = {"n": len(index) + sum(group in (None, g) for _, g, _ in record.rejected)}
-    timed = [i for i in index if runs[i].ran and runs[i].step_seconds and "time" in runs[i].checks]
-    weighed = [i for i in index if runs[i].ran and runs[i].peak_bytes and "memory" in runs[i].checks]
-    for key, of, planned, baseline, bounds, name in (
-        ("time", timed, p.step_seconds, record.baseline_seconds, record.step_interval, "step_seconds"),
-        ("memory", weighed, p.reported_bytes, record.baseline_bytes, record.peak_interval, "peak_bytes"),
-    ):
-        measured = np.array([getattr(runs[i], name) for i in of], dtype=float)
-        summary[key] = errors(planned[of], measured) | {
-            "coverage": float(np.mean((bounds[0][of] <= measured) & (measured <= bounds[1][of]))) if of else None,
-            "baseline": errors(baseline[of], measured),
-        }
-    summary["regret"] = _ranking_of_groups(record) if group is None else ranking(record, timed)
+    missing = sum(group in (None, of) for _, of, _ in record.rejected)
+    summary: dict[str, Any] = {"n": len(index) + missing}
+    known = {}
+    for key, name, interval in (("time", "step_seconds", "step_interval"), ("memory", "peak_bytes", "peak_interval")):
+        rows = {i: row for i in index if (row := record.rows[i])["ran"] and row[name] and key in row["checks"]}
+        planned, measured, baseline = (
+            np.array([row[column] for row in rows.values()], dtype=float)
+            for column in (f"predicted_{name}", name, f"baseline_{name}")
+        )
+        inside = [row[interval][0] <= row[name] <= row[interval][1] for row in rows.values()]
+        known[key] = list(rows)
+        summary[key] = errors(planned, measured) | {
+            "coverage": float(np.mean(inside)) if inside else None, "baseline": errors(baseline, measured),
+        }  # fmt: skip
+    summary["regret"] = _ranking_of_groups(record) if group is None else ranking(record, known["time"])
     summary["fits"] = _feasibility(record, index)
-    summary["not_planned"] = sum(group in (None, g) for _, g, _ in record.rejected)
+    summary["not_planned"] = missing
     return summary
 
 

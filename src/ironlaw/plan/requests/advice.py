@@ -150,7 +150,7 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
 def fastest(request: ClusterRequest) -> RankedLayout | None:
     """Returns the fastest layout for the request; None if none fits or can be formed."""
     try:
-        found = search(request, keep=1, hybrid=False, fastest_alone=True)
+        found = search(request, keep=1, hybrid=False)
     except UserError:
         return None
     return found.best[0] if found.best else None
@@ -189,11 +189,8 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
     ]  # fmt: skip
     for _, other in sorted(larger, key=lambda pair: (pair[0], pair[1].name)):
         swapped = Cluster(other, request.cluster.count, node(other.default_node))
-        try:
-            if search(replace(request, cluster=swapped), keep=1, fastest_alone=True).best:
-                return other.name
-        except UserError:
-            continue
+        if fastest(replace(request, cluster=swapped)):
+            return other.name
     return None
 
 

@@ -19,7 +19,7 @@ from ironlaw.plan.budget import budget
 from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, ClusterPlan, ClusterRequest, bounded, plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
-from ironlaw.plan.cluster.layout_space import counted_in, engines_for, lacking
+from ironlaw.plan.cluster.layout_space import UNITS, engines_for, lacking
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
 from ironlaw.plan.cluster.system import ClusterSystem, update_cost, usable_bytes
 from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
@@ -254,7 +254,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "assumed": [assumption.to_json() for assumption in request.assumed],
         "candidates": [_candidate(request, candidate) for candidate in _different(found.best, layout)] if found else [],
         "ruled_out": {
-            constraint: {"count": count, "unit": counted_in(constraint)}
+            constraint: {"count": count, "unit": UNITS.get(constraint, "layouts")}
             for constraint, count in (Counter(found.ruled_out).most_common() if found else ())
         },
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
