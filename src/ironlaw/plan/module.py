@@ -170,6 +170,7 @@ def plan_module(
         _this_machine(load_profile(), precision) if on == "this" else accelerator_target(parse_cluster(on), precision)
     )
     how: Any = {"loss": loss, "precision": target.precision, "real": real, "repeated": repeated}
+    how["cpu"] = target.facts["device"] == "cpu"
     traced = trace(module_or_factory, inputs, **how)
     ledger = _planned(traced, target, name)
     if target.replicas > 1 and not fits(ledger):
