@@ -167,6 +167,7 @@ def _traced(
         unit_bytes=_units(parameters),
         inputs=described(given),
         assumptions=(*notes, *assumed),
+        has_complex=any(p.is_complex() for p in trained.values()),
     )
     return found, stack
 
