@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch.profiler import profile
@@ -43,3 +48,16 @@ def test_a_compiled_model_calls_it() -> None:
     x = torch.randn(20, 33)
     compiled = torch.compile(lambda x: transposed(x) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), x.t() * 2)
+
+
+def test_all_sources_see_vectors_of_one_width_on_any_processor() -> None:
+    if (compiler := shutil.which("cc")) is None or platform.machine() != "x86_64":
+        pytest.skip("there is no C compiler for x86")
+    folder = Path(transpose.__file__).parent
+    for flags, lanes in (
+        ("-mavx2", 8), ("-mavx2 -mavx512f -mno-avx512bw", 8), ("-mavx512f -mavx512bw", 16)
+    ):  # fmt: skip
+        for source in ("attention.c", "product.c", "transpose.c"):
+            words = [compiler, "-E", "-dM", "-mfma", "-mf16c", *flags.split(), str(folder / source)]
+            seen = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+            assert f"#define LANES {lanes}\n" in seen, (source, flags)

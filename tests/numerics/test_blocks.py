@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ironlaw.catalog.formats import number_format, number_formats
 from ironlaw.errors import UserError
 from ironlaw.numerics import quantize
 from ironlaw.numerics.hadamard import rotate, rotation
+from ironlaw.numerics.quantized import rounded
 
 BLOCKS = [name for name, known in number_formats().items() if known.block]
 
@@ -118,6 +120,19 @@ def test_weights_of_blockwise_fp8_share_a_scale_in_squares() -> None:
     assert held.scales is not None
     assert held.scales.shape == (2, 3)
     assert held.bytes == 256 * 384 + 6 * 4 == 256 * 384 * number_format("fp8_block").bytes_per_element(weight=True)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (130, 300), (3, 128)])
+def test_squares_that_are_not_whole_are_held_without_padding(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape)
+    held = quantize(weight, "fp8_block", block=(128, 128))
+    rows, columns = shape
+    assert held.bytes == rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+    assert torch.equal(held.dequantize(), rounded(weight, number_format("fp8_block"), block=(128, 128)))
+    assert torch.equal(held.pruned(held.values() != 0).dense().dequantize(), held.dequantize())
+    # Earlier versions kept the padding; what they stored is read as it was.
+    padded = torch.nn.functional.pad(held.codes, (0, -columns % 128, 0, -rows % 128))
+    assert torch.equal(replace(held, codes=padded).dequantize(), held.dequantize())
 
 
 def test_a_rotation_is_undone_and_spreads_an_outlier() -> None:

@@ -154,6 +154,30 @@ def test_matrices_that_are_decomposed_and_causal_masks_have_lines(causal: bool, 
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_attention_that_a_mask_of_three_dimensions_keeps_from_its_kernel_has_a_line(
+    dimensions: int, tmp_path: Path
+) -> None:
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.randn(8, 512, 512)
+    mask = mask if dimensions == 3 else mask[None]
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = model(torch.randn(1, 8, 512, 16))
+            out = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)  # MASK
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    if dimensions == 3:
+        assert "# MASK" in line(facts["attention_mask_rank"]["place"]) and facts["attention_mask_rank"]["part"] > 0.1
+        assert facts["operation_slow"] is None or "# MASK" not in line(facts["operation_slow"]["place"])
+    else:
+        assert facts["attention_mask_rank"] is None
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("rows", [1, 64])
 def test_outputs_that_no_loss_reads_are_gradients_of_zeros(rows: int, tmp_path: Path) -> None:
     model, head = nn.Linear(16, 64), nn.Linear(64, 512)

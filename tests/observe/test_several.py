@@ -20,6 +20,8 @@ from ironlaw.explain.observed_remedies import _threads
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
+from ironlaw.observe.trials import fused_update_saves
+from ironlaw.observe.updates import updates_of
 from ironlaw.workload.trace import trace
 
 
@@ -153,6 +155,16 @@ def test_a_fused_update_is_planned_quicker_than_a_loop_over_tensors(tmp_path: Pa
         return plan.seconds_by_phase()[Phase.OPTIMIZER]
 
     assert seconds(fused=True) < seconds()
+
+
+def test_complex_parameters_count_as_two_numbers_and_have_no_fused_update() -> None:
+    parameters = [nn.Parameter(torch.randn(8, 8, dtype=dtype)) for dtype in (torch.float32, torch.complex64)]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(p.abs().sum() for p in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    (update,) = updates_of([optimizer])
+    assert update.elements == 3 * 64 and update.state_bytes() == update.held_bytes
+    assert fused_update_saves([optimizer]) is None
 
 
 def test_it_is_seen_which_gradients_a_forward_pass_finds(tmp_path: Path, machine_profile: Profile) -> None:

@@ -153,6 +153,16 @@ def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -
     assert PATIENT.post(f"{url}/v1/completions", json=choice).json()["choices"][0]["text"] in ("yes", "no")
 
 
+def test_a_form_that_is_too_large_from_its_second_token_on_is_an_error(served: tuple[str, Engine]) -> None:
+    pytest.importorskip("llguidance")
+    url, _ = served
+    asked = {"prompt": "f", "structured_outputs": {"regex": "(a{1000}){1000}"}, "max_tokens": 9}
+    whole = PATIENT.post(f"{url}/v1/completions", json=asked)
+    assert whole.status_code == 400 and "the form of the answer cannot be followed" in whole.json()["error"]["message"]
+    streamed = PATIENT.post(f"{url}/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
+    assert json.loads(streamed[-2].removeprefix("data: "))["error"] == whole.json()["error"]
+
+
 FIELDS: list[dict[str, Any]] = [
     {name: value}
     for name, values in {

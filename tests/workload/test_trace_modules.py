@@ -23,6 +23,7 @@ from ironlaw.workload.module_source import Input, install_advice
 from ironlaw.workload.operations import saved_bytes, total_flops
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import trace
+from ironlaw.workload.trace_kernels import LstmLayer
 
 
 class Convolutional(nn.Module):
@@ -357,3 +358,46 @@ def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: 
     measured = step_bytes(module, torch.randn(shape, dtype=dtype))
     assert peak_memory(program).total - lasting == pytest.approx(measured, rel=within)
     assert peak_memory(step_of_trace(traced)).total < peak_memory(program).total  # of kernels of a CPU alone
+
+
+class Outputs(nn.Module):
+    """The outputs of a recurrent layer, without its last state."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(x)[0]
+        return outputs
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize(("inputs", "hidden", "layers", "bidirectional"), [
+    (32, 32, 1, False), (32, 128, 1, True), (128, 32, 2, False), (512, 512, 1, False), (100, 256, 2, True),
+])  # fmt: skip
+def test_the_peak_of_recurrent_layers_is_the_allocators(
+    kind: Any, inputs: int, hidden: int, layers: int, bidirectional: bool
+) -> None:
+    def build() -> nn.Module:
+        return Outputs(kind(inputs, hidden, layers, bidirectional=bidirectional))
+
+    program = step_of_trace(trace(build, [Input("x", (12, 4, inputs))], cpu=True), cpu=True)
+    lasting = sum(tensor.bytes for tensor in program.tensors[0])
+    measured = step_bytes(build(), torch.randn(12, 4, inputs))
+    assert peak_memory(program).total - lasting == pytest.approx(measured, rel=0.05)
+
+
+def test_one_call_of_an_lstm_has_the_products_of_its_steps() -> None:
+    both = [trace(lambda: nn.LSTM(32, 64), [Input("x", (20, 8, 32))], training=False, cpu=c) for c in (False, True)]
+    assert total_flops(both[0].operations) == total_flops(both[1].operations)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not in this build")
+@pytest.mark.parametrize(("tokens", "batch", "inputs", "hidden"), [(5, 3, 7, 9), (9, 8, 64, 64), (3, 7, 300, 130)])
+def test_the_workspace_of_an_lstm_is_onednns(tokens: int, batch: int, inputs: int, hidden: int) -> None:
+    x, state = torch.randn(tokens, batch, inputs), torch.zeros(batch, hidden)
+    weights = [torch.randn(4 * hidden, *columns) for columns in ((inputs,), (hidden,), (), ())]
+    how: Any = (False, [], 2, hidden, 1, True, False, False, True)
+    *_, workspace = torch.ops.aten.mkldnn_rnn_layer(x, *weights, state, state.clone(), *how)
+    assert LstmLayer.of(x, weights[0]).workspace == workspace.numel()

@@ -126,6 +126,24 @@ def test_kernels_without_a_curve_go_by_bytes(package: str, machine: Profile) -> 
     assert bounds["layers.0", Phase.FORWARD].bound == AS_MATMUL
 
 
+def test_an_update_of_complex_parameters_is_not_fused(machine: Profile) -> None:
+    from torch import complex64, nn, randn
+
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(randn(64, 64, dtype=complex64))
+
+        def forward(self, x: object) -> object:
+            return (x @ self.weight).abs()
+
+    ledger = plan_module(Rotation, [Input("x", (4, 64), "complex64")])
+    assert "not fused" in ledger.facts["optimizers"][0]
+    assert ledger.memory_bytes()["optimizer"] == 2 * 64 * 64 * 8 + 4  # and a count of steps
+    passes = [line.count for line in ledger.lines if line.phase is Phase.OPTIMIZER and line.operation == "adamw"]
+    assert passes == [7]
+
+
 def test_what_does_not_fit(package: str, machine: Profile) -> None:
     ledger = plan_traced(f"{package}:wide", ["input=1x512"], "this")
     assert not fits(ledger)

@@ -9,7 +9,6 @@ import datetime
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -177,7 +176,7 @@ class Text:
     def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
         assert self.template is not None
         names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
-        _spent.set(Counter())
+        _left.set([MOST])
         try:
             return str(self.template.render(**names))
         except Exception as error:  # an untrusted program, and variables from any request
@@ -197,85 +196,86 @@ class _Generation(Extension):
         return [begin, *body, end]
 
 
-MOST_PASSES, MOST_CHARACTERS = 10**6, 10**7
-_PRODUCTS = ("*", "**", "center", "ljust", "rjust", "zfill", "indent", "replace", "join", "expandtabs", "tojson")
-_spent: ContextVar[Counter[str]] = ContextVar("passes of the loops of a rendering, and characters put together")
+MOST, PASS = 5 * 10**7, 50  # characters that a rendering makes in all, and for how many of them a pass of a loop counts
+_PRODUCTS = ("*", "**", "center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "tojson", "wordwrap",
+             "zfill")  # fmt: skip
+_left: ContextVar[list[int]] = ContextVar("what a rendering may still make")
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox that limits the passes of all loops together and the length of texts. Jinja2 only limits `range`s."""
+    """A sandbox where texts, lists and passes of loops are paid from one sum. Jinja2 only limits `range`s."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = _filtered(loop.iter, "counted")
+            loop.iter = _filtered(loop.iter, "passes")
         joints: Any = tree.find_all((nodes.Concat, nodes.Output))
         for joined in joints:
-            joined.nodes = [n if isinstance(n, nodes.TemplateData) else _filtered(n, "bounded") for n in joined.nodes]
+            joined.nodes = [n if isinstance(n, nodes.TemplateData) else _filtered(n, "written") for n in joined.nodes]
         tree.set_environment(self)
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        return _bounded(self.binop_table[operator], operator)(left, right)
+        return _paid(self.binop_table[operator], operator)(left, right)
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         method = partial(super().call, context, called)
-        return _bounded(method, getattr(called, "__name__", ""), getattr(called, "__self__", None))(*args, **kwargs)
+        return _paid(method, getattr(called, "__name__", ""), getattr(called, "__self__", None))(*args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
         wrapped = super().wrap_str_format(value)
-        return wrapped and _bounded(wrapped, "format", value.__self__)
+        return wrapped and _paid(wrapped, "format", value.__self__)
 
 
 def _filtered(value: Any, name: str) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
-def _bounded(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
-    """Wrap an operator, a filter or a method `of` a text, so that it is refused before it makes a long text."""
+def _pay(size: int) -> None:
+    left = _left.get()
+    left[0] -= size
+    if left[0] < 0:
+        raise jinja2.TemplateError(f"it makes more than {MOST:,} characters, or {MOST // PASS:,} passes of loops")
+
+
+def _paid(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
+    """Wrap an operator, a filter or a method `of` a text. What may grow is paid before it is made."""
 
     @wraps(function)
-    def bounded(*given: Any, **named: Any) -> Any:
-        _short(_most(name, [v for v in (of, *given, *named.values()) if isinstance(v, str | int | list | tuple)]))
+    def paid(*given: Any, **named: Any) -> Any:
+        if name == "join":  # what is joined may come one by one
+            given = tuple(list(v) if isinstance(v, Iterator) else v for v in given)
+        _pay(_growth(name, [v for v in (of, *given, *named.values()) if isinstance(v, str | int | list | tuple)]))
         result = function(*given, **named)
-        return _short(len(result), result) if isinstance(result, str | list | tuple) else result
+        _pay(len(result) if isinstance(result, str | list | tuple) else 1)
+        return result
 
-    return bounded
+    return paid
 
 
-def _most(name: str, values: list[Any]) -> int:
-    """Return an upper bound of the result's length, for calls whose result may be longer than all arguments together.
-    For numbers, the bound is the result's size."""
+def _growth(name: str, values: list[Any]) -> int:
+    """Return an upper bound of the result's length where it may exceed all arguments together, else 0. The bound of a
+    number is its size."""
     if name in ("%", "format"):
         return max((int(width) for v in values if isinstance(v, str) for width in re.findall(r"\d+", v)), default=0)
     if name not in _PRODUCTS:
-        return 0
+        return MOST + 1 if name == "translate" else 0
     lists = [len(v) + sum(len(i) for i in v if isinstance(i, str)) for v in values if isinstance(v, list | tuple)]
     sizes = lists + [abs(v) if isinstance(v, int) else len(v) for v in values if isinstance(v, int | str)]
-    return int(sizes[0] ** min(sizes[-1], 64)) if name == "**" else math.prod(max(1, size) for size in sizes)
+    return math.prod(max(1, size) for size in sizes)
 
 
-def _short(size: int, text: Any = None) -> Any:
-    if size > MOST_CHARACTERS:
-        raise jinja2.TemplateError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
-    return text
-
-
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
+def _passes(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
-        _spent.get()["passes"] += 1
-        if _spent.get()["passes"] > MOST_PASSES:
-            raise jinja2.TemplateError(f"its loops do not end within {MOST_PASSES:,} passes")
+        _pay(PASS)
         yield item
 
 
-def _said(text: Any) -> Any:
-    """Count the characters of a text that is joined or written, over the whole rendering."""
-    _spent.get()["characters"] += len(str(text))
-    _short(_spent.get()["characters"])
-    return text
+def _written(value: Any) -> Any:
+    _pay(len(str(value)))
+    return value
 
 
 def _compiled(template: str) -> Any:
@@ -283,11 +283,10 @@ def _compiled(template: str) -> Any:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters = {name: _bounded(given, name) for name, given in environment.filters.items()}
-    environment.filters |= {"counted": _counted, "bounded": _said}
-    environment.filters["tojson"] = _bounded(
-        lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent), "tojson"
-    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
+    environment.filters |= {"passes": _passes, "written": _written}
+    del environment.globals["lipsum"]  # draws words one by one
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:

@@ -312,6 +312,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "scaled_dot_product_attention(q, k, v, is_causal=True), and no mask",
         "both timed at the end of the run, for the calls counted in one step", noticed=0.005,
     ),
+    _part_of(
+        PASSES, "attention_mask_rank", 0.05,
+        "Attention is given a mask of three dimensions, for which PyTorch has no fused kernel: {share} of the step.",
+        "mask.unsqueeze(0): the same mask in four dimensions, for which it has one",
+        "both timed at the end of the run, for the calls counted in one step", noticed=0.005,
+    ),
     Rule(
         "batch_small", Axis.ALGORITHM, 0.30, _gain("batch"),
         "The micro-batch is too small: calling operations costs as much as what they compute.",

@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "numbers.h"
 #include "vectors.h"
 
 #define ROWS (LANES / 2) /* of a tile: with two vectors each, what the registers hold */

@@ -1,6 +1,13 @@
-/* Formats by their numbers in `library.py`, bfloat16, and the type that a source is compiled for (ACTIVATION). */
+/* Numbers of fp32 in a vector, formats by their numbers in `library.py`, bfloat16, and the type that a source is compiled
+   for (ACTIVATION). */
 
 #include <stdint.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define LANES 16
+#else
+#define LANES 8
+#endif
 
 #define FP32 0
 #define BF16 1

@@ -15,9 +15,8 @@
 #include "numbers.h"
 
 /* MOST: rows whose sums stay in registers, two vectors for each beside the operands. */
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if LANES == 16
 #include <immintrin.h>
-#define LANES 16
 #define ROWS 12
 #define MOST(format) ((format) == INT4 ? 6 : 12) /* of int4 a group's sums stay there beside the others */
 #define WIDE(name) _mm512_##name
@@ -29,7 +28,6 @@ typedef __m512 floats;
 typedef __m512i words;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
-#define LANES 8
 #define ROWS 6
 #define MOST(format) ((format) == FP32 ? 6 : (format) == INT4 ? 3 : 4)
 #define WIDE(name) _mm256_##name
@@ -39,8 +37,6 @@ typedef __m512i words;
 #define HALVES(at) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(at)))
 typedef __m256 floats;
 typedef __m256i words;
-#else
-#define LANES 8
 #endif
 
 #define TILE (2 * LANES) /* outputs whose sums stay in registers */

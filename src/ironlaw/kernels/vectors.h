@@ -1,14 +1,13 @@
 /* Vectors of fp32 as wide as the processor has them. */
 
-#include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512F__
-#define LANES 16
+#include "numbers.h"
+
+#if LANES == 16
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #else
-#define LANES 8
 #define LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #endif

@@ -43,9 +43,11 @@ class Quantized:
         cls, format: NumberFormat, shape: torch.Size, values: Tensor, scales: Tensor | None = None,
         tensor_scale: Tensor | None = None, block: tuple[int, int] | None = None,
     ) -> Quantized:  # fmt: skip
-        """Encodes and packs `values` (rows, codes of a row), which are already rounded to the element format."""
-        codes = pack(encode(values, format.element), format.element.bits)
-        return cls(format, shape, codes, scales, tensor_scale, block)
+        """Encodes and packs `values` (rows, codes of a row), which are already rounded to the element format. Where
+        they are padded to whole blocks, only what `row_codes` says is kept."""
+        made = cls(format, shape, values, scales, tensor_scale, block)
+        kept = values[: made.matrix_shape[0], : made.row_codes]
+        return replace(made, codes=pack(encode(kept, format.element), format.element.bits))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -64,15 +66,15 @@ class Quantized:
 
     @property
     def row_codes(self) -> int:
-        """Number of codes in a row, padded to whole blocks."""
-        width = self.block[1] if self.block else 1
+        """Number of codes in a row: padded to whole blocks if these lie along rows, as products by blocks read them."""
+        width = self.block[1] if self.block and self.block[0] == 1 else 1
         return -(-self.matrix_shape[1] // width) * width
 
     def dequantize(self) -> Tensor:
         """Returns the numbers in fp32, in the original shape."""
         values = self._decoded()
         if self.block is not None:
-            values = _joined(_divided(values, self.block) * self.scale()[:, None, :, None])
+            values = _joined(in_blocks(values, self.block) * self.scale()[:, None, :, None])
         return self._cut(values)
 
     def values(self) -> Tensor:
@@ -268,11 +270,6 @@ def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = matrix.shape
     if rows % block[0] or columns % block[1]:
         matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
-    return _divided(matrix, block)
-
-
-def _divided(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """(rows, columns) -> (row blocks, rows of one, column blocks, columns of one)."""
     return matrix.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
 
 

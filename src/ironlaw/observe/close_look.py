@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
@@ -40,7 +41,7 @@ ROWS = ("index", "gather", "scatter", "embedding")
 SOME, LEAST_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
 COSTLY = ("svd", "eig", "qr", "inv", "matrix_exp", "householder")  # tens of times a product or a triangular solve
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
-ZEROS, MASKED = "zeros_multiplied", "attention_masked"
+ZEROS, MASKED, RANK = "zeros_multiplied", "attention_masked", "attention_mask_rank"
 HALF = (torch.bfloat16, torch.float16)
 ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
@@ -78,6 +79,7 @@ class CloseLook(TorchDispatchMode):
         self.made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self.wide: dict[int, int] = {}  # address of what is wide -> elements
         self.masked: CountedCall | None = None
+        self._attention = _OddMasks()
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # kind -> line -> seconds
         self._whole, self._backward, self._operations = 0.0, 0.0, 0
         self._learns: set[str] = set()  # lines that take values with a gradient
@@ -99,6 +101,7 @@ class CloseLook(TorchDispatchMode):
             self._on, self._collects = True, gc.isenabled()
             gc.disable()  # what is collected is no doing of the line where it happens
             self._trace.begin()
+            self._attention.__enter__()
             self.__enter__()
 
     def end(self) -> None:
@@ -112,6 +115,8 @@ class CloseLook(TorchDispatchMode):
         if self._on and _get_current_dispatch_mode_stack()[-1] is self:
             self._on = False
             self.__exit__(None, None, None)
+            if _get_current_function_mode_stack()[-1] is self._attention:
+                self._attention.__exit__(None, None, None)
 
     def pass_begins(self, roots: Any = ()) -> None:
         """A forward pass, or a backward pass from `roots`; what is repeated with every pass is no loop within one."""
@@ -178,7 +183,10 @@ class CloseLook(TorchDispatchMode):
         kinds = [kind for kind, lines in blamed.items() if lines is not None]
         for kind in kinds:
             self._marked[kind] |= blamed[kind] or set()
-        kinds += [] if is_work(operation) else [ONE + name]
+        if self._attention.running:
+            self._marked[RANK].add(line)
+            kinds.append(RANK)
+        kinds += [] if is_work(operation) or self._attention.running else [ONE + name]
         lines = self._loops.count(operation, frames, seconds)
         for number in range(self._newest, newest):
             self._nodes[number] = line, kinds, seconds, lines
@@ -195,9 +203,12 @@ class CloseLook(TorchDispatchMode):
 
     def facts(self, calls: Collection[str]) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole."""
-        marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in COUNTED}
+        marked = {kind: self._part(self._seconds[kind], self._marked[kind]) for kind in (*COUNTED, RANK)}
         if (found := marked[MASKED]) is not None and self.masked is not None:
-            found["part"] *= mask_saves(self.masked)
+            found["part"] *= mask_saves(self.masked.operands[:1] * 3, self.masked.mask, is_causal=True)
+        if (found := marked[RANK]) is not None:
+            *heads, mask = self._attention.seen
+            found["part"] *= mask_saves(heads, mask, attn_mask=mask.detach()[None])
         return marked | {
             "values_unread": self._part(self._seconds[FORWARD], self._learns - self._read - set(calls)),
             **{k: self._part(self._seconds[k], [at for at, s in self._seconds[k].items() if s > 0]) for k in TRIED},
@@ -370,14 +381,38 @@ def hides_nothing_else(mask: Tensor) -> bool:
     return square and bool((visible == causal).all() and (hidden != causal).all())
 
 
-def mask_saves(one: CountedCall) -> float:
-    """Share of the attention's time, forward and backward, that is_causal=True saves over a causal mask."""
-    leaves = q, k, v = [torch.randn_like(one.operands[0]).requires_grad_() for _ in range(3)]
+def mask_saves(heads: Sequence[Tensor], mask: Tensor, **instead: Any) -> float:
+    """Share of the attention's time, forward and backward, that another way to say the mask saves.
+
+    `heads`: queries, keys and values (B, H, S, D).
+    """
+    leaves = q, k, v = [torch.randn_like(each).requires_grad_() for each in heads]
 
     def both_ways(**how: Any) -> None:
         torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v, **how).sum(), leaves)
 
-    return share_saved(partial(both_ways, attn_mask=one.mask.detach()), partial(both_ways, is_causal=True))
+    return share_saved(partial(both_ways, attn_mask=mask.detach()), partial(both_ways, **instead))
+
+
+class _OddMasks(TorchFunctionMode):
+    """Sees attention that a mask of three dimensions keeps from its fused kernel: underneath it is several calls."""
+
+    running = False
+    seen: tuple[Tensor, ...] = ()  # queries, keys, values and mask of the latest
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
+            heads, mask = [given.get(name) for name in ("query", "key", "value")], given.get("attn_mask")
+            alike = all(isinstance(t, Tensor) and t.dim() == 4 and t.shape[1] == given["query"].shape[1] for t in heads)
+            odd = isinstance(mask, Tensor) and mask.dim() == 3 and not mask.requires_grad
+            if alike and odd and not given.get("dropout_p"):
+                self.running, self.seen = True, (*heads, mask)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.running = False
 
 
 def is_denormal(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ import json
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,15 @@ def _write_operations(path: Path, observed: Observed) -> str | None:
         return "observe(..., plan=False)"
     if not observed.signature:
         return "the module takes something that is no tensor, so it cannot be traced"
-    precision = observed.facts["autocast"]
+    precision, traced = observed.facts["autocast"], partial(_traced, observed.module, observed.facts["device"] == "cpu")
     try:
-        document = trace_to_json(_traced(observed.module, observed.signature, precision))
+        document = trace_to_json(traced(observed.signature, precision))
     except UserError as error:
         return str(error)
     document["variants"] = {}
     for name, how in _variants(observed, precision).items():
         with suppress(UserError):
-            document["variants"][name] = trace_to_json(_traced(observed.module, *how))
+            document["variants"][name] = trace_to_json(traced(*how))
     write_json(path, document)
     if observed.facts["device"] == "cpu":
         precision = observed.facts.get("precision")
@@ -87,12 +88,12 @@ def larger_by(facts: dict[str, Any]) -> int:
     return accumulation if accumulation > 1 else BATCH_FACTOR
 
 
-def _traced(module: nn.Module, inputs: list[Input], precision: Any) -> Any:
+def _traced(module: nn.Module, cpu: bool, inputs: list[Input], precision: Any) -> Any:
     from ironlaw.workload.trace import trace
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trace(module, inputs, precision=precision or "as is")
+        return trace(module, inputs, precision=precision or "as is", cpu=cpu)
 
 
 def _variants(observed: Observed, precision: str | None) -> dict[str, tuple[list[Input], str | None]]:

@@ -178,7 +178,8 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
     for optimizer in optimizers:
         groups = [g for g in optimizer.param_groups if not g.get("fused")]
         shapes = [p.shape for g in groups for p in g["params"] if p.device.type == "cpu" and p.dtype is torch.float32]
-        if type(optimizer) not in FUSED or not shapes or sum(math.prod(shape) for shape in shapes) > most:
+        is_complex = any(p.is_complex() for g in groups for p in g["params"])  # no fused kernel takes it
+        if type(optimizer) not in FUSED or is_complex or not shapes or sum(math.prod(shape) for shape in shapes) > most:
             continue
         options = {
             k: v for k, v in optimizer.defaults.items() if k in ("momentum", "foreach", "amsgrad", "weight_decay")

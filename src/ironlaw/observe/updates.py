@@ -20,7 +20,7 @@ def updates_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Update]:
 
 
 def _update(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update | None:
-    trained = [p for p in group["params"] if p.requires_grad]
+    trained = [torch.view_as_real(p) if p.is_complex() else p for p in group["params"] if p.requires_grad]
     if not trained:
         return None
     known = next((EQUIVALENTS[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in EQUIVALENTS), None)
@@ -32,5 +32,5 @@ def _update(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update |
     return Update(
         type(optimizer).__name__, like, tuple(Counter(tuple(p.shape) for p in trained).items()),
         trained[0].element_size(), bool(group.get("fused")), bool(group.get("weight_decay")), int(extra),
-        tree_bytes([optimizer.state.get(p) for p in trained]), bool(foreach),
+        tree_bytes([optimizer.state.get(p) for p in group["params"] if p.requires_grad]), bool(foreach),
     )  # fmt: skip

@@ -40,8 +40,9 @@ from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.module_source import read_inputs, resolve_module
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import FP32
 from ironlaw.workload.program import Program, replicated, step, step_of_trace
-from ironlaw.workload.updates import Loop
+from ironlaw.workload.updates import Loop, Update
 
 if TYPE_CHECKING:
     from torch import nn
@@ -170,6 +171,7 @@ def plan_module(
         _this_machine(load_profile(), precision) if on == "this" else accelerator_target(parse_cluster(on), precision)
     )
     how: Any = {"loss": loss, "precision": target.precision, "real": real, "repeated": repeated}
+    how["cpu"] = target.facts["device"] == "cpu"
     traced = trace(module_or_factory, inputs, **how)
     ledger = _planned(traced, target, name)
     if target.replicas > 1 and not fits(ledger):
@@ -197,20 +199,32 @@ def _planned(
     traced: ModuleTrace, target: PlannedTarget, name: str | None, accumulation: int = 1, loop: Loop | None = None,
     zero: int = 0,
 ) -> Ledger:  # fmt: skip
+    cpu = target.facts["device"] == "cpu"
+    optimizers = [update.description() for update in loop.updates] if loop else ["AdamW, fused (assumed)"]
+    if loop is None and traced.has_complex:
+        loop, optimizers = _unfused(traced, cpu), ["AdamW, not fused, for it takes no complex parameters (assumed)"]
     facts: dict[str, Any] = {
         "model": {"name": name or traced.name},
         "precision": _types(traced),
         "traced_operations": len(traced.operations),
         "assumed": [list(one) for one in traced.assumptions],
-        "optimizers": [update.description() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
+        "optimizers": optimizers,
     }
-    program = step_of_trace(traced, accumulation, loop, cpu=target.facts["device"] == "cpu")
+    program = step_of_trace(traced, accumulation, loop, cpu)
     replicas = target.replicas
     if replicas > 1:
         program = replicated(program, traced, replicas, zero)
         reason = "replicas of the inputs given, ZeRO 0 where that fits, else 3"
         facts["assumed"].append(["layout", f"dp={replicas} zero={zero}", reason, ""])
     return ledger_on(target, program, traced.parameters, facts)
+
+
+def _unfused(traced: ModuleTrace, cpu: bool) -> Loop:
+    """Returns AdamW by PyTorch's calls on the real numbers of all parameters, in fp32."""
+    numbers, tensors = traced.trained_bytes // FP32, traced.trained_tensors
+    shapes = (((numbers // tensors,), tensors),)
+    update = Update("AdamW", "adamw", shapes, FP32, False, True, 0, 0, foreach=not cpu)
+    return Loop((update,), clips=True, cuda=not cpu)
 
 
 def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: dict[str, Any]) -> Ledger:

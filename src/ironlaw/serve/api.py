@@ -176,9 +176,7 @@ class Server:
                 yield _event(chunk)
             async for piece in job.pieces():
                 if piece.finish in ("error", "cancelled"):
-                    own = job.requests[piece.index].failure
-                    status = 503 if own is None else 500
-                    yield _event({"error": _error(own or self.engine.failure or "the server is shutting down", status)})
+                    yield _event({"error": _error(*self._failure(job.requests[piece.index]))})
                     return
                 for chunk in form.chunks(piece, job.requests[piece.index]):
                     yield _event(chunk)
@@ -202,15 +200,19 @@ class Server:
                 piece = following.result()
                 if piece is None:
                     return JSONResponse(form.whole(job.requests, collected))
-                if piece.finish == "error":
-                    failure = job.requests[piece.index].failure or self.engine.failure
-                    raise HTTPException(500, failure or "the engine stopped")
-                if piece.finish == "cancelled":
-                    raise HTTPException(503, "the server is shutting down", {"Retry-After": "10"})
+                if piece.finish in ("error", "cancelled"):
+                    message, status = self._failure(job.requests[piece.index])
+                    raise HTTPException(status, message, {"Retry-After": "10"} if status == 503 else None)
                 collected[piece.index].append(piece)
         finally:
             gone.cancel()
             self.engine.cancel(*(r for r in job.requests if r.finish is None))
+
+    def _failure(self, request: Request) -> tuple[str, int]:
+        """Return why a request did not end, and the HTTP status of that: 400 if its client need not try again."""
+        if request.failure is not None:
+            return request.failure, 400 if request.is_at_fault else 500
+        return (self.engine.failure, 500) if self.engine.failure else ("the server is shutting down", 503)
 
     def state(self) -> dict[str, Any]:
         """Return the current state for the web page."""

@@ -26,19 +26,29 @@ class State:
         library = _library()
         limits = library.LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
         self.matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        self.matcher.compute_bitmask()  # some are too large to begin with, which the first token finds out
-        if self.matcher.is_error():
-            raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
+        self._bits()  # some are too large to begin with
 
     def mask(self, vocab: int) -> Tensor:
-        """Return a mask (V,), true where a token is allowed."""
-        bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        """Return a mask (V,), true where a token is allowed. UserError if the library gave the constraint up."""
+        bits = torch.frombuffer(bytearray(self._bits()), dtype=torch.uint8)
         each = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         flat = each.flatten().bool()[:vocab]
         return torch.nn.functional.pad(flat, (0, vocab - len(flat)))
 
     def take(self, token: int) -> None:
+        """Go on behind a token of the answer. UserError as of `mask`."""
         self.matcher.consume_token(token)
+        self._check()
+
+    def _bits(self) -> bytes:
+        bits: bytes = self.matcher.compute_bitmask()
+        self._check()
+        return bits
+
+    def _check(self) -> None:
+        # The library raises nothing: it allows the end of text alone, as if the answer were whole.
+        if self.matcher.is_error():
+            raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
 
 
 def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:

@@ -253,8 +253,8 @@ class Engine:
 
         try:
             return draw(logits, [row for each in rows for row in each])
-        except Exception:
-            log.exception("a token could not be chosen")
+        except Exception as error:
+            log.warning("the tokens of a step could not be chosen together: %s", error)
         chosen, stay = list[SampledToken](), list[RunnerWork]()
         for w, each, part in zip(ordered, rows, logits.split([w.wanted for w in ordered]), strict=True):
             try:
@@ -266,7 +266,11 @@ class Engine:
         return chosen
 
     def _fail(self, request: Request, what: str, error: Exception) -> None:
-        request.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+        request.is_at_fault = isinstance(error, UserError)
+        if not request.is_at_fault:
+            log.error(what, exc_info=error)
+        failure = str(error) if request.is_at_fault else f"{what}: {type(error).__name__}: {error}"
+        request.failure = failure.splitlines()[0]
         self._finish(request, "error", [])
 
     def _take_in(self) -> None:
@@ -324,7 +328,6 @@ class Engine:
             try:
                 record.produced += self._append(request, new[: stands + 1], now)
             except Exception as error:  # in its text or constraint: other requests are not affected
-                log.exception("a token could not be read")
                 self._fail(request, "a token could not be read", error)
 
     def _append(self, request: Request, new: list[SampledToken], now: float) -> int:

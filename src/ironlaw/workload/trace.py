@@ -70,6 +70,7 @@ def trace(
     precision: Precision = "as is",
     real: bool | None = None,
     repeated: bool = False,
+    cpu: bool = False,
 ) -> ModuleTrace:
     """Traces one micro-batch. Returns its operations and the sizes of parameters, buffers and inputs.
 
@@ -78,9 +79,10 @@ def trace(
     without it, the output is the loss if it is one number, else the backward pass starts from a gradient for every
     floating-point output. `precision` other than "as is" uses autocast. `real` runs the step on real tensors; None does
     so only if the module reads values that a trace lacks and its parameters take at most a GiB. `repeated`: in a stack
-    of layers, one of each kind runs, and its rows are repeated for the others. Raises UserError if the module fails.
+    of layers, one of each kind runs, and its rows are repeated for the others. `cpu`: an LSTM is oneDNN's call, with
+    what that keeps; else it is listed step by step. Raises UserError if the module fails.
     """
-    run = partial(_traced, source, loss=loss, training=training, precision=precision)
+    run = partial(_traced, source, loss=loss, training=training, precision=precision, cpu=cpu)
     if repeated:
         try:
             return _repeated(run, inputs)
@@ -116,13 +118,13 @@ def _repeated(run: Callable[..., tuple[ModuleTrace, Stack | None]], inputs: Inpu
 
 def _traced(
     source: Source, inputs: Inputs, *, loss: Loss | None, training: bool, precision: Precision,
-    real: bool, repeated: bool = False, tokens: int | None = None,
+    real: bool, cpu: bool, repeated: bool = False, tokens: int | None = None,
 ) -> tuple[ModuleTrace, Stack | None]:  # fmt: skip
     """Traces a step; `repeated`: only the first layer of each kind in a stack. LongLoop for a loop over `tokens`."""
     mode, recorder, stack = TraceMode(real), Recorder(), None
     where, parameters = CONSTRUCTION, None
     try:
-        with tracing(mode):
+        with tracing(mode, cpu):
             module, notes = _built(source, mode)
             if tokens and not changes_between(module, tokens):
                 recorder.most = ROWS
@@ -165,6 +167,7 @@ def _traced(
         unit_bytes=_units(parameters),
         inputs=described(given),
         assumptions=(*notes, *assumed),
+        has_complex=any(p.is_complex() for p in trained.values()),
     )
     return found, stack
 

@@ -114,6 +114,8 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return [_convolution(args, out)]
     if name == "convolution_backward":
         return _convolution_backward(args)
+    if name.startswith(LSTM_LAYER):
+        return _lstm(args, backward=name.endswith("_backward"))
     dense = all(t.layout is torch.strided for t in tensors((args, out)))
     if dense and name in ("mm", "addmm", "bmm", "baddbmm"):
         return [_matmul(func, name, args, kwargs, out)]
@@ -233,6 +235,28 @@ def _convolution_backward(args: tuple[Any, ...]) -> list[TracedOperation]:
     return [call for call, wanted in zip(calls, mask, strict=True) if wanted]
 
 
+def _lstm(args: tuple[Any, ...], backward: bool) -> list[TracedOperation]:
+    """Returns a layer's product with its whole input, and for each step the product with its state and the cell; or
+    the gradients of all these. Products of the steps are a batch, though each waits for the one before."""
+    x, layer = args[0], LstmLayer.of(*args[:2])
+    rows, gates, inputs, hidden = layer.tokens * layer.batch, 4 * layer.hidden, layer.inputs, layer.hidden
+
+    def product(kernel: str, m: int, n: int, k: int, batch: int = 1) -> TracedOperation:
+        moved, flops = (m * k + k * n + m * n) * batch * x.itemsize, 2 * m * n * k * batch
+        return _call(Kind.MATMUL, kernel, m * n * batch, moved, x, flops=flops, matmul=(m, n, k), batch=batch)
+
+    def each(kernel: str, touched: int) -> TracedOperation:
+        return _call(Kind.ELEMENTWISE, kernel, rows * gates, touched * rows * hidden * x.itemsize, x)
+
+    if not backward:  # a cell reads and writes four gates and its state, and writes its output
+        of_state = product("matmul", layer.batch, gates, hidden, batch=layer.tokens)
+        return [product("matmul_bias", rows, gates, inputs), of_state, each("lstm_cell", touched=11)]
+    of_state = product("matmul", layer.batch, hidden, gates, batch=layer.tokens)
+    of_weights = [product("matmul_weight_gradient", gates, columns, rows) for columns in (inputs, hidden)]
+    of_input = product("matmul", rows, inputs, gates)
+    return [each("lstm_cell_backward", touched=14), of_state, of_input, *of_weights, each("sum_rows", touched=4)]
+
+
 def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> TracedOperation:
     """Returns fused attention with (sequences, tokens, heads, kv_heads, head_size); elements: unmasked scores."""
     backward = name.endswith("_backward")
@@ -264,6 +288,9 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
     name = base_name(func)
     if name.startswith("convolution"):
         return _image_scratch(args, out)
+    if name.startswith(LSTM_LAYER):
+        layer = LstmLayer.of(*args[:2])
+        return layer.backward_scratch if name.endswith("_backward") else layer.forward_scratch(torch.is_grad_enabled())
     given = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() and arg.layout is torch.strided]
     if name.rstrip("_") in _PROMOTES and len(given) == 2:
         shared = torch.result_type(*given)
@@ -302,3 +329,71 @@ def _in_blocks(image: Tensor, block: int) -> int:
     if image.dim() == 4 and image.stride(1) == 1 and image.shape[1] > 1:
         return 0
     return image.nbytes // image.shape[1] * block * math.ceil(image.shape[1] / block)
+
+
+LSTM_LAYER = "mkldnn_rnn_layer"
+"""Call of a CPU for one layer and direction of an LSTM."""
+
+
+@dataclass(frozen=True)
+class LstmLayer:
+    """Bytes of oneDNN's kernel for one layer and direction of an LSTM (`src/cpu/rnn/rnn_utils` of oneDNN 3.12).
+
+    It keeps gates, states and room for all their gradients from forward to backward, and copies weights. Rows of its
+    matrices end on 64 bytes, and on 64 more if they have a multiple of 256 numbers; each part begins at a page.
+    """
+
+    tokens: int
+    batch: int
+    inputs: int
+    hidden: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor) -> LstmLayer:
+        """Of the input (T, B, I) and its weight (4 H, I)."""
+        tokens, batch, inputs = x.shape
+        return cls(tokens, batch, inputs, weight.shape[0] // 4, x.itemsize)
+
+    def _padded(self, row: int, itemsize: int) -> int:
+        """Returns the bytes of a row."""
+        numbers = 64 // itemsize * math.ceil(row / (64 // itemsize))
+        return itemsize * numbers + 64 * (numbers % 256 == 0)
+
+    @property
+    def workspace(self) -> int:
+        return self._states + sum(map(_pages, (
+            self.tokens * self.batch * self._padded(4 * self.hidden, self.itemsize),
+            self.tokens * self.batch * self._padded(self.hidden, self.itemsize),
+            *[self._rows * self._padded(max(self.inputs, self.hidden), 4)] * 2, self._rows * self.hidden * 4,
+        )))  # fmt: skip
+
+    @property
+    def _rows(self) -> int:
+        """Rows of states: of the layer and of what it reads, after each step and before the first."""
+        return 2 * (self.tokens + 1) * self.batch
+
+    @property
+    def _states(self) -> int:
+        wide = self._padded(max(self.inputs, self.hidden), self.itemsize)
+        return _pages(self._rows * wide) + _pages(self._rows * self.hidden * self.itemsize)
+
+    def forward_scratch(self, training: bool) -> int:
+        """`training`: a workspace is kept."""
+        weights = (self.inputs + self.hidden) * self._padded(4 * self.hidden, self.itemsize)
+        merged = self.tokens if training and self.batch < 128 else 1  # steps whose products of the input are one
+        return weights + self._gates(merged) + (0 if training else self._states)
+
+    @property
+    def backward_scratch(self) -> int:
+        copied = [c for c in (self.inputs, self.hidden) if self._padded(c, self.itemsize) != c * self.itemsize]
+        weights = 4 * self.hidden * sum(self._padded(columns, self.itemsize) for columns in copied)
+        return weights + (self.inputs + self.hidden) * self._padded(4 * self.hidden, 4) + self._gates(self.tokens)
+
+    def _gates(self, steps: int) -> int:
+        outputs = _pages(self.batch * self._padded(self.hidden, 4))
+        return _pages(steps * self.batch * self._padded(4 * self.hidden, 4)) + 2 * outputs
+
+
+def _pages(size: int) -> int:
+    return 4096 * math.ceil(size / 4096)

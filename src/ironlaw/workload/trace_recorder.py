@@ -166,7 +166,8 @@ class Recorder(TorchDispatchMode):
         written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]
         if not written and not func._schema.is_mutable:
             return out  # a view
-        operands = [self._lifetime(t) for t in tensors(args)] if base_name(func) == "add" else []
+        # The storage of a view is also its base's, so that autograd adds the first two such gradients out of place.
+        operands = [self._lifetime(t) for t in tensors(args) if not t._is_view()] if base_name(func) == "add" else []
         index = len(self.records)
         if index > self.most:
             raise LongLoop(self)

@@ -30,6 +30,7 @@ class ModuleTrace:
     unit_bytes: tuple[int, ...] = ()  # parameters as FSDP gathers them: each numbered layer, all others together
     inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
     assumptions: tuple[Assumed, ...] = ()
+    has_complex: bool = False  # trained parameters
 
 
 def trace_to_json(trace: ModuleTrace) -> dict[str, Any]:

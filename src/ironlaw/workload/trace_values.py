@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ironlaw import units
 from ironlaw.errors import UserError
-from ironlaw.workload.trace_kernels import grouped_shape, tensors
+from ironlaw.workload.trace_kernels import LSTM_LAYER, LstmLayer, base_name, grouped_shape, tensors
 
 KNOWN_BYTES = {True: 2**16, False: 2**24}  # True: floating-point tensors, such as weights; False: all others
 """Largest tensor whose values are computed. Masks, indices and positions of at most this size take milliseconds."""
@@ -79,6 +79,17 @@ class TraceMode(FakeTensorMode):
                 1, 1, (rows, width), places, values, dtype=values.dtype, layout=torch.sparse_coo, device="cpu"
             )
 
+    def _lstm(self, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+        """Return the results of one layer of an LSTM with the workspace, of which torch's own rule knows nothing."""
+        if base_name(func).endswith("_backward"):  # a rule that torch 2.11 lacks
+            x, *weights, hidden, cell = (args[n] for n in (0, 1, 2, 5, 6))
+            biases = [(args[1].shape[0],)] * 2
+            shapes = [x.shape, *[w.shape for w in weights], *biases, hidden.shape, cell.shape]
+            return tuple(self.unknown(shape, torch.float32) for shape in shapes)
+        results = self._imagined(func, types, args, kwargs)[:3]
+        kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
+        return *results, self.unknown((kept,), torch.uint8)
+
     def forget(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
@@ -104,6 +115,8 @@ class TraceMode(FakeTensorMode):
             with self:
                 rows = args[0]._values().shape[0]
             return self._sparse_rows(args[0], rows, args[0].shape[0])
+        if base_name(func).startswith(LSTM_LAYER):
+            return self._lstm(func, types, args, kwargs)
         if func._opname in _SELECT and not self.real:
             args = self._by_places(args)
         out = self._imagined(func, types, args, kwargs)
@@ -183,8 +196,8 @@ def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Non
 
 
 @contextmanager
-def tracing(mode: TraceMode) -> Iterator[None]:
-    """Context for construction and steps under `mode`, without oneDNN kernels that hide a recurrent layer's products.
+def tracing(mode: TraceMode, cpu: bool) -> Iterator[None]:
+    """Context for construction and steps under `mode`; for a `cpu` with oneDNN, whose LSTM is one call.
 
     It suppresses torch's warnings about copies of tensors without data and about oneDNN's switch. Random numbers are
     the same each time, and the caller's generator does not advance.
@@ -196,7 +209,8 @@ def tracing(mode: TraceMode) -> Iterator[None]:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            with torch.backends.mkldnn.flags(enabled=False), _fake_construction(mode), mode:
+            onednn = torch.backends.mkldnn.flags(enabled=cpu and torch.backends.mkldnn.is_available())
+            with onednn, _fake_construction(mode), mode:
                 yield
     finally:
         log.setLevel(level)
