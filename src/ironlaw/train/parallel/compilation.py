@@ -23,8 +23,6 @@ from ironlaw.workload.layout import SPLIT_BACKWARD
 def obstacle(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str | None:
     """Return why blocks are not compiled, None if they are: the same on every rank, and called on each."""
     layout = ranks.config
-    if config.train.compile == "graphs":
-        return 'CUDA graphs are for one process: use train.compile = "on"'
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
         return f"{layout.schedule} splits backward passes, and a compiled one would run twice: use schedule=1f1b"
     if layout.tp * layout.cp > 1 and any(policies):

@@ -53,11 +53,11 @@ class LayoutStep(Step):
         precision.prepare(model, model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
-        wanted = "off" if wanted == "auto" and self.device.type != "cuda" else wanted
-        why_not = compilation.obstacle(config, ranks, plan.recompute or ()) if wanted != "off" else None
+        wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
+        why_not = compilation.obstacle(config, ranks, plan.recompute) if wanted == "on" else None
         if why_not is not None:
             self.say(f"training without torch.compile: {why_not}")
-        self._compiled = wanted != "off" and why_not is None
+        self._compiled = wanted == "on" and why_not is None
         compile_block = compilation.compiler(self.say) if self._compiled else None
         initialize, whole = fresh and not config.train.start_from, described(model)
         self.rank_model = apply(model, config, ranks, plan.recompute, compile_block, initialize)
