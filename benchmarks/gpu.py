@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 STATUS = ROOT / "docs" / "gpu-status.md"
@@ -108,6 +109,7 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
     from ironlaw.config import build_config
     from ironlaw.ledger import Ledger
     from ironlaw.machine.profile import load_profile
+    from ironlaw.train.loop import Trainer
     from ironlaw.train.session import run_training
 
     model: dict[str, Any] = {"name": name} | ({"layers": layers, "context": sequence} if layers else {})
@@ -116,7 +118,9 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
         sequence, batch = 16, 2
     config = build_config({
         "model": model, "data": {"mock": True},
-        "train": {"steps": 4 if dry else 16, "global_batch": batch, "sequence": sequence, "profile_steps": 0} | train,
+        "train": {
+            "steps": 4 if dry else 16, "global_batch": batch, "sequence": sequence, "profile_steps": 0 if dry else 2,
+        } | train,
         "schedule": {"warmup_steps": 2}, "evaluation": {"every": 0, "batches": 1}, "checkpoint": {"every": 0},
     })  # fmt: skip
     ends, losses = [], []
@@ -128,7 +132,9 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
+    # The last checkpoint of 8B-shaped blocks is 30 GB, and nobody resumes from it.
+    without = mock.patch.object(Trainer, "_take_checkpoint", lambda *arguments: 0.0)
+    with without, tempfile.TemporaryDirectory() as folder:
         outcome = run_training(config, Path(folder) / "run", load_profile(), watch=watch)
         plan = Ledger.load(Path(folder) / "run" / "plan.json").totals
     # From step to step, as a user waits, without the first that compile and warm up; the run's own figures beside it.
@@ -138,6 +144,8 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
     if "mfu" in run:
         row["MFU, %"] = 100 * run["mfu"].value
     row["plan, step"] = f"{100 * (plan['step_seconds'].value / step - 1):+.1f}%"
+    for phase, busy, waits in device_phases(outcome.ledger):
+        row |= {f"{phase}, ms": 1e3 * busy, f"{phase} waits for the host, ms": 1e3 * waits}
     peak = run["peak_bytes"].value if "peak_bytes" in run else None  # a CPU has none unless steps are recorded
     if peak is not None:
         row |= {"peak, GiB": peak / 2**30, "plan, peak": f"{100 * (plan['peak_bytes'].value / peak - 1):+.1f}%"}
@@ -145,6 +153,16 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
     if device and peak is not None and train.get("compile") == "off" and train["precision"] == "bf16":
         row |= by_catalogue(config, device, step, peak)
     return row | {"loss": losses[-1]}
+
+
+def device_phases(ledger: Any) -> Iterator[tuple[str, float, float]]:
+    """Of each recorded phase the seconds in which the device works, and in which it waits for launches."""
+    from ironlaw.ledger import Kind
+
+    for phase in ("forward", "backward", "optimizer"):
+        lines = [(line.kind is Kind.HOST, line.seconds or 0.0) for line in ledger.lines if line.phase == phase]
+        if lines:
+            yield phase, sum(s for host, s in lines if not host), sum(s for host, s in lines if host)
 
 
 def by_catalogue(config: Any, device: str, step: float, peak: float) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,15 @@ def profile(device: torch.device, machine_profile: Profile) -> Profile:
         return machine_profile
     memory = torch.cuda.get_device_properties(device).total_memory
     return replace(machine_profile, device="cuda", name=torch.cuda.get_device_name(device), memory_bytes=memory)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(device: torch.device) -> None:
+    """Peaks count what earlier tests of this process still hold."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 # Wide enough that kernels see whole tiles, small enough for seconds.

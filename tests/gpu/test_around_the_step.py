@@ -45,9 +45,15 @@ def test_a_copy_of_the_state_is_the_state(device: torch.device) -> None:
     assert copied["a"].is_pinned() == (device.type == "cuda")
 
 
-def test_a_resumed_run_goes_on(config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compile_", ["off", "on"])
+def test_a_resumed_run_goes_on(compile_: str, config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+    """With dropout: the trial of a compiler must leave the device's random numbers where they were."""
+
     def of(steps: int) -> RunConfig:
-        return config(train={"steps": steps}, schedule={"kind": "constant"}, checkpoint={"every": 3})
+        return config(
+            {"layers": 3, "hidden": 128, "heads": 4, "vocab": 512, "context": 128, "dropout": 0.1},
+            train={"steps": steps, "compile": compile_}, schedule={"kind": "constant"}, checkpoint={"every": 3},
+        )  # fmt: skip
 
     train(of(8), tmp_path / "whole")
     train(of(4), tmp_path / "parts")
@@ -56,12 +62,11 @@ def test_a_resumed_run_goes_on(config: Config, train: Train, losses: Losses, tmp
 
 
 def test_out_of_device_memory_is_one_line(config: Config, train: Train, tmp_path: Path, device: torch.device) -> None:
-    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.003, 0)
     try:
         with pytest.raises(UserError, match="the device is out of memory"):
             model = {"layers": 4, "hidden": 1024, "heads": 8, "vocab": 8192, "context": 512}
-            train(config(model, train={"global_batch": 64}), tmp_path / "run")
+            train(config(model, data={"mock": True}, train={"global_batch": 64}), tmp_path / "run")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
         torch.cuda.empty_cache()

@@ -10,13 +10,18 @@ import pytest
 import torch
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.ledger import UNNAMED, Kind, Ledger, Phase
+from ironlaw.ledger import UNNAMED, Kind, Ledger, Line, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.events import DEVICE, Event
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
-from ironlaw.observe.measured import typical
+from ironlaw.observe.measured import _idle_by_the_clock, typical
+from ironlaw.observe.profile import PHASE_SCOPE, STEP_SCOPE, _device_lines, _lines, _place
+from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, nest
+from ironlaw.plan.step import plan_run
 from ironlaw.train.session import run_training
+from ironlaw.workload.kinds import COMPILED
 
 Config = Callable[..., RunConfig]
 # Large enough that arithmetic counts, small enough for a second.
@@ -262,3 +267,70 @@ def test_cores_count_how_often_heat_slowed_them(tmp_path: Path) -> None:
         (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
         (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text(f"{count}\n")
     assert processor_throttle_count(tmp_path) == 7
+
+
+def test_kernels_of_a_device_count_where_they_were_launched() -> None:
+    """A step of two products and an update; between their kernels the device waits for the host."""
+    marks = [
+        (STEP_SCOPE, 0, 100), (f"{PHASE_SCOPE}forward", 0, 40), (f"{MODULE_SCOPE}qkv", 1, 20),
+        ("aten::linear", 2, 19), ("aten::mm", 3, 18), ("aten::_scaled_dot_product_flash_attention", 21, 30),
+        (f"{PHASE_SCOPE}optimizer", 50, 90), ("aten::_fused_adamw_", 51, 80),
+    ]  # fmt: skip
+    events = [Event(name, start, end, link=number) for number, (name, start, end) in enumerate(marks, 1)]
+    for kernel, start, end, link in (("gemm", 10, 200, 5), ("flash", 200, 260, 6), ("adam", 300, 350, 8)):
+        events.append(Event(kernel, start, end, DEVICE, lane=7, link=link))
+    spans = nest(events, _place, by_thread=False)
+    found = {line.key: round((line.seconds or 0.0) * 1e9) for line in _device_lines(spans, events, steps=1)}
+    assert found == {
+        (Phase.FORWARD, Kind.HOST, "dispatch"): 10,
+        (Phase.FORWARD, Kind.MATMUL, "qkv"): 190,
+        (Phase.FORWARD, Kind.ATTENTION, "other"): 60,
+        (Phase.OPTIMIZER, Kind.OPTIMIZER, "adamw"): 40 + 50,
+    }
+
+
+def test_compiled_blocks_have_the_keys_of_their_plan(tiny_config: Config, machine_profile: Profile) -> None:
+    """Marks as PyTorch leaves them around what it compiled, on a CPU and, fused kernels apart, on CUDA."""
+    marks = [
+        (STEP_SCOPE, 0, 100, -1),
+        (f"{PHASE_SCOPE}forward", 0, 50, -1), (f"{MODULE_SCOPE}Transformer", 1, 49, -1),
+        ("Torch-Compiled Region: 0/0", 2, 40, -1), ("CompiledFunction", 3, 39, 7),
+        ("## Call CompiledFxGraph abc ##", 4, 38, -1), ("triton_poi_fused_gelu_0", 5, 8, -1),
+        ("aten::addmm", 9, 20, -1), ("aten::_scaled_dot_product_flash_attention_for_cpu", 21, 30, -1),
+        (f"{PHASE_SCOPE}backward", 50, 90, -1),
+        (f"{BACKWARD_NODE}CompiledFunctionBackward", 51, 80, 7), ("CompiledFunctionBackward", 52, 79, 7),
+        ("## Call CompiledFxGraph def ##", 53, 78, -1), ("aten::mm", 54, 60, -1),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", 61, 70, -1),
+    ]  # fmt: skip
+    events = [Event(name, start, end, sequence=sequence) for name, start, end, sequence in marks]
+    lines = _lines(nest(events, _place, by_thread=False), steps=1)
+    plan = plan_run(tiny_config(train={"compile": "on"}), machine_profile)
+    planned = {line.key for line in plan.lines if line.operation == COMPILED}
+    assert {line.key for line in lines if line.kind is not Kind.HOST} == planned
+    uncompiled = plan_run(tiny_config(train={"compile": "off"}), machine_profile)
+    for kind, seconds in uncompiled.seconds_by_kind().items():
+        if kind in (Kind.MATMUL, Kind.ATTENTION):
+            assert plan.seconds_by_kind()[kind] == pytest.approx(seconds)
+
+
+@pytest.mark.long  # the compiler takes half a minute the first time
+def test_a_recorded_step_of_compiled_blocks_has_the_keys_of_its_plan(
+    tiny_config: Config, machine_profile: Profile, user_cache: Path, tmp_path: Path
+) -> None:
+    """And none of the recorded steps compiles again, as a hook within a block would have it."""
+    config = tiny_config(LLAMA, train={"steps": 14, "profile_steps": 2, "compile": "on"})
+    run = run_training(config, tmp_path / "run", machine_profile).ledger
+    plan = Ledger.load(tmp_path / "run" / "plan.json")
+    found, planned = ({line.key for line in ledger.lines if line.phase is not Phase.DATA} for ledger in (run, plan))
+    assert found == planned and any(line.operation == COMPILED for line in run.lines)
+    dispatch = sum(line.seconds or 0.0 for line in run.lines if line.operation == "dispatch")
+    assert dispatch < 0.5 * run.totals["step_seconds"].value
+
+
+def test_dispatch_on_a_device_is_what_its_kernels_leave_of_the_phase() -> None:
+    lines = [
+        Line(Phase.FORWARD, Kind.HOST, "dispatch", seconds=9.0), Line(Phase.FORWARD, Kind.MATMUL, "qkv", seconds=3.0),
+        Line(Phase.BACKWARD, Kind.HOST, "dispatch", seconds=9.0), Line(Phase.BACKWARD, Kind.MATMUL, "qkv", seconds=3.0),
+    ]  # fmt: skip
+    found = _idle_by_the_clock(lines, {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0})
+    assert [line.seconds for line in found] == [1.0, 3.0, 0.0, 3.0]

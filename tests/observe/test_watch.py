@@ -249,3 +249,36 @@ def test_scores_of_attention_are_found_in_a_trace_and_the_fused_kernel_timed() -
         all(s > 0.0 for s in (attention_seconds(products, "fp32") or {"none": 0.0}).values())
         and attention_seconds([], "fp32") is None
     )
+
+
+class Feeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.long  # the compiler takes half a minute the first time
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_loop_is_compiled_once(in_place: bool, tmp_path: Path) -> None:
+    """Hooks of ours are around what is compiled, not in it; and loops that it fuses are no time of the host's."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    model = Feeding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if in_place:
+        model.compile()
+    called = model if in_place else torch.compile(model)
+    before, graphs = counters["stats"]["unique_graphs"], []
+    with ironlaw.observe(called, optimizer, out=tmp_path / "run"):
+        for _ in range(20):
+            F.cross_entropy(called(torch.randn(32, 64)), torch.randint(0, 10, (32,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [1] * 20
+    keys = {line.key for line in Ledger.load(tmp_path / "run" / "ledger.json").lines}
+    assert (Phase.FORWARD, Kind.ELEMENTWISE, "fused") in keys and (Phase.FORWARD, Kind.MATMUL, "addmm") in keys

@@ -536,3 +536,14 @@ def test_files_that_were_changed_and_signed_again_run_nothing(
     with pytest.raises(UserError, match="not those of its index"):
         load(found, model, MODEL, {"optimizer": optimizer, "random": RandomState()})
     assert not Path("ran").exists()
+
+
+def test_a_run_that_writes_one_checkpoint_needs_room_for_one(
+    tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(train={"steps": 2}, checkpoint={"every": 0})
+    room = 1.5 * checkpoint.checkpoint_bytes(config)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(room)))
+    train(config, tmp_path / "run")
+    with pytest.raises(UserError, match="free some space"):
+        train(tiny_config(train={"steps": 2}, checkpoint={"every": 1}), tmp_path / "two")

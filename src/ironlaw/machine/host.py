@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -133,3 +134,11 @@ def _cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
+
+
+def context_bytes(device: Any) -> int:
+    """Return the bytes of a CUDA device that are in use beside PyTorch's allocator: the context, other processes."""
+    import torch  # which the rest of this module does without
+
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

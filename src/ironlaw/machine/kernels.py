@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ironlaw.kernels.attention import causal_attention
-from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY
+from ironlaw.machine.profile import TINY, reference_step
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_product, onednn_weight_gradient, use_onednn
 from ironlaw.model.rotary import rotary_tables, rotate
@@ -180,14 +180,18 @@ def engine_builder() -> Call:
     return _backward(x * 2.0, (x,))
 
 
-def tiny_builder(layers: int, backward: bool, onednn: bool) -> Call:
-    """Forward, or forward and backward pass of TINY with `layers` layers; differences give the cost of one layer."""
-    model = Transformer(TINY.model_copy(update={"layers": layers}))
+def tiny_builder(device: torch.device, layers: int, backward: bool, onednn: bool) -> Call:
+    """Forward, or forward and backward pass of TINY with `layers` layers; differences give the cost of one layer.
+
+    On CUDA under autocast, as most runs there: its casts cost the host as much as other operations.
+    """
+    model = Transformer(TINY.model_copy(update={"layers": layers})).to(device)
     use_onednn(model, onednn)
-    tokens = torch.zeros(1, TINY.context, dtype=torch.long)
+    tokens = torch.zeros(1, TINY.context, dtype=torch.long, device=device)
 
     def call() -> None:
-        loss = model(tokens, tokens)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(tokens, tokens)
         if backward:
             loss.backward()
             model.zero_grad(set_to_none=True)
@@ -195,15 +199,16 @@ def tiny_builder(layers: int, backward: bool, onednn: bool) -> Call:
     return call
 
 
-def step_builder(dtype: torch.dtype, onednn: bool) -> Call:
-    """A training step of REFERENCE, as in the trainer."""
-    model = Transformer(REFERENCE)
+def step_builder(device: torch.device, dtype: torch.dtype, onednn: bool) -> Call:
+    """A training step of the device's reference model, as in the trainer."""
+    config, sequences = reference_step(device.type)
+    model = Transformer(config).to(device)
     use_onednn(model, onednn)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(0, REFERENCE.vocab, (REFERENCE_BATCH, REFERENCE.context))
+    tokens = torch.randint(0, config.vocab, (sequences, config.context), device=device)
 
     def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = model(tokens, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

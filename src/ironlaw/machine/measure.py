@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import capability, onednn_available
 from ironlaw.package import __version__
 
-# Elements: from sizes that fit the L1 cache to sizes that no cache holds.
-ELEMENTWISE_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
-MATMUL_SHAPES = (
+CPU_SHAPES = (
     (16, 16, 16),
     (64, 64, 64),
     (2048, 1024, 256),
@@ -63,47 +62,115 @@ MATMUL_SHAPES = (
     (2048, 2048, 512),
     (128, 128, 4096),
 )
+# Rows are tokens: from a decoded batch to a long micro-batch, at widths of models that fill an accelerator.
+CUDA_SHAPES = (
+    *((side, side, side) for side in (64, 256, 512, 1024, 2048, 4096, 8192)),
+    *((rows, 4096, 4096) for rows in (16, 128, 512, 2048, 16384)),
+    *((rows, wide, 1024) for rows in (2048, 16384) for wide in (1024, 4096, 32768)),
+    *((1024, wide, rows) for rows in (2048, 16384) for wide in (1024, 4096)),
+    (16384, 1024, 4096), (8192, 16384, 4096), (8192, 4096, 16384), (4096, 16384, 8192), (32768, 2048, 2048),
+)  # fmt: skip
 SLOW_SECONDS = 0.15  # of one product: larger ones are left out, or a type without instructions would take minutes
-ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes at which kernels are timed on a kind of device."""
+
+    shapes: tuple[tuple[int, int, int], ...]  # M, N, K of matrix products
+    elements: tuple[int, ...]  # of elementwise kernels: from sizes that fit the first cache to sizes that none holds
+    tokens: tuple[int, ...]  # of a sequence under attention
+    head_sizes: tuple[int, ...]
+    attention_tokens: int  # of a call, in one or more sequences
+    width: int  # heads times head size
+    cache_bytes: int  # total of a kernel's alternating inputs: above a core's share of the last cache
+    copy_bytes: int
+
+    @property
+    def pool_elements(self) -> int:
+        """Numbers for three operands of the largest kernel."""
+        return max(3 * max(self.elements), *(m * k + n * k for m, n, k in self.shapes))
+
+
+CPU_GRID = Grid(
+    CPU_SHAPES, (2**12, 2**16, 2**19, 2**21, 2**23), (64, 128, 256, 512, 1024), (16, 32, 64, 128), 1024, 256,
+    48 * 2**20, 2**25,
+)  # fmt: skip
+
+
+def grid_of(device: torch.device) -> Grid:
+    if device.type == "cpu":
+        return CPU_GRID
+    memory = torch.cuda.get_device_properties(device).total_memory
+    largest = int(math.log2(memory)) - 9  # 2^27 elements of 80 GB: all that is alive at once fits
+    return Grid(
+        CUDA_SHAPES, (2**12, 2**16, 2**19, 2**21, 2**23, 2**largest), (128, 512, 2048, 8192), (64, 128), 16384, 2048,
+        128 * 2**20, 2**30,
+    )  # fmt: skip
+
+
 ONEDNN = "fp32_onednn"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
 KINDS = {"compute": ("matmul", "attention", "native"), "memory": ("curve",)}  # by the first part of a sampler's key
 UPDATE_TENSORS = (8, 64, 256)
-CACHE_DEFEATING_BYTES = 48 * 2**20  # total of a kernel's alternating inputs: above a core's share of the last cache
 MAX_COPIES = 4
+STEADY_SECONDS = 0.4  # of whole steps on CUDA: under load for this long a GPU lowers its clock to its power limit
 SAMPLE_SECONDS = 1e-3  # short kernels are repeated until a sample lasts this long
+SPIN_HERTZ = 2e9  # at least the clock of a GPU, which `torch.cuda._sleep` counts
+MAX_QUEUED = 40  # calls of one sample: a stream takes some 1,000 kernels before the host has to wait
+MAX_SPIN_SECONDS = 0.02
 
 
 @dataclass
 class Sampler:
-    """One kernel at one size: alternating calls, and the seconds measured so far."""
+    """One kernel at one size: alternating calls, and the seconds measured so far.
+
+    On CUDA these are the device's seconds: it spins until all calls are queued, so that it never waits for the host;
+    with `by_host` they are the host's, to queue the calls.
+    """
 
     key: tuple[Any, ...]
     calls: list[Call]
     seconds: list[float] = field(default_factory=list)
     repeats: int = 1
     earlier: float | None = None  # best seconds of an earlier measurement
+    by_host: bool = False
+    sample_seconds: float = SAMPLE_SECONDS
+    _host_seconds: float = 0.0  # of the last call
 
     def __post_init__(self) -> None:
         self._turn: Iterator[Call] = itertools.cycle(self.calls)
 
-    def sample(self, synchronize: Callable[[], None]) -> None:
+    def sample(self, device: torch.device) -> None:
+        timed = self._time_on_cuda if device.type == "cuda" else self._time
         if not self.seconds:  # warm up, then choose the number of repeats
-            once = self._time(1, synchronize)
+            once = timed(1)
             if once < SLOW_SECONDS:  # a longer call needs no warm-up
-                once = self._time(1, synchronize)
-            self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(once, 1e-7))))
-        self.seconds.append(self._time(self.repeats, synchronize))
+                once = timed(1)
+            most = MAX_QUEUED if device.type == "cuda" else 100
+            self.repeats = max(1, min(most, int(self.sample_seconds / max(once, 1e-7))))
+        self.seconds.append(timed(self.repeats))
 
-    def _time(self, repeats: int, synchronize: Callable[[], None]) -> float:
+    def _time(self, repeats: int) -> float:
         """Return the mean seconds per call."""
-        synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
             next(self._turn)()
-        synchronize()
         return (time.perf_counter() - start) / repeats
+
+    def _time_on_cuda(self, repeats: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(SPIN_HERTZ * min(MAX_SPIN_SECONDS, 1.5 * repeats * self._host_seconds)))
+        start.record()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            next(self._turn)()
+        self._host_seconds = (time.perf_counter() - began) / repeats
+        end.record()
+        torch.cuda.synchronize()
+        return self._host_seconds if self.by_host else start.elapsed_time(end) / 1e3 / repeats
 
     def best(self) -> float:
         """Return the undisturbed time: a low quantile, since the minimum may be an outlier.
@@ -144,19 +211,18 @@ def measure(
     say("storage and tokenizer", 0.0)
     storage = _storage_read_rate()
     tokenizer = tokenizer_rate() if tokenizer_rate else None
-    runtime_bytes = _fresh_process_bytes()
+    runtime_bytes = _fresh_process_bytes() if chosen.type == "cpu" else 0
 
     say("preparing kernels", 0.1)
     fp32_products = fastest_fp32_products(chosen)
     samplers = _samplers(chosen, fp32_products)
-    synchronize = torch.cuda.synchronize if chosen.type == "cuda" else (lambda: None)
     probe, probed = Probe(fp32_products), []
     load, others = OtherLoad(), []
     rounds = 0
     spent = time.perf_counter() - started
     while rounds < 3 or time.perf_counter() - started < budget_seconds:
         for sampler in samplers:
-            sampler.sample(synchronize)
+            sampler.sample(chosen)
         probed.append(probe.seconds())
         others.append(load.share() or 0.0)
         rounds += 1
@@ -166,6 +232,8 @@ def measure(
             break
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
+    if chosen.type == "cuda":
+        runtime_bytes = host.context_bytes(chosen)
     profile = _profile(
         chosen, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
         storage_bytes_per_second=storage, tokenizer_tokens_per_second=tokenizer,
@@ -192,26 +260,30 @@ def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products
 
 def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler]:
     """Return samplers of everything that is timed."""
-    pool = Pool(device)
+    grid, cuda = grid_of(device), device.type == "cuda"
+    pool = Pool(device, grid.pool_elements)
     onednn = fp32_products == "onednn"
     samplers = []
     for precision, dtype in PRECISIONS.items():
-        samplers += _products(pool, dtype, precision)
+        samplers += _products(pool, grid, dtype, precision)
         for kernel, builder in elementwise_builders(pool, dtype).items():
-            for elements in ELEMENTWISE_SIZES:
+            for elements in grid.elements:
                 key = ("curve", precision, kernel, elements)
-                samplers.append(_sampler(key, partial(builder, elements), 12 * elements))
-        samplers += _attention(pool, dtype, precision)
+                samplers.append(_sampler(key, partial(builder, elements), grid.cache_bytes, 12 * elements))
+        samplers += _attention(pool, grid, dtype, precision)
     if onednn:
-        samplers += _products(pool, torch.float32, ONEDNN)
+        samplers += _products(pool, grid, torch.float32, ONEDNN)
     for tensors in UPDATE_TENSORS:
         key = ("curve", "fp32", "update_tensors", tensors)
-        samplers.append(_sampler(key, partial(update_builder, pool, tensors), 2**24))
+        update = _sampler(key, partial(update_builder, pool, tensors), grid.cache_bytes, 2**24)
+        samplers.append(replace(update, by_host=cuda))
     for layers, backward in itertools.product((1, 5), (False, True)):
-        samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward, onednn)]))
+        call = tiny_builder(device, layers, backward, onednn)
+        samplers.append(Sampler(("tiny", layers, backward), [call], by_host=cuda))
     for precision, dtype in PRECISIONS.items():
-        samplers.append(Sampler(("step", precision), [step_builder(dtype, onednn)]))
-    source = torch.empty(2**25, dtype=torch.uint8, device=device)
+        seconds = STEADY_SECONDS if cuda else SAMPLE_SECONDS
+        samplers.append(Sampler(("step", precision), [step_builder(device, dtype, onednn)], sample_seconds=seconds))
+    source = torch.empty(grid.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
     samplers.append(Sampler(("engine",), [engine_builder()]))
@@ -220,38 +292,37 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
     return samplers
 
 
-def _attention(pool: Pool, dtype: torch.dtype, precision: str) -> list[Sampler]:
+def _attention(pool: Pool, grid: Grid, dtype: torch.dtype, precision: str) -> list[Sampler]:
     """Causal attention, forward and backward, by PyTorch's fused kernel and, on a CPU, by Ironlaw's own."""
     samplers = []
     kernels = ("attention", "native") if pool.device.type == "cpu" and available(dtype) else ("attention",)
     directions = ("forward", "backward")
-    for kernel, tokens, size, direction in itertools.product(kernels, ATTENTION_TOKENS, HEAD_SIZES, directions):
-        sequences, heads = 1024 // tokens, 256 // size
+    for kernel, tokens, size, direction in itertools.product(kernels, grid.tokens, grid.head_sizes, directions):
+        sequences, heads = grid.attention_tokens // tokens, grid.width // size
         build = partial(
             attention_builder, pool, dtype, sequences, tokens, heads, size, direction == "backward", kernel == "native"
         )
         pairs = sequences * heads * tokens * tokens / 2
-        samplers.append(
-            _sampler((kernel, precision, direction, tokens, size, pairs), build, 16 * sequences * tokens * heads * size)
-        )
+        key = (kernel, precision, direction, tokens, size, pairs)
+        samplers.append(_sampler(key, build, grid.cache_bytes, 16 * sequences * tokens * heads * size))
     return samplers
 
 
-def _products(pool: Pool, dtype: torch.dtype, label: str) -> list[Sampler]:
+def _products(pool: Pool, grid: Grid, dtype: torch.dtype, label: str) -> list[Sampler]:
     """The products of a linear layer at every shape. `label`: the precision, or ONEDNN for oneDNN's fp32 products."""
     builders = matmul_builders(pool, dtype, onednn=label == ONEDNN)
     once = builders["matmul"](256, 256, 256)
     largest = 256**3 * SLOW_SECONDS / min(timed(once) for _ in range(3))  # products of numbers
     return [
-        _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), 4 * k * (m + n))
+        _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), grid.cache_bytes, 4 * k * (m + n))
         for kernel, build in builders.items()
-        for m, n, k in MATMUL_SHAPES
+        for m, n, k in grid.shapes
         if m * n * k < largest
     ]
 
 
-def _sampler(key: tuple[Any, ...], build: Callable[[], Call], input_bytes: int) -> Sampler:
-    copies = max(1, min(MAX_COPIES, CACHE_DEFEATING_BYTES // max(1, input_bytes)))
+def _sampler(key: tuple[Any, ...], build: Callable[[], Call], cache_bytes: int, input_bytes: int) -> Sampler:
+    copies = max(1, min(MAX_COPIES, cache_bytes // max(1, input_bytes)))
     return Sampler(key, [build() for _ in range(copies)])
 
 
@@ -268,7 +339,8 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
     profile.matmul = {precision: _fits(samplers, precision) for precision in PRECISIONS}
     profile.onednn = _fits(samplers, ONEDNN)
     # A backward kernel is timed through the autograd engine, but a real backward pass starts the engine only once.
-    engine = by_key[("engine",)].best()
+    # The device's own seconds contain none of it.
+    engine = by_key[("engine",)].best() if device.type == "cpu" else 0.0
     for sampler in samplers:
         seconds = sampler.best()
         if "backward" in sampler.name:

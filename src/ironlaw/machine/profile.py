@@ -31,9 +31,14 @@ FP32Products = Literal["default", "onednn"]
 Stored = TypeVar("Stored")
 # So small that a block's time is the cost of calling it; measured, and divided into calls by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
-# A whole step, of REFERENCE_BATCH sequences, to measure the extra time of kernels that run together.
-REFERENCE = ModelConfig(layers=2, hidden=256, heads=4, vocab=2048, context=128)
-REFERENCE_BATCH = 4
+
+
+def reference_step(device: str) -> tuple[ModelConfig, int]:
+    """Return the model and the sequences of a whole step, which shows the extra time of kernels that run together."""
+    if device == "cpu":
+        return ModelConfig(layers=2, hidden=256, heads=4, vocab=2048, context=128), 4
+    # Wide and long enough that the device never waits for the host.
+    return ModelConfig(layers=4, hidden=2048, heads=16, vocab=32768, context=2048), 4
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, cast
 from ironlaw.catalog.formats import number_format, precision_recipe
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.links import RankFabric
-from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
+from ironlaw.machine.profile import TINY, Profile, reference_step
 from ironlaw.model.parameters import model_parameters
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.kinds import has_experts
@@ -140,18 +140,29 @@ class MeasuredMachine:
     # -- the host --------------------------------------------------------------------------------------------
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
-        return calls * self._call_seconds[phase] * self.oversubscription
+        seconds = calls * self._call_seconds[phase] * self.oversubscription
+        return max(0.0, seconds - busy_seconds) if self._queues else seconds
+
+    @property
+    def _queues(self) -> bool:
+        """Whether the device computes while the host dispatches."""
+        return self.profile.device != "cpu"
 
     @cached_property
     def _call_seconds(self) -> dict[Phase, float]:
         """Seconds of one operation in addition to its kernel: Python, module calls, the autograd engine.
 
-        Derived from a tiny block with negligible arithmetic: its measured time less its kernels' smallest times.
+        Derived from a tiny block with negligible arithmetic: its measured time less its kernels' smallest times, if
+        these are the host's too.
         """
-        found, block = {}, [op for op in training_operations(Shape(TINY, 1, TINY.context)) if op.group == "block"]
+        precision: Precision = "bf16" if self._queues else "fp32"
+        shape = Shape(TINY, 1, TINY.context, precision)
+        found, block = {}, [op for op in training_operations(shape) if op.group == "block"]
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             operations = [op for op in block if op.phase is phase]
-            kernels = sum(self._at_best("fp32").time(op).seconds * op.repeat for op in operations) / TINY.layers
+            kernels = 0.0
+            if not self._queues:
+                kernels = sum(self._at_best("fp32").time(op).seconds * op.repeat for op in operations) / TINY.layers
             extra = max(0.0, self.profile.tiny_block_seconds[str(phase)] - kernels) / len(operations)
             found[phase] = extra * self.slowdown["memory"]
         return found
@@ -168,12 +179,11 @@ class MeasuredMachine:
         """Return the time of a whole step over the sum of its kernels alone: colder caches, a busier allocator."""
         if precision not in self._compositions:
             at_best = self._at_best(precision)
-            shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
-            operations = training_operations(shape) + adamw_operations(
-                REFERENCE.parameters, len(model_parameters(REFERENCE))
-            )
+            model, sequences = reference_step(self.profile.device)
+            shape = Shape(model, sequences, model.context, cast(Precision, precision))
+            operations = training_operations(shape) + adamw_operations(model.parameters, len(model_parameters(model)))
             seconds = sum(at_best.time(op).seconds * op.repeat for op in operations)
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
+            for phase in (Phase.FORWARD, Phase.BACKWARD) if not self._queues else ():
                 seconds += at_best.dispatch_seconds(phase, sum(op.repeat for op in operations if op.phase is phase), 0)
             self._compositions[precision] = max(1.0, self.profile.reference_step_seconds[precision] / seconds)
         return self._compositions[precision]

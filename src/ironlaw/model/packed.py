@@ -2,7 +2,7 @@
 
 Products are Ironlaw's own if compiled (`kernels/product.c`), else oneDNN's, which otherwise reorders a weight matrix in
 each call: packed once, products of a few rows were 1.2 to 30 times faster (AMD EPYC, two threads, fp32, 2 to 16 rows of
-768 x 2304). On CUDA nothing is packed. Norms stay in fp32, as in training.
+768 x 2304). On CUDA nothing is packed. Norms stay in fp32 on a CPU, as in training.
 """
 
 from __future__ import annotations
@@ -141,8 +141,11 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
         for name, child in list(parent.named_children()):
             if isinstance(child, ExpertLinear | nn.Embedding) and weights == "bf16":
                 child.to(dtype)
-            if on_cpu and isinstance(child, nn.RMSNorm | nn.LayerNorm):
-                setattr(parent, name, PackedNorm(child))
+            if isinstance(child, nn.RMSNorm | nn.LayerNorm):
+                if on_cpu:
+                    setattr(parent, name, PackedNorm(child))
+                elif weights == "bf16":  # CUDA has a kernel for the norm of a stream in its own type only
+                    child.to(dtype)
             if packs and _fuses(child):
                 assert isinstance(child, FeedForward)
                 setattr(parent, name, PackedFeedForward(child, dtype, compiled))

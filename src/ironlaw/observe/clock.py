@@ -49,7 +49,7 @@ class StepClock:
         start = time.perf_counter()
         yield self.times
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # an update that nothing was read from may still be running
         self.times.wall_seconds = time.perf_counter() - start
         for phase, begin, end in self._events:
             self._add(phase, begin.elapsed_time(end) / 1e3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 CPU, DEVICE, RUNTIME = "cpu", "device", "runtime"
+_DRIVER_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Allocation:
     moment: int
     address: int
     bytes: int  # negative when freed
+    on_device: bool = False
     of_collective: bool = False  # made inside a call of a process group, or by gloo's threads
 
 
@@ -39,9 +42,12 @@ def recorded_events(recorded: Any) -> list[Event]:
     for e in recorded.profiler.kineto_results.events():
         start, duration = e.start_ns(), e.duration_ns()
         device = e.device_type() != torch._C._autograd.DeviceType.CPU
+        if device and e.is_user_annotation():  # a mark of the host's, drawn again above the kernels it launched
+            continue
+        host = RUNTIME if _DRIVER_CALL.match(e.name()) else CPU
         events.append(
             Event(
-                e.name(), start, start + duration, DEVICE if device else CPU,
+                e.name(), start, start + duration, DEVICE if device else host,
                 e.device_resource_id() if device else e.start_thread_id(), e.sequence_nr(),
                 e.linked_correlation_id() if device else e.correlation_id(),
             )
@@ -76,7 +82,8 @@ def _allocations(recorded: Any) -> Iterator[Allocation]:
     while pending:
         node, inside = pending.pop()
         if node.tag == torch._C._profiler._EventType.Allocation:
-            yield Allocation(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size, inside)
+            of = node.extra_fields
+            yield Allocation(node.start_time_ns, of.ptr, of.alloc_size, of.device.type != "cpu", inside)
             continue
         inside = inside or node.name.startswith(COLLECTIVES)
         pending.extend((child, inside) for child in node.children)

@@ -220,8 +220,10 @@ class Habits:
             self._graphs = graphs
 
     def _begin_look(self) -> None:
+        if _compiled_graphs():  # a hook of every module would have compiled ones compiled again
+            return
         self.gradients.begin()
-        if self.partition is not None and not _compiled_graphs():
+        if self.partition is not None:
             self._closely = CloseLook(self.partition, self.module)
             self._closely.begin()
 

@@ -94,8 +94,27 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, liste
         partition.end(bridged=not acts)
 
     for module in (model, *_parts(model)):
+        if (call := module._compiled_call_impl) is not None:
+            module._compiled_call_impl = _around(module, call, begins, ends)
+            stack.callback(setattr, module, "_compiled_call_impl", call)
+            continue
         stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True).remove)
         stack.callback(module.register_forward_hook(ends, always_call=True).remove)
+
+
+def _around(module: nn.Module, call: Any, begins: Callable[..., None], ends: Callable[..., None]) -> Callable[..., Any]:
+    """The compiled call of a module between two hooks: registered ones would be compiled with it."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        begins(module, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            ends(module, args, output)
+        return output
+
+    return called
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

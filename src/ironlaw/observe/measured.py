@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase, named_as
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, named_as
 from ironlaw.model.linear import local_part
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
@@ -35,6 +35,7 @@ class Observations:
     profiled_seconds: list[float] = field(default_factory=list)
     resident_peak_bytes: int | None = None
     cuda_peak_bytes: int | None = None
+    cuda_resident_bytes: int | None = None
     joules: float | None = None
     joules_basis: str = "RAPL counters of the whole package"
     wall_seconds: dict[str, float] = field(default_factory=dict)
@@ -122,18 +123,41 @@ def measured_ledger(
         None if above is None else sum(always.values()) + above,
         "weights and optimizer state held, plus the highest moment of the recorded steps' allocations",
     )  # fmt: skip
-    if observed.resident_peak_bytes is not None:
-        totals["resident_bytes"] = Estimate(
-            observed.resident_peak_bytes, Origin.MEASURED, "largest resident size of the process"
+    resident, basis = observed.resident_peak_bytes, "largest resident size of the process"
+    if observed.cuda_resident_bytes is not None:
+        resident, basis = (
+            observed.cuda_resident_bytes,
+            "most that PyTorch's allocator held on the device, and the context",
         )
+    if resident is not None:
+        totals["resident_bytes"] = Estimate(resident, Origin.MEASURED, basis)
     if observed.profile is not None:
-        ledger.lines = named_as(observed.profile.lines, planned.lines)
+        lines = named_as(observed.profile.lines, planned.lines)
+        ledger.lines = _idle_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
     if observed.joules is not None:
         totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, observed.joules_basis)
     return ledger
+
+
+def _idle_by_the_clock(lines: list[Line], phase_seconds: Mapping[Phase, float]) -> list[Line]:
+    """Kernels take no longer under a profiler, but the host does: dispatch is what they leave of the phases as timed
+    without one."""
+    busy = {
+        p: sum(line.seconds or 0.0 for line in lines if line.phase is p and not _waits(line)) for p in phase_seconds
+    }
+    return [
+        replace(line, seconds=max(0.0, phase_seconds[line.phase] - busy[line.phase]))
+        if _waits(line) and line.phase in busy
+        else line
+        for line in lines
+    ]
+
+
+def _waits(line: Line) -> bool:
+    return line.kind is Kind.HOST and line.operation == "dispatch"
 
 
 def machine_speed(planned: Ledger, run: Ledger) -> float | None:

@@ -8,6 +8,7 @@ autograd sequence number.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
-from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
+from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
-from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, StepSums, nest
+from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest
+from ironlaw.workload.kinds import COMPILED
 from ironlaw.workload.sections import FROZEN
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
@@ -32,6 +34,7 @@ COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the s
 SHARDING = "FSDP::"  # marks of PyTorch's own around what it does for a block
 COMMUNICATION_SCOPE = "ironlaw.communication"  # waiting for other ranks: counted by whoever waits
 RECOMPUTE_SCOPE = "ironlaw.recompute"
+COMPILED_SCOPE = "Torch-Compiled Region"  # PyTorch's mark, around what dynamo made of a block
 NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 
@@ -45,6 +48,7 @@ _KINDS = {
     Kind.OPTIMIZER: ("_fused_adamw_", "_foreach_norm"),
 }  # fmt: skip
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_FUSED_ATTENTION = re.compile(r"scaled_dot_product|attention_(forward|backward)$")
 
 # What touches no data: views, allocations and the outer layers of composed operations. Their time is the host's.
 _NO_WORK = frozenset({
@@ -127,8 +131,11 @@ def profiled(device: str = "cpu") -> Iterator[profile]:
             recorder.stop()
 
 
-def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
-    """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`."""
+def module_scopes(model: Any, compiled: bool = False) -> dict[nn.Module, str]:
+    """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`.
+
+    Compiled blocks have none: a hook in them would have them compiled again, in the recorded steps.
+    """
     names: dict[nn.Module, str] = {}
     latent = {path for path, module in model.named_modules() if _class_name(module) == "LatentAttention"}
     for path, module in model.named_modules():
@@ -152,6 +159,9 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
             elif parent == "shared":
                 name = f"shared_ffn_{leaf}"
             names[module] = name
+    if compiled:
+        inside = {module for block in model.blocks for module in block.modules()}
+        names = {module: name for module, name in names.items() if module not in inside}
     return names
 
 
@@ -166,8 +176,13 @@ def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> Step
         for event in recorded_events(recorded)
         if event.end > event.start and not event.name.startswith("gloo:")  # which lie across what runs meanwhile
     ]
-    spans = nest(events, _place, by_thread=False)
-    return StepProfile(_lines(spans, steps), *_peak(recorded_allocations(recorded), spans, gradient_pointers))
+    spans, allocations = nest(events, _place, by_thread=False), recorded_allocations(recorded)
+    if any(event.where == DEVICE for event in events):
+        lines = _device_lines(spans, events, steps)
+        allocations = [allocation for allocation in allocations if allocation.on_device]
+    else:
+        lines = _lines(spans, steps)
+    return StepProfile(lines, *_peak(allocations, spans, gradient_pointers))
 
 
 def _place(span: Span, forward_scope: dict[int, str]) -> None:
@@ -188,6 +203,8 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
         pass  # one operation, though it may be the trained model's own layers
     elif name.startswith(MODULE_SCOPE):
         span.scope = name.removeprefix(MODULE_SCOPE)
+    elif name.startswith(COMPILED_SCOPE):
+        span.scope = COMPILED
     elif name in _FUNCTIONS:
         span.scope = forward_scope[sequence] = _FUNCTIONS[name]
     elif name == _FROZEN_PRODUCT:
@@ -212,6 +229,28 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
     return sums.lines()
 
 
+def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> list[Line]:
+    """Kernels count where they were launched. The device's idle time counts where the next kernel belongs."""
+    sums, step, launchers = StepSums(steps), -1, dict[int, tuple[int, Span]]()
+    for span in spans:
+        if span.name == STEP_SCOPE:
+            step += 1
+        launchers[span.event.link] = step, span
+    ends = [span.event.start for span in spans if span.name == STEP_SCOPE]
+    for event in events:
+        step, launcher = launchers.get(event.link, (-1, None))
+        if event.where != DEVICE or launcher is None or launcher.phase is None or step < 0:
+            continue
+        kind, operation = _classify(launcher)
+        key = (launcher.phase, kind, f"{operation} again" if launcher.again and kind is not Kind.HOST else operation)
+        update = launcher.phase is Phase.OPTIMIZER
+        idle = max(0, event.start - ends[step])
+        sums.add(step, key if update else (launcher.phase, Kind.HOST, "dispatch"), idle)
+        sums.add(step, key, event.end - max(event.start, ends[step]), 1)
+        ends[step] = max(ends[step], event.end)
+    return sums.lines()
+
+
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
     operation = (
@@ -219,6 +258,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
     )
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
+    if span.scope == COMPILED and span.name.startswith(FUSED):
+        return Kind.ELEMENTWISE, COMPILED
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
     if span.scope == SHARDING:  # gathers and gives back weights, and adds up gradients of micro-batches
@@ -227,7 +268,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
     if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
         return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
-    kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    kind = Kind.ATTENTION if _FUSED_ATTENTION.search(operation) else _KIND_OF.get(operation, Kind.ELEMENTWISE)
     if span.scope.endswith(_DEQUANTISES):
         if kind is Kind.ELEMENTWISE and not span.inside.startswith(BACKWARD_NODE):
             return kind, span.scope
@@ -238,6 +279,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.ATTENTION if span.scope == "attention" else Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:
         return _own_work(span, kind, operation)
+    if span.scope == COMPILED:
+        return kind if kind in (Kind.MATMUL, Kind.ATTENTION) else Kind.ELEMENTWISE, COMPILED
     if kind is Kind.ELEMENTWISE:
         return _elementwise(span, operation)
     return kind, span.scope or "other"

@@ -28,6 +28,7 @@ MODULE_SCOPE, MARK = "ironlaw.module/", "ironlaw.mark"
 RECOMPUTED = "_recomputed"
 LEAF = "!"  # ends the scope of a module without children
 BACKWARD_NODE = "autograd::engine::evaluate_function: "
+FUSED = ("## Call CompiledFxGraph", "triton_")  # loops of compiled code, on a CPU and on CUDA
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "convolution", "convolution_backward", "addmv")
 _VIEWS = frozenset({
     "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "new_empty",
@@ -148,10 +149,13 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
         span.outer = name
     elif name.startswith("nn.Module: "):
         span.scope = _python_scope(span.scope, name)
+    elif name.startswith(FUSED):
+        span.kernel = event
     elif name.startswith("aten::"):
         operation = name[6:]
         span.attention |= operation == "scaled_dot_product_attention"
-        if span.kernel is None and operation not in _VIEWS and not composed(operation):
+        own = span.kernel is None or span.kernel.name.startswith(FUSED)  # compiled code calls products
+        if own and operation not in _VIEWS and not composed(operation):
             span.kernel = event
     elif span.kernel is None and name.startswith(("nccl:", "gloo:", "c10d::", "mpi:")):
         span.kernel = event
@@ -202,7 +206,7 @@ def operation_name(span: Span) -> str:
 def _name(span: Span) -> str:
     """As a plan by tracing names it: the module's path, then the function unless that is all the module does."""
     assert span.kernel is not None
-    name = span.kernel.name.removeprefix("aten::")
+    name = "fused" if span.kernel.name.startswith(FUSED) else span.kernel.name.removeprefix("aten::")
     path, leaf = span.scope.removesuffix(LEAF), span.scope.endswith(LEAF)
     if kind_of(name) is Kind.LOSS and not leaf:
         return line_name(f"{path}.loss".lstrip("."))

@@ -40,7 +40,7 @@ from ironlaw.workload.sections import KEEPABLE
 from ironlaw.workload.sharding import expert_dp
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above this, three copies of the logits dominate the peak of a small machine
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = {False: 128 * 2**20, True: 2**30}  # by whether the device is CUDA
 
 
 def batch_of(config: RunConfig) -> StepBatch:
@@ -76,23 +76,30 @@ def recipe_of(
     """Returns the recipe of a config. A recomputation budget has no effect until `within_budget` solves it."""
     return Recipe(
         cast(Precision, number_format(precision).held_as), cuda, onednn, gloo,
-        policies(config.recompute, config.model), loss_chunk(config), config.optimizer, config.communication,
+        policies(config.recompute, config.model), loss_chunk(config, cuda), config.optimizer, config.communication,
         config.train.offload, config.train.average_decay is not None,
-        0 < config.checkpoint.every < config.train.steps,
+        0 < config.checkpoint.every < config.train.steps, compiled=compiles_blocks(config, cuda),
     )  # fmt: skip
 
 
-def loss_chunk(config: RunConfig) -> int:
+def compiles_blocks(config: RunConfig, cuda: bool) -> bool:
+    """Returns whether the trainer compiles whole blocks: with experts it compiles what is around them."""
+    wanted = config.train.compile
+    return (wanted in ("on", "graphs") or (wanted == "auto" and cuda)) and config.model.moe is None
+
+
+def loss_chunk(config: RunConfig, cuda: bool = False) -> int:
     """Returns the number of tokens whose logits exist at a time; 0 means all of a micro-batch.
 
-    A chunk is an eighth of the micro-batch, but at most 128 MiB of logits, and at least 64 tokens: products of fewer
-    are slow. There are no chunks if the logits are more than a product or the objective needs all of them.
+    A chunk is an eighth of the micro-batch, but at most 128 MiB of logits (1 GiB on CUDA, whose products and launches
+    want more rows), and at least 64 tokens: products of fewer are slow. There are no chunks if the logits are more than
+    a product or the objective needs all of them.
     """
     if not config.model.logits_are_a_product or config.objective.needs_logits:
         return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
-    return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
+    return max(64, min(-(-tokens // 8), CHUNK_BYTES[cuda] // row)) if wanted else 0
 
 
 NOT_ON_THE_HOST = (*QUANTIZED, *PAGED, *MATRIX_OPTIMIZERS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ironlaw.ledger import UNNAMED, Kind, Line, Phase, merged
 from ironlaw.machine.timing import Machine, MeasuredMachine
 from ironlaw.workload.collectives import Collective, group_of
+from ironlaw.workload.kinds import compiled_key, is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, line_name
 from ironlaw.workload.program import EMBEDDING, HEAD, Program
@@ -73,14 +74,15 @@ def tied_seconds(program: Program, machine: Machine) -> float:
     return seconds_over(program, machine, "pp", "send", weight.elements * 4 / program.layout.sharing)
 
 
-def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[Line]:
+def fold(operations: Iterable[tuple[Operation, int]], machine: Machine, compiled: bool = False) -> list[Line]:
     """Returns ledger lines of (operation, count) pairs, and a line per pass for the host's dispatch. The costliest
-    operation of a line sets its bound."""
+    operation of a line sets its bound. `compiled`: blocks are."""
 
     def line(op: Operation, count: int) -> Line:
         timing, flops = machine.time(op), None if op.flops is None else op.flops * count
         seconds, moved = timing.seconds * count, float(op.bytes_moved * count)
-        return Line(op.phase, op.kind, line_name(op.name), count, flops, moved, seconds, bound=timing.bound)
+        key = compiled_key(op) if compiled and is_block(op.group) else (op.kind, line_name(op.name))
+        return Line(op.phase, *key, count, flops, moved, seconds, bound=timing.bound)
 
     calls: dict[int, tuple[Operation, int]] = {}
     for op, count in operations:  # a loop over tokens lists the same objects many times
@@ -228,7 +230,7 @@ def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> Stage
         calls[kind] += count
     seconds["F"] += machine.dispatch_seconds(Phase.FORWARD, calls["F"], seconds["F"])
     seconds["I"] += machine.dispatch_seconds(Phase.BACKWARD, calls["I"] + calls["W"], seconds["I"])
-    lines = fold(program.operations(stage), machine)
+    lines = fold(program.operations(stage), machine, program.recipe.compiled)
     wrapped: dict[Phase, float] = {}
     for phase, took in _wrapping(program, stage, machine):
         wrapped[phase] = wrapped.get(phase, 0.0) + took

@@ -42,11 +42,17 @@ def profile_view(profile: Any, slowdown: Mapping[str, float]) -> Document:
 
 
 def _singles(made: Document, profile: Any, slowdown: Mapping[str, float]) -> None:
+    bare, small = "that takes a training step of almost nothing", "dispatch from Python"
+    if profile.device != "cpu":
+        bare, small = (
+            "what a device holds beside tensors",
+            "the device's own time; dispatch of a block is measured apart",
+        )
     rows = (
         ("Memory", profile.memory_bytes, units.bytes_, "this process may use"),
-        ("Bare process", profile.runtime_bytes, units.bytes_, "that takes a training step of almost nothing"),
-        ("Copy", profile.copy_bytes_per_second, _bytes_rate, "read plus written, 32 MiB"),
-        ("Small operation", profile.small_operation_seconds, units.seconds, "dispatch from Python"),
+        ("Bare process", profile.runtime_bytes, units.bytes_, bare),
+        ("Copy", profile.copy_bytes_per_second, _bytes_rate, "read plus written"),
+        ("Small operation", profile.small_operation_seconds, units.seconds, small),
         ("Storage read", profile.storage_bytes_per_second, _bytes_rate, "not in the page cache"),
         ("Tokenizer", profile.tokenizer_tokens_per_second, lambda v: units.rate(v, "token"), "all threads"),
         *((f"Interference, {kind}", ratio, "{:.2f} x".format, "typical time over the best; neighbours, other programs")

@@ -27,7 +27,7 @@ class ServeConfig(BaseModel):
     kv: Literal["auto", "fp32", "bf16", "fp8", "int8", "int4"] = "auto"  # auto: as the weights' products
     threads: int | None = Field(None, gt=0)  # of a CPU; auto: one for small models, else all cores
     compiled: bool = True  # attention and norms of a CPU's decode step in C, where there is a compiler
-    graphs: bool = False  # decode steps of a CUDA device as CUDA graphs; not yet the default: no GPU has run them
+    graphs: bool = True  # decode steps of a CUDA device as CUDA graphs
     context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given
 
     block: int = Field(16, gt=0, le=1024)  # tokens per page of keys and values

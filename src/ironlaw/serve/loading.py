@@ -25,6 +25,7 @@ from ironlaw.train.restore import load_trained
 
 _SMALL = 30_000_000  # parameters: below, one token's products take longer to divide among threads than to compute
 _KV_SHARE = 0.4  # of the memory that is free after the weights are loaded
+_CUDA_KV_SHARE = 0.8  # the rest is for what a step computes, the pages that it gathers, and recorded graphs
 
 
 @dataclass
@@ -62,7 +63,7 @@ class LoadedModel:
             return config.kv_memory
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
-            return int(0.9 * free)
+            return int(_CUDA_KV_SHARE * free)
         return int(_KV_SHARE * host.available_bytes())
 
 

@@ -147,15 +147,16 @@ def compile_blocks(
 
     Returns False, with the blocks unchanged, if compilation fails (no C++ compiler, no Triton, ...).
     """
-    random_state = torch.get_rng_state()
     for block in model.blocks:
         # CUDA graphs replay a block's kernels in one launch. Shapes are static except for a smaller last micro-batch.
         block.compile(mode="reduce-overhead" if graphs else None)
     say("compiling the blocks")
     try:
-        with autocast():
-            loss = model(tokens, tokens)
-        loss.backward()
+        # The trial draws numbers for dropout, on the device too, which the run must not miss.
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
+            with autocast():
+                loss = model(tokens, tokens)
+            loss.backward()
     except Exception as error:  # compilers fail in many ways, none of which should stop the run
         for block in model.blocks:
             block._compiled_call_impl = None
@@ -164,7 +165,6 @@ def compile_blocks(
         return False
     finally:
         model.zero_grad(set_to_none=True)
-        torch.set_rng_state(random_state)
     return True
 
 

@@ -250,7 +250,8 @@ class Trainer:
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
         finished: list[StepTimes] = []
         persistent = self.one_step.persistent_bytes()
-        named = scopes_recorded(module_scopes(self.one_step.model))
+        model = self.one_step.model
+        named = scopes_recorded(module_scopes(model, self.compiled and model.config.moe is None))
         with named, self.observer.recording(), profiled(self.device.type) as recorded:
             for _ in range(count):
                 finished.append(self._timed_step(batches, recording=True))

@@ -91,6 +91,7 @@ def finished_ledger(
     }  # fmt: skip
     if step.device.type == "cuda":
         observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
+        observed.cuda_resident_bytes = torch.cuda.max_memory_reserved() + host.context_bytes(step.device)
     ledger = measured_ledger(
         observed,
         planned=plan,

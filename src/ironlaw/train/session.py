@@ -151,9 +151,10 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
-    policy = config.checkpoint
-    kept = policy.keep + policy.keep_best + (config.train.steps // policy.keep_every if policy.keep_every else 0)
-    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config), kept)
+    policy, steps = config.checkpoint, config.train.steps
+    kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)
+    before_last = (steps - 1) // policy.every if policy.every else 0
+    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config), min(kept, before_last))
     return start
 
 

@@ -199,6 +199,8 @@ class Step:
             if self.moment is not None:
                 self.moment.step, self.moment.micro_batch = number, index
             rows = slice(start, min(start + self.micro_batch, sequences))
+            if self.config.train.compile == "graphs":
+                torch.compiler.cudagraph_mark_step_begin()  # results of the pass before may be overwritten
             with self._synchronised(index == len(starts) - 1):
                 with self.phase(Phase.FORWARD), self.autocast():
                     loss = loss_of(rows)
@@ -259,13 +261,15 @@ class Step:
             if self.config.model.moe:
                 self._expert_load = self._balance_experts()
             self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # in no phase of the host: it waits for those of the device
+        with self.clock.phase(Phase.HOST):
             if done:  # a skipped step overflowed: its gradient norm has no meaning
                 self._norm = float(norm)
                 if self.small_square is not None:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
-        with self.clock.phase(Phase.HOST):
-            result = StepResult(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
+            result = StepResult(float(mean), self._norm, stop, added)
         for plugin in self.plugins:
             with self.clock.phase(Phase.COMMUNICATION):
                 plugin.after(number + 1)
@@ -296,6 +300,8 @@ class Step:
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
         """Return the sum of the losses over this rank's targets, and the number of targets."""
+        if self.config.train.compile == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()
         return self.objective.held_out(self.model, batch, self.autocast)
 
     # -- properties ------------------------------------------------------------------------------------------

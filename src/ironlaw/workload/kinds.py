@@ -68,6 +68,15 @@ def is_block(group: str) -> bool:
     return group.startswith(("block", MOE_GROUP))
 
 
+COMPILED = "blocks"
+
+
+def compiled_key(op: Operation) -> tuple[Kind, str]:
+    """Return the kind and name of an operation of a compiled block, as far as a profile can tell its kernels apart:
+    products and attention are called by the compiled code, everything else is fused into kernels of its own."""
+    return (op.kind if op.kind in (Kind.MATMUL, Kind.ATTENTION) else Kind.ELEMENTWISE), COMPILED
+
+
 def has_experts(kind: str) -> bool:
     return kind.startswith(MOE_GROUP)
 

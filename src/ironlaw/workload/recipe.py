@@ -46,6 +46,7 @@ class Recipe:
     checkpoints: bool = False  # written in the background from a copy of the state
     adapters: Adapters | None = None  # the trained tensors; None: the whole model
     native: bool = False  # Ironlaw's own CPU kernel computes causal attention instead of PyTorch's fused one
+    compiled: bool = False  # blocks are compiled: their kernels have the names of `kinds.compiled_key`
 
     @property
     def offloads_activations(self) -> bool:
