@@ -24,7 +24,8 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a distributed tensor; other tensors are returned unchanged."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    any_tensor: Any = tensor
+    part: Tensor = any_tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # compilers know the type
     return part
 
 
@@ -35,7 +36,20 @@ def onednn_available() -> bool:
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias (..., N) for x (..., K), weight (N, K), bias (N): fp32, CPU, any strides, no grad."""
+    if torch.compiler.is_compiling():
+        return torch.ops.ironlaw.onednn_product.default(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+# Whole in a trace: PyTorch's compiler replaces its operator by others, for weights that are constants.
+_library = torch.library.Library("ironlaw", "FRAGMENT")
+_library.define("onednn_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("onednn_product", onednn_product, "CPU")
+
+
+@torch.library.register_fake("ironlaw::onednn_product")
+def _made(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def onednn_weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:

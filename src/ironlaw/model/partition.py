@@ -12,7 +12,8 @@ cost of drawing elements that other ranks draw too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,16 @@ class Draw:
     sequence: int  # of the whole sequence
     layer: int = 0
 
+    @torch.compiler.disable  # or the layers would not share their compiled code
+    def of(self, block: Any) -> Draw:
+        """Return the masks of a block's `layer`."""
+        return replace(self, layer=block.layer)
+
     def residual(self, x: Tensor, site: str) -> Tensor:
         """Dropout of a branch (B, rows, H) before it is added to the residual stream."""
         rows = self.partition.stream_positions(self.sequence)
         size = (self.sequence, self.config.hidden)
-        noise = torch.stack([self._keep(sample, site, size)[rows] for sample in self.samples.tolist()])
-        return x * noise.to(x)
+        return x * self._noise(site, size, rows).to(x)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
@@ -60,8 +65,11 @@ class Draw:
         weights = F.softmax(scores.masked_fill(~mask, -math.inf).float(), dim=-1)
         size = (config.heads, self.sequence, self.sequence)
         heads, rows = partition.heads(config.heads), partition.positions(self.sequence)
-        noise = torch.stack([self._keep(s, "scores", size)[heads][:, rows] for s in self.samples.tolist()])
-        return (weights * noise.to(weights)).to(value.dtype) @ value
+        return (weights * self._noise("scores", size, heads, rows).to(weights)).to(value.dtype) @ value
+
+    @torch.compiler.disable
+    def _noise(self, site: str, size: tuple[int, ...], *part: Rows) -> Tensor:
+        return torch.stack([self._keep(sample, site, size)[part] for sample in self.samples.tolist()])
 
     def _keep(self, sample: int, site: str, size: tuple[int, ...]) -> Tensor:
         """Return 0 with the dropout probability p, else 1 / (1 - p), which keeps the mean; on the host, fp32."""

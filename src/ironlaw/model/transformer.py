@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,7 +144,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
-        draw = replace(draw, layer=self.layer) if draw is not None else None
+        draw = draw.of(self) if draw is not None else None
         read = x if self.attention_norm is None else self.attention_norm(x)
         mixed = x + self._branch(self.attention(read, rotary, mask, draw), self.attention_after, draw, "attention")
         if self.ffn_norm is not None:

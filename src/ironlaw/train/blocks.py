@@ -28,7 +28,7 @@ from ironlaw.observe.profile import RECOMPUTE_SCOPE
 from ironlaw.train.precision import autocast, product_type
 from ironlaw.workload.blocks import Policy
 
-_LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm", "_linear_pointwise"}  # the last is oneDNN's
+_LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm", "_linear_pointwise", "onednn_product"}  # the last two are oneDNN's
 
 
 def _name(operation: Any) -> str:
@@ -83,10 +83,12 @@ def _expensive_only(mode: type) -> type:
     return type(mode.__name__, (mode,), {"__torch_dispatch__": dispatch})
 
 
+def _selective(keep: frozenset[str], linears: Sequence[str]) -> tuple[object, object]:
+    return create_selective_checkpoint_contexts(_chooser(keep, linears))
+
+
 def _contexts(keep: frozenset[str], linears: Sequence[str], experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
-    forward, recomputation = create_selective_checkpoint_contexts(_chooser(keep, linears))
-    if torch.compiler.is_compiling():
-        return forward, recomputation
+    forward, recomputation = _selective(keep, linears)
     for mode in (forward, recomputation):
         mode.__class__ = _expensive_only(type(mode))  # type: ignore[arg-type]
     return forward, _recording(recomputation, experts)
@@ -117,20 +119,25 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
         # Without dropout no random numbers are used, and saving the generators for every block would only cost time.
         "preserve_rng_state": any(isinstance(m, nn.Dropout) for m in block.modules()),
     }
-    if policy:
-        options["context_fn"] = partial(_contexts, policy, (*projections, "attention_out", *ffn), experts)
-    else:
-        options["context_fn"] = partial(_unselective, experts)
-    checkpointed: Callable[..., Any] = partial(checkpoint, forward, **options)
+    linears = (*projections, "attention_out", *ffn)
+    contexts = partial(_contexts, policy, linears, experts) if policy else partial(_unselective, experts)
+    checkpointed: Callable[..., Any] = partial(checkpoint, forward, context_fn=contexts, **options)
+    # A compiler takes no other contexts than those of a policy, and recomputes all without any.
+    selective: dict[str, Any] = {"context_fn": partial(_selective, policy, linears)} if policy else {}
+    traced: Callable[..., Any] = partial(checkpoint, forward, **selective, **options)
     if experts:  # compilation breaks a block at its experts, so that the recomputation would run other code
-        checkpointed = torch.compiler.disable(checkpointed)
+        traced = torch.compiler.disable(checkpointed)
 
     def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments)
-        return checkpointed(*arguments)
+        return (traced if torch.compiler.is_compiling() else checkpointed)(*arguments)
 
     return run
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def compile_blocks(
@@ -154,8 +161,7 @@ def compile_blocks(
         for block in model.blocks:
             block._compiled_call_impl = None
         torch._dynamo.reset()
-        reason = str(error).strip().splitlines()
-        say(f"torch.compile failed, training without it: {reason[0] if reason else type(error).__name__}")
+        say(f"torch.compile failed, training without it: {first_line(error)}")
         return False
     finally:
         model.zero_grad(set_to_none=True)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor
+from torch._dynamo import lookup_backend as look_up_backend
 
 from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
 from ironlaw.data.batch import IGNORED, Batch
@@ -35,6 +36,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
+from ironlaw.observe.clock import StepClock
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
 from ironlaw.plan.step import with_adapters
 from ironlaw.train import loop, session
@@ -46,9 +48,10 @@ from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
-from ironlaw.train.parallel.communication import counted
+from ironlaw.train.parallel.communication import counted, observed
 from ironlaw.train.parallel.job import RankStrategy, check_alike, rank_facts
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import named_tensors
@@ -420,7 +423,37 @@ def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"straight": results[0], "resumed": results[1]}
 
 
-def store_at(store: ShardedFiles, folder: Path, run: Run) -> None:
+def task_compiled(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Losses without and with compiled blocks, what the third step sent, and whether blocks were compiled; the last two
+    steps again from a checkpoint. `backend`: another compiler than Inductor, for its speed."""
+    compilation.lookup_backend = lambda name: look_up_backend(case.get("backend", name))
+    found: dict[str, Any] = {}
+    for wanted in ("off", "on"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run = Run(config_of(case | {"train": case["train"] | {"compile": wanted}}))
+        with observed(run.ranks) as traffic:
+            losses = run.train(0, 2)
+            with traffic.counting(StepClock()):
+                losses += run.train(2, 3)
+            store_at(run.step.store, folder, run)
+            losses += run.train(3, 5)
+        sent = {" ".join(key): [of.count, of.bytes] for key, of in sorted(traffic.table.items())}
+        waited = sum(of.exposed_seconds for of in traffic.found.values())
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found[wanted] = {
+            "losses": losses,
+            "sent": sent,
+            "waited": waited,
+            "graphs": graphs,
+            "compiled": run.step.compile(),
+        }
+    again = Run(run.config)
+    again.step.store.read(folder, again.rank_model.model, again.states)
+    return found | {"again": again.train(3, 5)}
+
+
+def store_at(store: Any, folder: Path, run: Run) -> None:
     store.write(folder, store.take(run.rank_model.model, run.states))
     dist.barrier()
 
@@ -461,10 +494,8 @@ def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
 
 def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The most bytes of tensors this rank holds in its fourth step, everything allocated since its start counted."""
-    from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
     from ironlaw.plan.memory import peak_memory
-    from ironlaw.train.parallel.communication import observed
 
     config = config_of(case)
     with ExitStack() as stack:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,8 +17,7 @@ from ironlaw.config import RunConfig
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.blocks import recompute_blocks
-from ironlaw.train.parallel import adapted, experts, materialize, pipeline, tensor
+from ironlaw.train.parallel import adapted, compilation, experts, materialize, pipeline, tensor
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.blocks import Policy
@@ -45,12 +44,12 @@ class RankModel:
 
 
 def apply(
-    model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False,
-    initialize: bool = True,
+    model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (),
+    compile_block: Callable[..., Any] | None = None, initialize: bool = True,
 ) -> RankModel:  # fmt: skip
     """Divide `model` according to the layout. It must be equal on every rank, or on the meta device.
 
-    `policies`: recomputation of each layer; `compiled`: compile the blocks. `initialize`: draw random
+    `policies`: recomputation of each layer; `compile_block`: compiles a block's forward pass. `initialize`: draw random
     weights for a model on the meta device; otherwise they must be read from a checkpoint.
     """
     layout = ranks.config
@@ -91,9 +90,8 @@ def apply(
     # Then recomputation and compilation: FSDP must gather weights around them, for the recomputation too.
     for part in transformers.values():
         layers = [int(name) for name, _ in part.blocks.named_children()]
-        recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())
-        for called in part.blocks if compiled else ():
-            called.forward = torch.compile(called.forward)
+        chosen = [policies[layer] if policies else None for layer in layers]
+        compilation.compile_and_recompute(part.blocks, chosen, compile_block)
 
     # Data parallelism last, around everything: its units are the blocks in their final form.
     stages = _replicated(model, transformers, config, ranks, initialize, fsdp)

@@ -41,8 +41,14 @@ CALLS: dict[str, tuple[str, int, str]] = {
     "broadcast": ("broadcast", 0, "tensor"),
     "all_to_all_single": ("all_to_all", 1, "input"),
 }
-# Functional collectives, which DTensor calls. Their last argument names the group; `wait_tensor` waits for the result.
-FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+# Operators that DTensor and compiled code call, by kind: they write a new tensor, the first one or `out`. Their last
+# positional argument names the group; `wait_tensor` waits for the result.
+FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "all_reduce_"),
+    "all_gather": ("all_gather_into_tensor", "all_gather_into_tensor_out"),
+    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
+    "all_to_all": ("all_to_all_single",),
+}
 RELEASE_SECONDS, POLL_SECONDS = 1.0, 1e-4
 BUCKET_RELEASE_SECONDS = 0.02  # shorter, as there may be hundreds of buckets
 
@@ -75,7 +81,7 @@ class Traffic:
         self._known: dict[Any, tuple[str, int]] = {}
         self._clock: StepClock | None = None
         self._main = threading.get_ident()
-        self._host_waits = ranks.device.type == "cpu"
+        self.device_type = ranks.device.type
         self._last_bucket: tuple[Key, float] | None = None
 
     @contextmanager
@@ -126,7 +132,7 @@ class Traffic:
         self.waited(key, time.perf_counter() - began)
 
     def waited(self, key: Key, seconds: float) -> None:
-        if self._clock is None or not self._host_waits or threading.get_ident() != self._main:
+        if self._clock is None or self.device_type != "cpu" or threading.get_ident() != self._main:
             return
         self.found.setdefault(key, Found()).exposed_seconds += seconds
         self._clock.waited(" ".join(key), seconds)
@@ -221,35 +227,43 @@ def observed(ranks: Ranks) -> Iterator[Traffic]:
     """Count and time the collectives of PyTorch in this process while the block runs."""
     global _current
     traffic = Traffic(ranks)
-    functional = torch.ops._c10d_functional
-    replaced = ExitStack()
+    with ExitStack() as replaced:
 
-    def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
-        plain = getattr(owner, name, None)
-        if plain is not None:
-            made = wrapped(plain)
-            if hasattr(plain, "default"):  # needed by the dispatcher if a mode is active
-                made.default = plain.default
-            replaced.callback(setattr, owner, name, plain)
+        def replace(owner: Any, name: str, made: Any) -> None:
+            replaced.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, made)
 
-    for name, (kind, place, keyword) in CALLS.items():
-        replace(dist, name, partial(_call, traffic, kind=kind, place=place, keyword=keyword))
-    for name in ("isend", "irecv"):  # in both modules, since batches of messages accept only these functions
-        message = _message(traffic, getattr(dist, name), sends=name == "isend")
-        for owner in (dist, dist.distributed_c10d):
-            replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
+        for name, (kind, place, keyword) in CALLS.items():
+            if (plain := getattr(dist, name, None)) is not None:
+                replace(dist, name, _call(traffic, plain, kind, place, keyword))
+        for name in ("isend", "irecv"):  # in both modules, since batches of messages accept only these functions
+            message = _message(traffic, getattr(dist, name), sends=name == "isend")
+            for owner in (dist, dist.distributed_c10d):
+                replace(owner, name, message)
+        _override(traffic, replaced.enter_context(torch.library._scoped_library("_c10d_functional", "IMPL")))
+        _current = traffic
+        try:
+            yield traffic
+        finally:
+            _current = None
+
+
+def _override(traffic: Traffic, library: Any) -> None:
+    """Time the kernels of functional collectives on the ranks' device. Whoever calls the operators comes here, compiled
+    code too, but no trace: that runs other kernels, of tensors without data."""
     pending: dict[int, tuple[Key, float]] = {}
-    wait = functional.wait_tensor
-    for name in FUNCTIONAL:
-        replace(functional, name, partial(_functional, traffic, kind=CALLS[name][0], pending=pending, wait=wait))
-    replace(functional, "wait_tensor", partial(_wait_tensor, traffic, pending=pending))
-    _current = traffic
-    try:
-        yield traffic
-    finally:
-        _current = None
-        replaced.close()
+
+    def plain(name: str) -> Callable[..., Any]:
+        # The kernel that all devices share. `torch.library.get_kernel` has it too, but would hold the GIL.
+        operator = getattr(torch.ops._c10d_functional, name).default
+        return partial(operator._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+    wait = plain("wait_tensor")
+    device = traffic.device_type.upper()
+    for kind, names in FUNCTIONAL.items():
+        for name in names:
+            library.impl(name, _functional(traffic, plain(name), kind, pending, wait), device)
+    library.impl("wait_tensor", _wait_tensor(traffic, wait, pending), device)
 
 
 @contextmanager
@@ -260,6 +274,7 @@ def counted(ranks: Ranks) -> Iterator[Traffic]:
 
 
 def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> Any:
+    @torch.compiler.disable  # a compiled block calls it between two graphs
     def timed(*arguments: Any, **named: Any) -> Any:
         if not traffic.active:
             return plain(*arguments, **named)
@@ -308,7 +323,7 @@ def _functional(
     def timed(*arguments: Any, **named: Any) -> Any:
         if not traffic.active:
             return plain(*arguments, **named)
-        dimension, size = traffic.dimension(next(a for a in reversed(arguments) if isinstance(a, str)))
+        dimension, size = traffic.dimension(arguments[-1])
         if size < 2:
             return plain(*arguments, **named)
         key = (dimension, kind)

@@ -29,7 +29,7 @@ from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
-from ironlaw.train.parallel import communication, diloco, experts, gradient_compression, pipeline
+from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
@@ -54,9 +54,13 @@ class LayoutStep(Step):
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
-        self._compiled = wanted == "on" and self._can_compile()
+        why_not = compilation.obstacle(config, ranks, plan.recompute) if wanted == "on" else None
+        if why_not is not None:
+            self.say(f"training without torch.compile: {why_not}")
+        self._compiled = wanted == "on" and why_not is None
+        compile_block = compilation.compiler(self.say) if self._compiled else None
         initialize, whole = fresh and not config.train.start_from, described(model)
-        self.rank_model = apply(model, config, ranks, plan.recompute, self._compiled, initialize)
+        self.rank_model = apply(model, config, ranks, plan.recompute, compile_block, initialize)
         self.model = self.rank_model.model
         # Also for layers that the division has created: split projections, a pipeline's copy of a tied head.
         use_onednn(self.model, onednn)
@@ -91,19 +95,6 @@ class LayoutStep(Step):
         if not all(adapted & set(layers) for layers in stages):
             raise UserError("finetune.targets leaves a pipeline stage without an adapter: name modules of every layer")
         return model
-
-    def _can_compile(self) -> bool:
-        """Test on every rank whether a small function compiles. If one rank fails, none compiles, since ranks with and
-        without compilation would wait for each other."""
-        problem = None
-        try:
-            torch.compile(lambda x: x.cos() + 1)(torch.zeros(8, device=self.device))
-        except Exception as error:  # compilers fail in many ways
-            problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        first = next((reason for reason in self.mesh.gather(problem) if reason is not None), None)
-        if first is not None:
-            self.say(f"torch.compile failed, training without it: {first}")
-        return first is None
 
     def compile(self) -> bool:
         return self._compiled  # compiled before FSDP wrapped the blocks
