@@ -131,7 +131,7 @@ def profiled(device: str = "cpu") -> Iterator[profile]:
             recorder.stop()
 
 
-def module_scopes(model: Any, compiled: bool = False) -> dict[nn.Module, str]:
+def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, str]:
     """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`.
 
     Compiled blocks have none: a hook in them would have them compiled again, in the recorded steps.
@@ -160,7 +160,8 @@ def module_scopes(model: Any, compiled: bool = False) -> dict[nn.Module, str]:
                 name = f"shared_ffn_{leaf}"
             names[module] = name
     if compiled:
-        inside = {module for block in model.blocks for module in block.modules()}
+        blocks = [module for module in names if _class_name(module) == "Block"]
+        inside = {module for block in blocks for module in block.modules()}
         names = {module: name for module, name in names.items() if module not in inside}
     return names
 
