@@ -53,7 +53,7 @@ PARTS = {
     "train-8b": Part(
         "Training 8B-shaped blocks", 70, "Eight of Llama 3 8B's 32 layers, 1 x 8,192 tokens a step, bf16."
     ),
-    "tests": Part("GPU tests", 120, "`pytest -m gpu`: every path of docs/gpu-status.md that has a test."),
+    "tests": Part("GPU tests", 130, "`pytest -m gpu`: every path of docs/gpu-status.md that has a test."),
     "train-1b": Part("Training Llama 3 1B", 50, "4 x 4,096 tokens a step, bf16."),
     "serve": Part("Serving Llama 3 1B", 50, "The engine alone, random weights: 512 tokens in, 64 out, greedy."),
     "formats": Part(
@@ -214,6 +214,8 @@ def tests_part(dry: bool) -> None:
                 emit("tests", row)
 
     chosen = ["-k", "test_a_copy_of_the_state"] if dry else []
+    if not dry and importlib.util.find_spec("xdist"):  # one after the other they take twice their time
+        chosen = ["-n", str(min(8, os.cpu_count() or 1))]
     arguments = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header", str(ROOT / "tests" / "gpu"), *chosen]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main(arguments, plugins=[Reporter()])
