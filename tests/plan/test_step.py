@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from micro_batch import highest, in_order
 from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
-from ironlaw.machine.profile import Curve, Profile
+from ironlaw.machine.profile import Curve, Profile, load_profile
 from ironlaw.plan import layouts as answers
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
@@ -122,3 +123,19 @@ def test_a_program_has_the_flops_of_its_operations() -> None:
     wanted = config()
     program = step(wanted.model, batch_of(wanted), Layout(micro_batch=2), recipe_of(wanted, "fp32"))
     assert program.flops() == 8 * total_flops(training_operations(Shape(wanted.model, 2, 64)))
+
+
+@pytest.mark.parametrize(("model", "hidden"), [("llama3-8b", True), ("tiny", False)])
+def test_an_accelerator_hides_the_dispatch_of_what_keeps_it_busy(model: str, hidden: bool) -> None:
+    """By the profile that an H200 was measured with: large kernels are launched ahead, tiny ones are waited for."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    profile = load_profile(results / "gpu-nvidia-h200-profile.json")
+    named: dict[str, Any] = {"name": model, "layers": 4}
+    if model == "tiny":
+        named |= {"hidden": 32, "heads": 2, "vocab": 300, "context": 16}
+    config = build_config({"model": named, "data": {"mock": True}, "train": {"global_batch": 1, "precision": "bf16"}})
+    ledger = plan_run(config, profile)
+    waits = sum(line.seconds or 0.0 for line in ledger.lines if line.operation == "dispatch")
+    assert (waits == 0) == hidden
+    assert hidden or waits > 0.5 * ledger.totals["step_seconds"].value
+    assert (0.4 < ledger.totals["mfu"].value < 0.8) == hidden
