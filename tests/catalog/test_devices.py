@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
-from ironlaw.catalog.devices import device_names, entry, is_device
+from ironlaw.catalog.devices import device_names, entry, lines
 from ironlaw.catalog.figures import source
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
@@ -15,7 +15,7 @@ from ironlaw.plan.measured.accelerator import accelerator_of
 # As tables of published inference measurements write them.
 MEASURED = tomllib.loads(Path(__file__).with_name("measured_names.toml").read_text(encoding="utf-8"))["devices"].split()
 
-BARE = [name for name in device_names() if is_device(name)]
+BARE = [name for name in device_names() if name in lines()]
 NOT_PRINTED = {"snapdragon-8-elite-npu", "snapdragon-8-elite-gen-5-npu", "samsung-galaxy-s24-npu"}
 """Devices whose maker prints no rate of the matrix unit."""
 

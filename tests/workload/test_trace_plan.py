@@ -280,7 +280,7 @@ def test_on_several_accelerators(package: str) -> None:
 
 
 def test_zero_3_divides_what_lasts_and_gathers_two_units(package: str) -> None:
-    trace = ModuleTrace([], "two layers", 300, 300, 4, 1200, 1200, 8, 16, (), (800, 400))
+    trace = ModuleTrace([], "two layers", 300, 300, 4, 1200, 1200, 8, 16, (800, 400))
     whole = step_of_trace(trace)
     part = replicated(whole, trace, 4, zero=3)
     held = {tensor.component: tensor.bytes for tensor in part.tensors[0]}

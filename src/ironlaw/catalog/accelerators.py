@@ -118,7 +118,7 @@ def resolve(name: str) -> str:
     if not matches:
         if other := devices.taken(typed):
             return other[0]
-        if devices.is_device(typed):
+        if typed in devices.lines():
             return typed
         matches = _answering(typed, devices.lines())
     if len(matches) == 1:

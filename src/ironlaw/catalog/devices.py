@@ -44,10 +44,6 @@ def taken(name: str) -> tuple[str, str] | None:
     return _taken().get(name)
 
 
-def is_device(name: str) -> bool:
-    return name in _lines()
-
-
 def lines() -> tuple[str, ...]:
     """Return the names of devices with their own line."""
     return tuple(_lines())
@@ -58,7 +54,7 @@ def entry(name: str) -> dict[str, Any]:
     line, ratios = _lines()[name]
     found: dict[str, Any] = {"product": _product(name), "default_node": line.get("node", "pcie-workstation")}
     if base := line.get("like"):
-        found = entry(base) if is_device(base) else read_toml("accelerators", f"{base}.toml")
+        found = entry(base) if base in _lines() else read_toml("accelerators", f"{base}.toml")
         found["peak_flops_per_second"] = dict(found["peak_flops_per_second"])
         if "node" in line:
             found["default_node"] = line["node"]

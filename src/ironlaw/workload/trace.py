@@ -142,7 +142,7 @@ def _traced(
             stack = longest_stack(module) if repeated else None
             try:
                 with one_of_each(module, stack) if stack else nullcontext():
-                    shapes = _run(module, state, args, kwargs, recorder, loss, training, precision)
+                    _run(module, state, args, kwargs, recorder, loss, training, precision)
             finally:
                 with suppress(NotImplementedError):
                     module.train(before)
@@ -163,7 +163,6 @@ def _traced(
         trained_bytes=_bytes(trained),
         buffer_bytes=_bytes(buffers),
         input_bytes=_bytes(dict(enumerate(_tensors(given)))),
-        output_shapes=shapes,
         unit_bytes=_units(parameters),
         inputs=described(given),
         assumptions=(*notes, *assumed),
@@ -259,8 +258,8 @@ def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
 def _run(
     module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
     recorder: Recorder, loss: Loss | None, training: bool, precision: Precision,
-) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-    """Runs one micro-batch under the recorder. Returns the shapes of the module's outputs."""
+) -> None:  # fmt: skip
+    """Runs one micro-batch under the recorder."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     # The backward pass is inside too: recomputation calls modules again, which then still need their stand-ins.
     stand_ins = _reparametrize_module(module, dict(state))
@@ -280,10 +279,8 @@ def _run(
             recorder.phase = Phase.BACKWARD
             _backward(ends)
             recorder.mark([p.grad for p in state.values() if p.grad is not None], "gradient")
-        shapes = tuple(tuple(t.shape) for t in _tensors(outputs))
     for parameter in state.values():
         parameter.grad = None
-    return shapes
 
 
 def _backward(ends: list[Tensor]) -> None:

@@ -26,7 +26,6 @@ class ModuleTrace:
     trained_bytes: int
     buffer_bytes: int
     input_bytes: int
-    output_shapes: tuple[tuple[int, ...], ...]
     unit_bytes: tuple[int, ...] = ()  # parameters as FSDP gathers them: each numbered layer, all others together
     inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
     assumptions: tuple[Assumed, ...] = ()
@@ -42,6 +41,7 @@ def trace_to_json(trace: ModuleTrace) -> dict[str, Any]:
 
 
 def trace_from_json(document: dict[str, Any]) -> ModuleTrace:
-    values = {key: value for key, value in document.items() if key not in ("variants", "columns")}
+    known = {each.name for each in fields(ModuleTrace)}
+    values = {key: value for key, value in document.items() if key in known}  # earlier versions kept more
     values["operations"] = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
     return TypeAdapter(ModuleTrace).validate_python(values)

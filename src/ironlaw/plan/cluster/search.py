@@ -105,7 +105,7 @@ def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True) -> Search
     bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
     running.plan_savings(table, bound, savings(model, offload=False))
     running.walk()
-    if not running.best and running.may_offload:
+    if not running.best and asked.system.host is not None and "offload" not in asked.system.engine.lacks:
         running.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
         running.walk()
     return running.found()
@@ -141,10 +141,6 @@ class _Search:
     @property
     def where(self) -> ClusterSystem:
         return self.asked.system
-
-    @property
-    def may_offload(self) -> bool:
-        return self.where.host is not None and "offload" not in self.where.engine.lacks
 
     @property
     def memory_upper(self) -> float:
