@@ -35,7 +35,7 @@ def case(
     }  # fmt: skip
 
 
-QUICK = [case("llama", {"layers": 2}, tp=2, sp=True) | {"backend": "aot_eager"}]
+QUICK = [case(model={"layers": 1}, cp=2) | {"backend": "aot_eager"}]
 TWO = [
     case(dp=2),
     case(model=DROPOUT | {"layers": 10}, tables=DOCUMENTS, dp=2),  # more layers than code that Dynamo compiles anew
@@ -101,9 +101,10 @@ def test_compiled_blocks_train_alike(size: int, cases: list[Any] | None, on_rank
         for found in ranks:
             where = (wanted["family"], wanted["layout"], wanted["train"], wanted["tables"], found)
             plain, compiled = found["off"], found["on"]
+            limit = 1e-3 if "precision" in wanted["train"] else 1e-4  # fused code rounds to 16 bits less often
             assert compiled["compiled"] and compiled["graphs"] and not plain["graphs"], where
             for ours, theirs in zip(compiled["losses"], plain["losses"], strict=True):
-                assert ours[0] == pytest.approx(theirs[0], rel=1e-4), where
+                assert ours[0] == pytest.approx(theirs[0], rel=limit), where
                 assert ours[1] == pytest.approx(theirs[1], rel=1e-2), where
             assert compiled["waited"] > 0, where
             # A compiled block is recomputed to its end, where tensor parallel ranks sum once more.

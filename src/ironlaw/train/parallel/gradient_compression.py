@@ -67,11 +67,7 @@ class PowerSGD(StepPlugin):
         return future
 
     def begin(self, part: nn.Module, tokens: Tensor) -> None:
-        """Run a pass and discard its gradients, after which DDP's buckets no longer change."""
-        part.eval()
-        part(tokens, tokens).backward()
-        part.zero_grad(set_to_none=True)
-        part.train()
+        settle_buckets(part, tokens)
         self._buckets_final = True
 
     def held(self) -> Any:
@@ -112,6 +108,14 @@ class PowerSGD(StepPlugin):
         for kept in self._named().values():
             for bucket, tensor in kept.items():
                 kept[bucket] = tensor.to(_device())
+
+
+def settle_buckets(part: nn.Module, tokens: Tensor) -> None:
+    """Run a pass and discard its gradients, after which DDP's buckets no longer change."""
+    part.eval()
+    part(tokens, tokens).backward()
+    part.zero_grad(set_to_none=True)
+    part.train()
 
 
 def _device() -> torch.device:

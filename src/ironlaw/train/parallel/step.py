@@ -84,8 +84,13 @@ class LayoutStep(Step):
         found = (create(self.rank_model, config) for create in (gradient_compression.plugin_for, diloco.plugin_for))
         self.plugins = [plugin for plugin in found if plugin is not None]
         tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
+        first_stage = next(iter(self.rank_model.stages.values()))
         for plugin in self.plugins:
-            plugin.begin(next(iter(self.rank_model.stages.values())), self.local(tokens))
+            plugin.begin(first_stage, self.local(tokens))
+        if self._compiled and isinstance(first_stage, DistributedDataParallel):
+            # Otherwise a resumed run's first step would be rounded unlike that step of a run that was not stopped.
+            with self.autocast():
+                gradient_compression.settle_buckets(first_stage, self.local(tokens))
 
     def _adapted(self) -> Transformer:
         """Return the whole base model with adapters, which the layout then divides."""
