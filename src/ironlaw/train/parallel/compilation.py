@@ -33,7 +33,7 @@ def obstacle(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str
     try:
         torch.compile(lambda x: x.cos() + 1)(torch.zeros(8, device=ranks.device))
     except Exception as error:  # compilers fail in many ways
-        problem = first_line(error)
+        problem = f"it failed: {first_line(error)}"
     return next((reason for reason in ranks.gather(problem) if reason is not None), None)
 
 
@@ -56,15 +56,17 @@ def compiler(say: Callable[[str], None]) -> Callable[[Callable[..., Tensor]], Ca
 def compile_and_recompute(
     blocks: Iterable[nn.Module], policies: Sequence[Policy], compile_block: Callable[..., Any] | None
 ) -> None:
-    """Compile blocks, if `compile_block` is given, and recompute them by their policies. Compilation must see what a
-    policy keeps; a block that keeps nothing is compiled within the recomputation, whose code PyTorch 2.13 cannot
-    compile with DTensors. With experts, which break it into several, it would see others the second time."""
+    """Compile blocks, if `compile_block` is given, and recompute them by their policies.
+
+    The compiler must see what a policy keeps. A block that keeps nothing is compiled by itself, and its recomputation
+    runs the same code: PyTorch 2.13 cannot compile a recomputation of DTensors. A block with experts that is recomputed
+    stays eager: compilation breaks it there, so that the recomputation would run other code."""
     for block, policy in zip(blocks, policies, strict=True):
         eager = policy is not None and any(expert_layers(block))
-        if compile_block is not None and not policy and not eager:
+        if compile_block is not None and not eager and not policy:
             block.forward = compile_block(block.forward)
         recompute_blocks([block], [policy])
-        if compile_block is not None and policy and not eager:
+        if compile_block is not None and not eager and policy:
             block.forward = compile_block(block.forward)
 
 
