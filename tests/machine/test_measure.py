@@ -26,8 +26,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # The largest sizes are half a minute of work; the others go through the same code.
-        grid = replace(module.CPU_GRID, elements=(2**12, 2**16, 2**19), head_sizes=(32, 64), tokens=(64, 512))
-        patch.setattr(module, "CPU_GRID", grid)
+        sizes = replace(module.CPU_SIZES, elements=(2**12, 2**16, 2**19), head_sizes=(32, 64), tokens=(64, 512))
+        patch.setattr(module, "CPU_SIZES", sizes)
         profile = module.measure(budget_seconds=1, threads=1, progress=lambda _, done: fractions.append(done))
     assert fractions == sorted(fractions) and all(0 <= fraction <= 1 for fraction in fractions)
     return profile
@@ -128,7 +128,7 @@ def test_large_products_of_a_slow_type_are_left_out(monkeypatch: pytest.MonkeyPa
     from ironlaw.machine.kernels import Pool
 
     def shapes() -> set[tuple[int, int, int]]:
-        samplers = module._products(Pool(torch.device("cpu")), module.CPU_GRID, torch.float32, "fp32")
+        samplers = module._products(Pool(torch.device("cpu")), module.CPU_SIZES, torch.float32, "fp32")
         return {sampler.key[3] for sampler in samplers}
 
     assert (512, 512, 512) in shapes()

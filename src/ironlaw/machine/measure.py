@@ -74,7 +74,7 @@ SLOW_SECONDS = 0.15  # of one product: larger ones are left out, or a type witho
 
 
 @dataclass(frozen=True)
-class Grid:
+class KernelSizes:
     """Sizes at which kernels are timed on a kind of device."""
 
     shapes: tuple[tuple[int, int, int], ...]  # M, N, K of matrix products
@@ -92,18 +92,18 @@ class Grid:
         return max(3 * max(self.elements), *(m * k + n * k for m, n, k in self.shapes))
 
 
-CPU_GRID = Grid(
+CPU_SIZES = KernelSizes(
     CPU_SHAPES, (2**12, 2**16, 2**19, 2**21, 2**23), (64, 128, 256, 512, 1024), (16, 32, 64, 128), 1024, 256,
     48 * 2**20, 2**25,
 )  # fmt: skip
 
 
-def grid_of(device: torch.device) -> Grid:
+def sizes_of(device: torch.device) -> KernelSizes:
     if device.type == "cpu":
-        return CPU_GRID
+        return CPU_SIZES
     memory = torch.cuda.get_device_properties(device).total_memory
     largest = int(math.log2(memory)) - 9  # 2^27 elements of 80 GB: all that is alive at once fits
-    return Grid(
+    return KernelSizes(
         CUDA_SHAPES, (2**12, 2**16, 2**19, 2**21, 2**23, 2**largest), (128, 512, 2048, 8192), (64, 128), 16384, 2048,
         128 * 2**20, 2**30,
     )  # fmt: skip
@@ -260,22 +260,22 @@ def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products
 
 def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler]:
     """Return samplers of everything that is timed."""
-    grid, cuda = grid_of(device), device.type == "cuda"
-    pool = Pool(device, grid.pool_elements)
+    sizes, cuda = sizes_of(device), device.type == "cuda"
+    pool = Pool(device, sizes.pool_elements)
     onednn = fp32_products == "onednn"
     samplers = []
     for precision, dtype in PRECISIONS.items():
-        samplers += _products(pool, grid, dtype, precision)
+        samplers += _products(pool, sizes, dtype, precision)
         for kernel, builder in elementwise_builders(pool, dtype).items():
-            for elements in grid.elements:
+            for elements in sizes.elements:
                 key = ("curve", precision, kernel, elements)
-                samplers.append(_sampler(key, partial(builder, elements), grid.cache_bytes, 12 * elements))
-        samplers += _attention(pool, grid, dtype, precision)
+                samplers.append(_sampler(key, partial(builder, elements), sizes.cache_bytes, 12 * elements))
+        samplers += _attention(pool, sizes, dtype, precision)
     if onednn:
-        samplers += _products(pool, grid, torch.float32, ONEDNN)
+        samplers += _products(pool, sizes, torch.float32, ONEDNN)
     for tensors in UPDATE_TENSORS:
         key = ("curve", "fp32", "update_tensors", tensors)
-        update = _sampler(key, partial(update_builder, pool, tensors), grid.cache_bytes, 2**24)
+        update = _sampler(key, partial(update_builder, pool, tensors), sizes.cache_bytes, 2**24)
         samplers.append(replace(update, by_host=cuda))
     for layers, backward in itertools.product((1, 5), (False, True)):
         call = tiny_builder(device, layers, backward, onednn)
@@ -283,7 +283,7 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
     for precision, dtype in PRECISIONS.items():
         seconds = STEADY_SECONDS if cuda else SAMPLE_SECONDS
         samplers.append(Sampler(("step", precision), [step_builder(device, dtype, onednn)], sample_seconds=seconds))
-    source = torch.empty(grid.copy_bytes, dtype=torch.uint8, device=device)
+    source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
     samplers.append(Sampler(("engine",), [engine_builder()]))
@@ -292,31 +292,31 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
     return samplers
 
 
-def _attention(pool: Pool, grid: Grid, dtype: torch.dtype, precision: str) -> list[Sampler]:
+def _attention(pool: Pool, sizes: KernelSizes, dtype: torch.dtype, precision: str) -> list[Sampler]:
     """Causal attention, forward and backward, by PyTorch's fused kernel and, on a CPU, by Ironlaw's own."""
     samplers = []
     kernels = ("attention", "native") if pool.device.type == "cpu" and available(dtype) else ("attention",)
     directions = ("forward", "backward")
-    for kernel, tokens, size, direction in itertools.product(kernels, grid.tokens, grid.head_sizes, directions):
-        sequences, heads = grid.attention_tokens // tokens, grid.width // size
+    for kernel, tokens, size, direction in itertools.product(kernels, sizes.tokens, sizes.head_sizes, directions):
+        sequences, heads = sizes.attention_tokens // tokens, sizes.width // size
         build = partial(
             attention_builder, pool, dtype, sequences, tokens, heads, size, direction == "backward", kernel == "native"
         )
         pairs = sequences * heads * tokens * tokens / 2
         key = (kernel, precision, direction, tokens, size, pairs)
-        samplers.append(_sampler(key, build, grid.cache_bytes, 16 * sequences * tokens * heads * size))
+        samplers.append(_sampler(key, build, sizes.cache_bytes, 16 * sequences * tokens * heads * size))
     return samplers
 
 
-def _products(pool: Pool, grid: Grid, dtype: torch.dtype, label: str) -> list[Sampler]:
+def _products(pool: Pool, sizes: KernelSizes, dtype: torch.dtype, label: str) -> list[Sampler]:
     """The products of a linear layer at every shape. `label`: the precision, or ONEDNN for oneDNN's fp32 products."""
     builders = matmul_builders(pool, dtype, onednn=label == ONEDNN)
     once = builders["matmul"](256, 256, 256)
     largest = 256**3 * SLOW_SECONDS / min(timed(once) for _ in range(3))  # products of numbers
     return [
-        _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), grid.cache_bytes, 4 * k * (m + n))
+        _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), sizes.cache_bytes, 4 * k * (m + n))
         for kernel, build in builders.items()
-        for m, n, k in grid.shapes
+        for m, n, k in sizes.shapes
         if m * n * k < largest
     ]
 
