@@ -104,6 +104,7 @@ class Habits:
     module: nn.Module
     optimizers: Sequence[torch.optim.Optimizer] = ()
     partition: Partition | None = None  # where operations are looked at too
+    is_compiled: bool = False  # the model, or a part of it
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     forwards: int = 0
@@ -220,10 +221,10 @@ class Habits:
             self._graphs = graphs
 
     def _begin_look(self) -> None:
-        if _compiled_graphs():  # a hook of every module would have compiled ones compiled again
+        if self.is_compiled or self.compiled:  # a hook of every module would have compiled ones compiled again
             return
         self.gradients.begin()
-        if self.partition is not None:
+        if self.partition is not None and not _compiled_graphs():
             self._closely = CloseLook(self.partition, self.module)
             self._closely.begin()
 

@@ -131,7 +131,9 @@ class Watch:
 
     def __enter__(self) -> Self:
         closely = self.device.type == "cpu" and not _distributed() and not _compiled(self.model)
-        self._habits = Habits(_inner(self.model), self.optimizers, self.partition if closely else None)
+        self._habits = Habits(
+            _inner(self.model), self.optimizers, self.partition if closely else None, _compiled(self.model)
+        )
         listener = Listener(
             lambda module: module.training or self._habits.learns_in_eval, self._forward_begins,
             self._habits.forward_ended, self._backward_begins, self._backward_ended,
