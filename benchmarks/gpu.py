@@ -408,7 +408,7 @@ def main() -> None:
     ]
     if chosen.dry:
         head.append("A dry run: tiny shapes on a CPU. The figures say nothing but that the path works.")
-    path = chosen.out / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
+    path = chosen.out / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower().removeprefix('nvidia')).strip('-')}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[Row]] = {}
     seconds: dict[str, float] = {}

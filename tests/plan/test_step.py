@@ -129,7 +129,7 @@ def test_a_program_has_the_flops_of_its_operations() -> None:
 def test_an_accelerator_hides_the_dispatch_of_what_keeps_it_busy(model: str, hidden: bool) -> None:
     """By the profile that an H200 was measured with: large kernels are launched ahead, tiny ones are waited for."""
     results = Path(__file__).parents[2] / "benchmarks" / "results"
-    profile = load_profile(results / "gpu-nvidia-h200-profile.json")
+    profile = load_profile(results / "gpu-h200-profile.json")
     named: dict[str, Any] = {"name": model, "layers": 4}
     if model == "tiny":
         named |= {"hidden": 32, "heads": 2, "vocab": 300, "context": 16}
