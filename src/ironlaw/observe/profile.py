@@ -236,7 +236,8 @@ def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> lis
     for span in spans:
         if span.name == STEP_SCOPE:
             step += 1
-        launchers[span.event.link] = step, span
+        if span.event.link:
+            launchers[span.event.link] = step, span
     ends = [span.event.start for span in spans if span.name == STEP_SCOPE]
     for event in events:
         step, launcher = launchers.get(event.link, (-1, None))
@@ -247,7 +248,7 @@ def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> lis
         update = launcher.phase is Phase.OPTIMIZER
         idle = max(0, event.start - ends[step])
         sums.add(step, key if update else (launcher.phase, Kind.HOST, "dispatch"), idle)
-        sums.add(step, key, event.end - max(event.start, ends[step]), 1)
+        sums.add(step, key, max(0, event.end - max(event.start, ends[step])), 1)  # of streams side by side, once
         ends[step] = max(ends[step], event.end)
     return sums.lines()
 
