@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.ledger import Key, Kind, Line, Phase
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
@@ -224,9 +224,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             step += 1
         if span.phase is None:
             continue
-        kind, operation = _classify(span)
-        key = (span.phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation)
-        sums.add(step, key, span.self_ns, span.inside != _PRODUCT_WITH_BIAS)  # what that calls is part of the product
+        counts = span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the product
+        sums.add(step, _key(span, span.phase), span.self_ns, counts)
     return sums.lines()
 
 
@@ -243,14 +242,17 @@ def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> lis
         step, launcher = launchers.get(event.link, (-1, None))
         if event.where != DEVICE or launcher is None or launcher.phase is None or step < 0:
             continue
-        kind, operation = _classify(launcher)
-        key = (launcher.phase, kind, f"{operation} again" if launcher.again and kind is not Kind.HOST else operation)
-        update = launcher.phase is Phase.OPTIMIZER
+        key, update = _key(launcher, launcher.phase), launcher.phase is Phase.OPTIMIZER
         idle = max(0, event.start - ends[step])
         sums.add(step, key if update else (launcher.phase, Kind.HOST, "dispatch"), idle)
         sums.add(step, key, max(0, event.end - max(event.start, ends[step])), 1)  # of streams side by side, once
         ends[step] = max(ends[step], event.end)
     return sums.lines()
+
+
+def _key(span: Span, phase: Phase) -> Key:
+    kind, operation = _classify(span)
+    return phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation
 
 
 def _classify(span: Span) -> tuple[Kind, str]:
