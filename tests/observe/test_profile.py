@@ -314,11 +314,12 @@ def test_compiled_blocks_have_the_keys_of_their_plan(tiny_config: Config, machin
 
 
 @pytest.mark.long  # the compiler takes half a minute the first time
+@pytest.mark.parametrize("model", [LLAMA, LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}])
 def test_a_recorded_step_of_compiled_blocks_has_the_keys_of_its_plan(
-    tiny_config: Config, machine_profile: Profile, user_cache: Path, tmp_path: Path
+    model: dict[str, Any], tiny_config: Config, machine_profile: Profile, user_cache: Path, tmp_path: Path
 ) -> None:
     """And none of the recorded steps compiles again, as a hook within a block would have it."""
-    config = tiny_config(LLAMA, train={"steps": 14, "profile_steps": 2, "compile": "on"})
+    config = tiny_config(model, train={"steps": 14, "profile_steps": 2, "compile": "on"})
     run = run_training(config, tmp_path / "run", machine_profile).ledger
     plan = Ledger.load(tmp_path / "run" / "plan.json")
     found, planned = ({line.key for line in ledger.lines if line.phase is not Phase.DATA} for ledger in (run, plan))

@@ -26,7 +26,7 @@ from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
 from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest
-from ironlaw.workload.kinds import COMPILED
+from ironlaw.workload.kinds import COMPILED, EXPERT
 from ironlaw.workload.sections import FROZEN
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
@@ -134,7 +134,8 @@ def profiled(device: str = "cpu") -> Iterator[profile]:
 def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, str]:
     """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`.
 
-    Compiled blocks have none: a hook in them would have them compiled again, in the recorded steps.
+    Compiled blocks have none but those of experts, which run uncompiled: a hook in them would have them compiled again,
+    in the recorded steps.
     """
     names: dict[nn.Module, str] = {}
     latent = {path for path, module in model.named_modules() if _class_name(module) == "LatentAttention"}
@@ -146,7 +147,7 @@ def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, s
         elif _class_name(module) in _OWN_WORK:
             names[module] = _class_name(module)
         elif _class_name(module) == "ExpertLinear":
-            names[module] = f"expert_{leaf}"
+            names[module] = f"{EXPERT}{leaf}"
         elif isinstance(module, _NAMED):
             parent = parts[-2] if len(parts) > 1 else ""
             name = leaf if path.rpartition(".")[0] in latent else _QK_NORMS.get(leaf, leaf)
@@ -162,7 +163,7 @@ def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, s
     if compiled:
         blocks = [module for module in names if _class_name(module) == "Block"]
         inside = {module for block in blocks for module in block.modules()}
-        names = {module: name for module, name in names.items() if module not in inside}
+        names = {m: name for m, name in names.items() if m not in inside or name.startswith(EXPERT)}
     return names
 
 

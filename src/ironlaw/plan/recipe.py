@@ -83,9 +83,8 @@ def recipe_of(
 
 
 def compiles_blocks(config: RunConfig, cuda: bool) -> bool:
-    """Returns whether the trainer compiles whole blocks: with experts it compiles what is around them."""
-    wanted = config.train.compile
-    return (wanted in ("on", "graphs") or (wanted == "auto" and cuda)) and config.model.moe is None
+    """Returns whether the trainer compiles blocks."""
+    return config.train.compile in ("on", "graphs") or (config.train.compile == "auto" and cuda)
 
 
 def loss_chunk(config: RunConfig, cuda: bool = False) -> int:

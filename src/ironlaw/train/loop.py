@@ -251,7 +251,7 @@ class Trainer:
         finished: list[StepTimes] = []
         persistent = self.one_step.persistent_bytes()
         model = self.one_step.model
-        named = scopes_recorded(module_scopes(model, self.compiled and self.config.model.moe is None))
+        named = scopes_recorded(module_scopes(model, self.compiled))
         with named, self.observer.recording(), profiled(self.device.type) as recorded:
             for _ in range(count):
                 finished.append(self._timed_step(batches, recording=True))

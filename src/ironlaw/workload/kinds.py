@@ -34,6 +34,7 @@ from ironlaw.workload.operations import (
     fast_replace,
     gradient_first,
     gradient_last,
+    line_name,
     with_memory,
 )
 from ironlaw.workload.sizes import several
@@ -69,11 +70,15 @@ def is_block(group: str) -> bool:
 
 
 COMPILED = "blocks"
+EXPERT = "expert_"  # products of experts: `expert_up`
 
 
 def compiled_key(op: Operation) -> tuple[Kind, str]:
     """Return the kind and name of an operation of a compiled block, as far as a profile can tell its kernels apart:
-    products and attention are called by the compiled code, everything else is fused into kernels of its own."""
+    products and attention are called by the compiled code, everything else is fused into kernels of its own. Products
+    of experts are not compiled: the rows of each change from step to step."""
+    if op.name.startswith(EXPERT):
+        return op.kind, line_name(op.name)
     return (op.kind if op.kind in (Kind.MATMUL, Kind.ATTENTION) else Kind.ELEMENTWISE), COMPILED
 
 
