@@ -80,6 +80,17 @@ def test_light_load_waits_for_little_more_than_its_prompt_and_heavy_load_is_said
     assert heavy.ttft_seconds["p99"] > 20 * alone
 
 
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_a_rate_holds_when_the_engine_serves_as_many_in_the_long_run(share: float) -> None:
+    """Near its highest rate a queue grows for hundreds of requests before anybody notices."""
+    one = served()
+    always = play(one.system, parse_request("input=1024 output=256 concurrency=256"), one.kv_tokens, 256)
+    rate = share * always.requests_per_second
+    found = play(one.system, parse_request(f"input=1024 output=256 rate={rate}"), one.kv_tokens, 256)
+    assert found.keeps_up == (share < 1)
+    assert found.requests_per_second == pytest.approx(min(1.0, 1 / share) * rate, rel=0.06)
+
+
 def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
     one = served()
     played = play(one.system, parse_request("input=512 output=128 concurrency=16"), one.kv_tokens, 256)

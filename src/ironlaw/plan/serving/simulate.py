@@ -24,15 +24,23 @@ import numpy as np
 from ironlaw.errors import UserError
 from ironlaw.plan.serving.request import ServeRequest
 from ironlaw.plan.serving.systems import ServingLayout
-from ironlaw.plan.serving.timing import BUDGET_TOKENS, LINK_FRACTION, System, decode_seconds, pass_parts, prompt_seconds
+from ironlaw.plan.serving.timing import (
+    BUDGET_TOKENS,
+    LINK_FRACTION,
+    System,
+    at_concurrency,
+    decode_seconds,
+    pass_parts,
+    prompt_seconds,
+)
 
 REQUESTS = 240
-"""Least number simulated. The first and last tenth are not counted, as the queue fills and empties."""
+"""Least number simulated. The first and last tenth are not counted, as the engine fills and empties."""
 
 VARIED = 0.25
 """Output lengths are drawn from 1 - this to 1 + this times the mean: equal ones would start and end in lockstep."""
 
-MOST_REQUESTS = 1500
+MOST_REQUESTS = 3000
 MOST_SECONDS = 1e7
 
 
@@ -85,7 +93,7 @@ def play(
     system: System, request: ServeRequest, kv_tokens: float, most_requests: int, *, budget: int = BUDGET_TOKENS
 ) -> Played:
     """Simulate arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
-    requests, draw = _enough(system, request), Random(0)
+    requests, draw = _enough(system, request, most_requests), Random(0)
     arrivals, coming = _arrivals(request.rate, requests, draw), []
     for at in arrivals:
         length = max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
@@ -264,13 +272,16 @@ def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
     return found
 
 
-def _enough(system: System, request: ServeRequest) -> int:
-    """Return enough requests for the middle ones to see the load of a long run: several times those in flight."""
-    alone = float(
-        prompt_seconds(system, 1.0, request.input) + request.output * decode_seconds(system, 8.0, request.length)
-    )
-    at_once = request.concurrency or (request.rate or 1.0) * alone
-    return int(min(max(REQUESTS, 4 * at_once), MOST_REQUESTS))
+def _enough(system: System, request: ServeRequest, most_requests: int) -> int:
+    """Return ten times the requests in flight, so that filling and emptying are the tenths that are not counted. Near
+    the highest rate that an engine keeps up with, a shorter run ends before the queue has grown."""
+    in_flight = float(request.concurrency or 1)
+    for _ in range(50 if request.rate else 0):
+        lanes = in_flight * float(system.pp)
+        steady = at_concurrency(system, lanes, request.input - request.prefix, request.output, together=False)
+        seconds = float(steady.ttft_seconds + request.output * steady.tpot_seconds)
+        in_flight = min(max(1.0, request.rate * seconds), most_requests)
+    return int(min(max(REQUESTS, 10 * in_flight), MOST_REQUESTS))
 
 
 def transfer_seconds(system: System, tokens: int) -> float:
