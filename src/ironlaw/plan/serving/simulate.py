@@ -275,12 +275,12 @@ def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
 def _enough(system: System, request: ServeRequest, most_requests: int) -> int:
     """Return ten times the requests in flight, so that filling and emptying are the tenths that are not counted. Near
     the highest rate that an engine keeps up with, a shorter run ends before the queue has grown."""
-    in_flight = float(request.concurrency or 1)
-    for _ in range(50 if request.rate else 0):
+    rate, in_flight = request.rate or 0.0, float(request.concurrency or 1)
+    for _ in range(50 if rate else 0):
         lanes = in_flight * float(system.pp)
         steady = at_concurrency(system, lanes, request.input - request.prefix, request.output, together=False)
         seconds = float(steady.ttft_seconds + request.output * steady.tpot_seconds)
-        in_flight = min(max(1.0, request.rate * seconds), most_requests)
+        in_flight = min(max(1.0, rate * seconds), most_requests)
     return int(min(max(REQUESTS, 10 * in_flight), MOST_REQUESTS))
 
 
