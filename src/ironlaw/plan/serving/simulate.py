@@ -40,7 +40,7 @@ REQUESTS = 240
 VARIED = 0.25
 """Output lengths are drawn from 1 - this to 1 + this times the mean: equal ones would start and end in lockstep."""
 
-MOST_REQUESTS = 3000
+MOST_REQUESTS, MOST_TOKENS = 3000, 3_000_000
 MOST_SECONDS = 1e7
 
 
@@ -281,7 +281,7 @@ def _enough(system: System, request: ServeRequest, most_requests: int) -> int:
         steady = at_concurrency(system, lanes, request.input - request.prefix, request.output, together=False)
         seconds = float(steady.ttft_seconds + request.output * steady.tpot_seconds)
         in_flight = min(max(1.0, rate * seconds), most_requests)
-    return int(min(max(REQUESTS, 10 * in_flight), MOST_REQUESTS))
+    return int(min(max(REQUESTS, 10 * in_flight), MOST_REQUESTS, max(4 * REQUESTS, MOST_TOKENS / request.output)))
 
 
 def transfer_seconds(system: System, tokens: int) -> float:
