@@ -10,7 +10,7 @@ from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import candidates_of_jobs
-from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.accelerator import PACKAGES, accelerator_of
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import read_table
 from ironlaw.plan.measured.read import read_runs
@@ -45,7 +45,8 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         for cells in ({"accelerators": "1"}, {}, {"accelerators": "64", "tp": "4", "pp": "2", "zero": "1"}):
             rows.append(ROW | {"accelerator": name} | cells)
     record = validate(write(tmp_path / "runs.csv", rows))
-    assert {run.cluster.accelerator.name for run in record.runs} == set(accelerator_names())
+    planned = {run.cluster.accelerator.name for run in record.runs}
+    assert planned == set(accelerator_names()) - set(PACKAGES)
     seconds = record.prediction.step_seconds
     flops = of_runs(record.runs, lambda candidates: candidates.model_flops() / candidates.accelerators)
     mfu = flops / (record.prediction.peak_flops_per_second * seconds)
@@ -188,6 +189,7 @@ def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
     ("cells", "name", "value"),
     [
         ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2), ({"zero": "none"}, "zero", 0),
+        ({"zero": "HSDP"}, "zero", 3), ({"zero": "SHARD_GRAD_OP"}, "zero", 2), ({"zero": "NO_SHARD"}, "zero", 0),
         ({"recompute": "True"}, "recompute", "full"), ({"recompute": "selective (op)"}, "recompute", "selective"),
         ({"recompute": "None"}, "recompute", "none"), ({"attention": "eager"}, "flash", 0),
         ({"attention": "TE fused"}, "flash", 1), ({"heads": ""}, "heads", 32), ({"vocab": ""}, "vocab", 50304),
@@ -256,7 +258,7 @@ def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
         ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"), ("a100", "a100-sxm-80gb"), ("A100 40GB", "a100-sxm-40gb"),
         ("h200-sxm-141gb", "h200"), ("GB200 NVL72", "gb200"), ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
         ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("a800", "a100-sxm-80gb"),
-        ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"),
+        ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"), ("v5p-256", "tpu-v5p"), ("Trillium", "tpu-v6e"),
     ],
 )  # fmt: skip
 def test_accelerators_as_people_write_them(cell, name):
@@ -268,6 +270,17 @@ def test_accelerators_as_people_write_them(cell, name):
 def test_what_is_no_accelerator_is_refused(cell):
     with pytest.raises(UserError, match="accelerator"):
         accelerator_of(cell)
+
+
+def test_devices_are_what_software_sees(tmp_path):
+    """Software sees the two dies of a package of which a node holds four: of 8 a node each has half of a package."""
+    die, package = (
+        read(tmp_path, accelerator="MI250X", accelerators="16", per_node=each)[0].cluster.accelerator for each in "84"
+    )
+    assert (die.name, package.name) == ("mi250x-gcd", "mi250x")
+    for key, figure in die.figures().items():
+        assert key == "clock_hz" or figure.value == pytest.approx(package.figures()[key].value / 2), key
+    assert accelerator_of("AMD Instinct MI250X")[0] == die  # as its driver names each
 
 
 def test_unknown_software_shards_what_it_must_to_fit(tmp_path):

@@ -115,7 +115,7 @@ def _stated_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
 
 def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Mapping[str, int]) -> Run:
     count = cells.needed("accelerators")
-    acc, note = accelerator_of(cells.text("accelerator"))
+    acc, note = accelerator_of(cells.text("accelerator"), cells.whole("per_node"))
     acc, rack = in_rack(acc, cells.text("interconnect"))
     cells.assumed += [said for said in (note, rack) if said]
     attention = cells.attention()
