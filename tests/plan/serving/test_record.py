@@ -81,6 +81,16 @@ def test_an_engine_that_nobody_knows_takes_the_base_with_a_wide_interval() -> No
     assert wide[1] / wide[0] > 1.3 * narrow[1] / narrow[0]
 
 
+def test_a_device_whose_maker_prints_no_peak_reads_weights_as_fast_as_its_memory_allows() -> None:
+    shape = {"model": "llama-3.2-3b", "engine": "qualcomm-genie", "weight_format": "int4-w4a16", "tp": ""}
+    (phone, laptop), _ = read_serving(
+        [ROW | shape | {"accelerator": name} for name in ("snapdragon-8-elite-npu", "snapdragon-x-elite-npu")]
+    )
+    assert "prints none" in phone.assumed[0] and not laptop.assumed
+    rates = [(predict(run)["output_tokens_per_second"] or 0) / float(run.system.bandwidth) for run in (phone, laptop)]
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -24,11 +24,13 @@ from typing import Any
 import numpy as np
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, taken_for
+from ironlaw.catalog.devices import lines
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.candidates import plain_model
+from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.measured.read import Rejected
 from ironlaw.plan.measured.validate import errors, not_planned
@@ -141,8 +143,7 @@ MEASURES = (
 
 
 def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
-    name = cells.needed_text("accelerator")  # where a user would be asked which variant, take the first
-    device = accelerator((taken_for(name) or (name, ""))[0])
+    device = _device(cells)
     said = cells.text("date")[:4]
     year = int(said) if said.isdecimal() else LATEST
     engine = _engine(cells, year)
@@ -177,6 +178,21 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         suspect="SUSPECT" in notes,
         assumed=tuple(cells.assumed),
     )
+
+
+def _device(cells: Cells) -> Accelerator:
+    """Return the row's device. One whose maker prints no peak gets those of the fastest of its generation: decoding
+    reads weights, and little of its time hangs on them."""
+    name = cells.needed_text("accelerator")
+    device, note = accelerator_of((taken_for(name) or (name, ""))[0])
+    cells.assumed += [note] if note else []
+    if device.peak_flops_per_second:
+        return device
+    alike = [found for name in lines() if (found := accelerator(name)).generation == device.generation]
+    peaks = {a.name: max((f.value for f in a.peak_flops_per_second.values()), default=0.0) for a in alike}
+    fastest = max(alike, key=lambda a: peaks[a.name])
+    cells.assumed.append(f"peak = that of {fastest.name} (the maker of {device.name} prints none)")
+    return replace(device, peak_flops_per_second=fastest.peak_flops_per_second)
 
 
 def _engine(cells: Cells, year: int) -> ServingEngine:
