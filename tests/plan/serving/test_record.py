@@ -60,6 +60,23 @@ def test_copies_of_attention_share_experts(said: dict[str, str], tp: int, copies
     assert (found.tp, found.attention_dp, found.replicas, found.devices) == (tp, copies, replicas, tp * copies)
 
 
+@pytest.mark.parametrize(
+    ("said", "tp", "pp", "replicas"),
+    [
+        ({}, 4, 1, 1),
+        ({"dp": "2"}, 2, 1, 2),
+        ({"dp": "4"}, 1, 1, 4),
+        ({"engine": "llama.cpp", "weight_format": "q4_k_m"}, 1, 4, 1),
+        ({"engine": "exllamav2", "weight_format": "exl2-4.0bpw", "tp": "4"}, 4, 1, 1),
+        ({"engine": "transformers", "pp": "2"}, 1, 2, 2),
+    ],
+)
+def test_devices_that_no_degree_tells_of_do_what_the_engine_does(said: dict[str, str], tp: int, pp: int, replicas: int):
+    (run,), _ = read_serving([ROW | {"accelerators": "4", "tp": ""} | said])
+    assert (run.layout.tp, run.layout.pp, run.layout.replicas) == (tp, pp, replicas)
+    assert bool(run.assumed) == ("tp" not in said and "pp" not in said and said.get("dp") != "4")
+
+
 def test_a_pass_that_proposes_tokens_gives_more() -> None:
     shape = {"model": "deepseek-r1", "accelerators": "8", "tp": "8", "weight_format": "fp8"}
     (plain, mtp, other), _ = read_serving([ROW | shape | {"speculative": s} for s in ("", "mtp", "eagle")])

@@ -152,7 +152,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
     )
     demand = _demand(cells, demands)
-    layout = _layout(cells, demand.experts > 0)
+    layout = _layout(cells, demand.experts > 0, engine.by_layers)
     version = cells.lower("engine_version") if engine.family == "gguf" else ""
     backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
     rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
@@ -206,14 +206,15 @@ def _engine(cells: Cells, year: int) -> ServingEngine:
         return ServingEngine(name, key=name.strip().lower())
 
 
-def _layout(cells: Cells, experts: bool) -> ServingLayout:
+def _layout(cells: Cells, experts: bool, by_layers: bool) -> ServingLayout:
     """Return the degrees of one copy of the model; the remaining devices are copies, or share its experts."""
     count = cells.whole("accelerators") or 1
     tp, pp, ep, dp = (cells.whole(name) for name in ("tp", "pp", "ep", "dp"))
+    each = count // (dp or 1)  # a copy's devices, if no degree of it is given
+    if tp is None and pp is None and by_layers and each > 1:
+        pp = cells.assume("pp", each, "not said: this engine divides layers")
     if tp is None:
-        tp = 1 if (pp or 1) > 1 else count
-        if count > 1:
-            cells.assumed.append(f"tp = {tp} (not said)")
+        tp = 1 if (pp or 1) > 1 or each < 2 else cells.assume("tp", each, "not said")
     pp = pp or 1
     if tp * pp > count:
         raise UserError(f"tp = {tp} and pp = {pp} need more than accelerators = {count}")
