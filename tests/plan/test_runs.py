@@ -284,7 +284,8 @@ def test_devices_are_what_software_sees(tmp_path):
 
 
 def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
-    """8B parameters at 16 bytes fit on 8 devices of 80 GB with the optimizer sharded; 70B need sharded weights too."""
+    """8B parameters at 16 bytes fit on 8 devices of 80 GB with the optimizer sharded; 70B need sharded weights too, a
+    pipeline of 405B gradients."""
     plain = {"framework": "somebody's own", "zero": "", "recompute": "full", "accelerator": "h100-sxm-80gb"}
     small, large = (
         validate(write(tmp_path / "runs.csv", [ROW | plain | shape])).runs[0]
@@ -293,6 +294,10 @@ def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
     )  # fmt: skip
     assert small.engine.name == "generic" and small.job.layout.zero == 1
     assert large.job.layout.zero == 3 and any("zero = 3" in note for note in large.assumed)
+    pipeline = plain | {"layers": "126", "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn": "53248", "tp": "8"}
+    pipeline |= {"pp": "16", "accelerators": "1024", "seq": "8192", "global_batch": "256", "recompute": ""}
+    (whole,) = validate(write(tmp_path / "runs.csv", [ROW | pipeline])).runs
+    assert whole.job.layout.zero == 2  # weights that every micro-batch would gather again stay
 
 
 MIXTRAL = {"model": "mixtral_8x7B, 8 layers", "layers": "8", "vocab": "32000", "ep": "8", "accelerators": "8"}
