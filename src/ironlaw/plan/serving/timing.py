@@ -164,8 +164,8 @@ def pass_parts(
     """Return the seconds of one pass by part: a token for each of `decoding` sequences with `length` cached tokens, and
     `new` prompt tokens with `cached` ones.
 
-    The sum is `decode_seconds` plus `prompt_seconds`, less what delays a prompt's own request alone: an upper bound where
-    both share the reading of weights.
+    The sum is `decode_seconds` plus `prompt_seconds`, less what delays a prompt's own request alone: an upper bound
+    where both share the reading of weights.
     """
     some = np.where(np.asarray(decoding) > 0, 1.0, 0.0)
     prompts = prompt_seconds(system, 1.0, np.maximum(new, 1.0), cached) - own_seconds(system)
