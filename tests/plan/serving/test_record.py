@@ -108,6 +108,15 @@ def test_a_device_whose_maker_prints_no_peak_reads_weights_as_fast_as_its_memory
     assert rates[0] == pytest.approx(rates[1], rel=0.05)
 
 
+def test_a_processor_without_a_dot_product_multiplies_8_bits_no_faster_than_32() -> None:
+    shape = {"engine": "llama.cpp", "model": "llama-3.2-1b", "scenario": "prefill", "input_tokens": "512"}
+    for name, ratio in (("cpu-hifive-premier-p550-4-core-risc-v", 1), ("cpu-pi-400-4gb", 1), ("cpu-pi-5-8gb", 4)):
+        (few, wide), _ = read_serving(
+            [ROW | shape | {"accelerator": name, "weight_format": f} for f in ("q4_0", "bf16")]
+        )
+        assert few.system.peak == ratio * wide.system.peak
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

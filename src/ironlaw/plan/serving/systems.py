@@ -6,6 +6,7 @@ system = system_of(ModelConfig.named("llama3-70b"), accelerator("h100-sxm-80gb")
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ironlaw.catalog.accelerators import Accelerator
@@ -24,7 +25,7 @@ LARGE_BYTES = 70 * 2**30
 """Memory from which vLLM runs 1,024 requests at once by default, except on A100 (vllm/engine/arg_utils.py)."""
 
 INTEGERS_PER_LANE = 4
-"""8-bit products of a CPU per 32-bit lane (AVX-VNNI, Arm's dot product)."""
+"""8-bit products of a CPU per 32-bit lane (AVX-VNNI, Arm's dot product), unless the catalogue has a lower rate."""
 
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
 
@@ -112,7 +113,8 @@ def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -
     if engine.family == "gguf":
         if device.generation.startswith("cpu"):
             quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
-            return max(wide, INTEGERS_PER_LANE * peaks.get("fp32", wide)) if quantised else wide
+            integers = min(INTEGERS_PER_LANE * peaks.get("fp32", wide), peaks.get("int8", math.inf))
+            return max(wide, integers) if quantised else wide
         # Quantised weights are multiplied as 8-bit integers, at a catalogued rate of twice that of fp16 with fp16 sums.
         # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums.
         return max(wide, peaks.get("int8", 0.0) / 2)
