@@ -340,6 +340,13 @@ def test_torchtitan_does_not_gather_weights_again_in_pipelines(tmp_path):
         assert run.job.layout.zero == 3
 
 
+def test_a_pipeline_whose_sharding_nobody_states_keeps_its_weights(tmp_path):
+    said = {"framework": "PaxML", "zero": "", "accelerator": "h100-sxm-80gb", "accelerators": "64"}
+    assert read(tmp_path, **said)[0].job.layout.zero == 3
+    assert read(tmp_path, **said, pp="4")[0].job.layout.zero == 1
+    assert read(tmp_path, **said | {"zero": "3"}, pp="4")[0].job.layout.zero == 3
+
+
 def test_a_rack_has_the_network_of_its_trays_however_many_are_called_a_node():
     """GB200: four accelerators and four cards of 50 GB/s a tray, 72 on one NVLink."""
     usual = node("gb200-nvl72")
