@@ -108,6 +108,14 @@ def test_a_device_whose_maker_prints_no_peak_reads_weights_as_fast_as_its_memory
     assert rates[0] == pytest.approx(rates[1], rel=0.05)
 
 
+def test_llama_cpp_on_vulkan_uses_matrix_units_of_intel_from_xe2_on() -> None:
+    shape = ROW | {"engine": "llama.cpp", "engine_version": "b6700 Vulkan", "weight_format": "q4_0"}
+    (old, new), _ = read_serving([shape | {"accelerator": name} for name in ("arc-a770", "arc-b580")])
+    assert old.system.peak == 2 * 19.66e12 and new.system.peak == pytest.approx(8 * 13.67e12)
+    (other,), _ = read_serving([shape | {"accelerator": "arc-a770", "engine_version": "b6700 SYCL"}])
+    assert other.system.peak == pytest.approx(8 * 19.66e12)
+
+
 def test_a_processor_without_a_dot_product_multiplies_8_bits_no_faster_than_32() -> None:
     shape = {"engine": "llama.cpp", "model": "llama-3.2-1b", "scenario": "prefill", "input_tokens": "512"}
     for name, ratio in (("cpu-hifive-premier-p550-4-core-risc-v", 1), ("cpu-pi-400-4gb", 1), ("cpu-pi-5-8gb", 4)):

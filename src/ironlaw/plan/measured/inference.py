@@ -164,7 +164,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         scenario=scenario,
         engine=engine,
         device=device,
-        system=_guessing(cells, system_of(demand, device, engine, layout, formats, rates=rates)),
+        system=_guessing(cells, system_of(demand, device, engine, layout, formats, backend, rates)),
         layout=layout,
         formats=formats,
         year=year,

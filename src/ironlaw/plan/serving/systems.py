@@ -27,6 +27,10 @@ LARGE_BYTES = 70 * 2**30
 INTEGERS_PER_LANE = 4
 """8-bit products of a CPU per 32-bit lane (AVX-VNNI, Arm's dot product), unless the catalogue has a lower rate."""
 
+VECTORS_ALONE = {("vulkan", "xe_hpg")}
+"""Backend of llama.cpp and generation whose matrix units it leaves alone (ggml-vulkan.cpp: cooperative matrices from
+Xe2 on). Vector units run 16-bit products at twice the fp32 rate, 8-bit ones at four times."""
+
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
 
 
@@ -85,7 +89,7 @@ def system_of(
         bandwidth=device.memory_bytes_per_second.value,
         link=link.value if link else PCIE_BYTES_PER_SECOND,
         memory=device.memory_bytes.value,
-        peak=product_peak(device, engine, formats),
+        peak=product_peak(device, engine, formats, backend),
         wide_peak=wide,
         dense_bytes=WIDE_BYTES if stored.experts else width,
         head_bytes=WIDE_BYTES if stored.wide else width,
@@ -106,7 +110,7 @@ def wide_peak(device: Accelerator) -> float:
     return max(known)
 
 
-def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -> float:
+def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats, backend: str = "") -> float:
     """Return the FLOP/s of the format of products, which narrow weights alone do not make narrow."""
     peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
     wide = wide_peak(device)
@@ -115,6 +119,8 @@ def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -
             quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
             integers = min(INTEGERS_PER_LANE * peaks.get("fp32", wide), peaks.get("int8", math.inf))
             return max(wide, integers) if quantised else wide
+        if (backend, device.generation) in VECTORS_ALONE:
+            return 2.0 * peaks["fp32"]
         # Quantised weights are multiplied as 8-bit integers, at a catalogued rate of twice that of fp16 with fp16 sums.
         # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums.
         return max(wide, peaks.get("int8", 0.0) / 2)
