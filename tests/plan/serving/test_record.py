@@ -116,6 +116,17 @@ def test_llama_cpp_on_vulkan_uses_matrix_units_of_intel_from_xe2_on() -> None:
     assert other.system.peak == pytest.approx(8 * 19.66e12)
 
 
+def test_quantised_weights_are_multiplied_at_the_rate_of_the_dot_product() -> None:
+    """A unit of RDNA 2 takes as many 8-bit products in a clock as one of RDNA 3, whose fp32 rate is of two at once."""
+    shape = ROW | {"engine": "llama.cpp", "weight_format": "q4_0"}
+    (old, new, wide), _ = read_serving(
+        [shape | {"accelerator": "rx-6900-xt"}, shape | {"accelerator": "rx-7900-xtx"},
+         shape | {"accelerator": "rx-6900-xt", "weight_format": "f16-gguf"}]
+    )  # fmt: skip
+    assert old.system.peak == pytest.approx(4 * 23.04e12) and new.system.peak == pytest.approx(2 * 61.39e12)
+    assert wide.system.peak == pytest.approx(2 * 23.04e12)
+
+
 def test_a_processor_without_a_dot_product_multiplies_8_bits_no_faster_than_32() -> None:
     shape = {"engine": "llama.cpp", "model": "llama-3.2-1b", "scenario": "prefill", "input_tokens": "512"}
     for name, ratio in (("cpu-hifive-premier-p550-4-core-risc-v", 1), ("cpu-pi-400-4gb", 1), ("cpu-pi-5-8gb", 4)):

@@ -31,6 +31,10 @@ VECTORS_ALONE = {("vulkan", "xe_hpg")}
 """Backend of llama.cpp and generation whose matrix units it leaves alone (ggml-vulkan.cpp: cooperative matrices from
 Xe2 on). Vector units run 16-bit products at twice the fp32 rate, 8-bit ones at four times."""
 
+DOT_PRODUCTS = ("rdna2",)
+"""Generations whose catalogued rate of 8-bit integers is that of the dot product of vector units, which llama.cpp's
+kernels are made of: they attain the same share of it as of RDNA 3's, whose matrix units are no faster than that."""
+
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
 
 
@@ -115,15 +119,16 @@ def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats, b
     peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
     wide = wide_peak(device)
     if engine.family == "gguf":
+        quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
         if device.generation.startswith("cpu"):
-            quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
             integers = min(INTEGERS_PER_LANE * peaks.get("fp32", wide), peaks.get("int8", math.inf))
             return max(wide, integers) if quantised else wide
         if (backend, device.generation) in VECTORS_ALONE:
             return 2.0 * peaks["fp32"]
         # Quantised weights are multiplied as 8-bit integers, at a catalogued rate of twice that of fp16 with fp16 sums.
         # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums.
-        return max(wide, peaks.get("int8", 0.0) / 2)
+        share = 1.0 if device.generation in DOT_PRODUCTS and quantised else 0.5
+        return max(wide, share * peaks.get("int8", 0.0))
     narrow = formats.activations or formats.weights
     if narrow.startswith("fp8") and formats.weights != "fp8-weight-only":
         return peaks.get("fp8", wide)
