@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from operations_data import REFERENCES, Array, Table
 
+from ironlaw.machine.efficiency.store import load_efficiency
+
 FOLDER = Path(__file__).parent.parent / "src" / "ironlaw" / "machine" / "efficiency" / "constants"
 PREFERRED = {"fp8": "trtllm", "nvfp4": "trtllm"}
 INHERITS = {
@@ -19,12 +21,15 @@ INHERITS = {
     "cdna2": ("cdna3", "not measured: constants of CDNA3"),
     "cdna3": ("hopper", "CDNA3: only collectives measured; the rest as on Hopper"),
     "cdna4": ("cdna3", "not measured: constants of CDNA3"),
-    "tpu": ("hopper", "TPU: not measured, and not built of tiles over SMs; constants of Hopper"),
-    "gaudi": ("hopper", "Gaudi: not measured; constants of Hopper"),
-    "trainium": ("hopper", "Trainium: not measured; constants of Hopper"),
+    "tpu": ("assumed", "TPU: not measured; plausible constants"),
     "volta": ("ampere", "V100: no attention or streaming kernel measured; as on A100"),
     "xe2": ("hopper", "Arc B-series: what is not measured is as on Hopper"),
 }
+BEST = {
+    "cdna2": (0.9, 560 / 294e12, "147.0 TFLOP/s a die at 1024x14080x19968"),
+    "cdna3": (0.7, 750 / 782e12, "781.9 TFLOP/s at 4096x10240x4864"),
+}
+"""Share of the peak in an endless tile, and joules per FLOP, at which the best of many shapes comes out as measured."""
 ORDER = ("flash_attention", "trtllm_mha", "flashinfer", "trtllm", "triton")
 
 
@@ -218,13 +223,20 @@ def assumed_records(records: list[Record]) -> list[Record]:
             constants = replace(r.constants, switch_fraction=racks[0].constants.switch_fraction)
             note = "in-switch share of GB200 in a rack of 72"
             out.append(replace(_assumed(r, r.generation, constants, note, 0.25), operation="collectives_nvl72"))
-    constants = replace(hopper_matmul.constants, attainable_fraction=0.7, joules_per_flop=750 / 782e12)
+    for generation, (level, joules, best) in BEST.items():
+        constants = replace(hopper_matmul.constants, attainable_fraction=level, joules_per_flop=joules)
+        note = (
+            f"shape constants of Hopper; level from {best}, ROCm 6.2, "
+            "in the table of maximum achievable matmul FLOPS of github.com/stas00/ml-engineering, "
+            "compute/accelerator/README.md"
+        )
+        out.append(_assumed(hopper_matmul, generation, constants, note, 0.35))
+    systolic = replace(load_efficiency("assumed").matmul["bf16"], operand_elements=0.0, evidence=None)
     note = (
-        "shape constants of Hopper; level from 781.9 TFLOP/s at 4096x10240x4864, ROCm 6.2, "
-        "in the table of maximum achievable matmul FLOPS of github.com/stas00/ml-engineering, "
-        "compute/accelerator/README.md"
+        "plausible; in a systolic array operands pass from cell to cell: a tile's edges cost nothing "
+        "(Google, Cloud TPU architecture)"
     )
-    return [*out, _assumed(hopper_matmul, "cdna3", constants, note, 0.35)]
+    return [*out, _assumed(hopper_matmul, "tpu", systolic, note, 0.35)]
 
 
 def _assumed(like: Record, generation: str, constants: Any, note: str, width: float) -> Record:

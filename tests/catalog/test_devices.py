@@ -46,6 +46,11 @@ def test_every_figure_of_a_device_is_sourced_and_in_si_units(name):
     assert order == sorted(order)  # narrower is never slower
 
 
+def test_a_processors_memory_is_as_fast_as_its_cores_reach():
+    cores, graphics = (accelerator(name).memory_bytes_per_second.value for name in ("cpu-m2-max", "m2-max-38c"))
+    assert cores == pytest.approx(0.6 * graphics, rel=0.02)
+
+
 def test_peaks_follow_from_fp32_by_the_whitepapers_ratio():
     """Dense TFLOP/s as NVIDIA and AMD print them for the card."""
     printed = {

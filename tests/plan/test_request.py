@@ -78,6 +78,24 @@ def test_conventions_of_mfu_differ_by_what_they_count(searched):
     assert totals["hfu"].value >= totals["mfu"].value * 0.999
 
 
+@pytest.mark.parametrize(
+    ("engine", "matmuls", "attention"), [("nemo", 0, 1), ("maxtext", 0.63, 1), ("torchtitan", 0.38, 0)]
+)
+def test_hfu_counts_what_the_engine_repeats(engine, matmuls, attention):
+    """By hand: 218,103,808 weights of products in each of 32 blocks; a token meets 4,096 of 8,192 keys on average."""
+    words = {
+        "on": "64xh100-sxm-80gb",
+        "sequence": 8192,
+        "global_batch": 64,
+        "layout": "dp=64 zero=3 recompute=selective",
+    }
+    totals = plan("llama3-8b", engine=engine, **words).ledger.totals
+    blocks, scores, head = 32 * 218_103_808, 32 * 2 * 4096 * 4096, 4096 * 128_256
+    once = blocks + scores + head
+    again = (matmuls * blocks + attention * scores) / (3 * once)
+    assert totals["hfu"].value / totals["mfu"].value == pytest.approx(1 + again, rel=0.002)
+
+
 def test_a_given_layout_is_planned_as_given():
     answer = plan("llama3-1b", "h100-sxm-80gb", "dp=1 micro_batch=1 recompute=selective", **work("1B", 2048, 8))
     assert answer.fits and answer.more["layout"]["recompute"] == "selective"

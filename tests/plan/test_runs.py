@@ -10,7 +10,7 @@ from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import candidates_of_jobs
-from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.accelerator import PACKAGES, accelerator_of
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import read_table
 from ironlaw.plan.measured.read import read_runs
@@ -45,7 +45,8 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         for cells in ({"accelerators": "1"}, {}, {"accelerators": "64", "tp": "4", "pp": "2", "zero": "1"}):
             rows.append(ROW | {"accelerator": name} | cells)
     record = validate(write(tmp_path / "runs.csv", rows))
-    assert {run.cluster.accelerator.name for run in record.runs} == set(accelerator_names())
+    planned = {run.cluster.accelerator.name for run in record.runs}
+    assert planned == set(accelerator_names()) - set(PACKAGES)
     seconds = record.prediction.step_seconds
     flops = of_runs(record.runs, lambda candidates: candidates.model_flops() / candidates.accelerators)
     mfu = flops / (record.prediction.peak_flops_per_second * seconds)
@@ -188,6 +189,7 @@ def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
     ("cells", "name", "value"),
     [
         ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2), ({"zero": "none"}, "zero", 0),
+        ({"zero": "HSDP"}, "zero", 3), ({"zero": "SHARD_GRAD_OP"}, "zero", 2), ({"zero": "NO_SHARD"}, "zero", 0),
         ({"recompute": "True"}, "recompute", "full"), ({"recompute": "selective (op)"}, "recompute", "selective"),
         ({"recompute": "None"}, "recompute", "none"), ({"attention": "eager"}, "flash", 0),
         ({"attention": "TE fused"}, "flash", 1), ({"heads": ""}, "heads", 32), ({"vocab": ""}, "vocab", 50304),
@@ -256,7 +258,7 @@ def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
         ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"), ("a100", "a100-sxm-80gb"), ("A100 40GB", "a100-sxm-40gb"),
         ("h200-sxm-141gb", "h200"), ("GB200 NVL72", "gb200"), ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
         ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("a800", "a100-sxm-80gb"),
-        ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"),
+        ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"), ("v5p-256", "tpu-v5p"), ("Trillium", "tpu-v6e"),
     ],
 )  # fmt: skip
 def test_accelerators_as_people_write_them(cell, name):
@@ -270,8 +272,20 @@ def test_what_is_no_accelerator_is_refused(cell):
         accelerator_of(cell)
 
 
+def test_devices_are_what_software_sees(tmp_path):
+    """Software sees the two dies of a package of which a node holds four: of 8 a node each has half of a package."""
+    die, package = (
+        read(tmp_path, accelerator="MI250X", accelerators="16", per_node=each)[0].cluster.accelerator for each in "84"
+    )
+    assert (die.name, package.name) == ("mi250x-gcd", "mi250x")
+    for key, figure in die.figures().items():
+        assert key == "clock_hz" or figure.value == pytest.approx(package.figures()[key].value / 2), key
+    assert accelerator_of("AMD Instinct MI250X")[0] == die  # as its driver names each
+
+
 def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
-    """8B parameters at 16 bytes fit on 8 devices of 80 GB with the optimizer sharded; 70B need sharded weights too."""
+    """8B parameters at 16 bytes fit on 8 devices of 80 GB with the optimizer sharded; 70B need sharded weights too, a
+    pipeline of 405B gradients."""
     plain = {"framework": "somebody's own", "zero": "", "recompute": "full", "accelerator": "h100-sxm-80gb"}
     small, large = (
         validate(write(tmp_path / "runs.csv", [ROW | plain | shape])).runs[0]
@@ -280,6 +294,10 @@ def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
     )  # fmt: skip
     assert small.engine.name == "generic" and small.job.layout.zero == 1
     assert large.job.layout.zero == 3 and any("zero = 3" in note for note in large.assumed)
+    pipeline = plain | {"layers": "126", "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn": "53248", "tp": "8"}
+    pipeline |= {"pp": "16", "accelerators": "1024", "seq": "8192", "global_batch": "256", "recompute": ""}
+    (whole,) = validate(write(tmp_path / "runs.csv", [ROW | pipeline])).runs
+    assert whole.job.layout.zero == 2  # weights that every micro-batch would gather again stay
 
 
 MIXTRAL = {"model": "mixtral_8x7B, 8 layers", "layers": "8", "vocab": "32000", "ep": "8", "accelerators": "8"}
@@ -320,6 +338,13 @@ def test_torchtitan_does_not_gather_weights_again_in_pipelines(tmp_path):
     for others in ({"pp": "1"}, {"pp": "2", "framework": "another"}):
         run, _ = read(tmp_path, **cells | others)
         assert run.job.layout.zero == 3
+
+
+def test_a_pipeline_whose_sharding_nobody_states_keeps_its_weights(tmp_path):
+    said = {"framework": "PaxML", "zero": "", "accelerator": "h100-sxm-80gb", "accelerators": "64"}
+    assert read(tmp_path, **said)[0].job.layout.zero == 3
+    assert read(tmp_path, **said, pp="4")[0].job.layout.zero == 1
+    assert read(tmp_path, **said | {"zero": "3"}, pp="4")[0].job.layout.zero == 3
 
 
 def test_a_rack_has_the_network_of_its_trays_however_many_are_called_a_node():

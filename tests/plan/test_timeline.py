@@ -134,6 +134,7 @@ def test_the_loss_waits_for_the_device_also_where_blocks_wait_for_launches():
     ("said", "name"),
     [
         ("Megatron-Core 0.14", "megatron-core"), ("GPT-NeoX", "megatron-deepspeed"), ("MaxText", "maxtext"),
+        ("Levanter", "levanter"), ("Pax (GPT-3)", "paxml"),
         ("LLM Foundry 0.22", "composer-fsdp"), ("torchtitan 0.3", "torchtitan"), ("torchtitan 0.0.2/torch 2.7",
         "torchtitan-2025"), ("NeMo 26.04", "nemo"), ("Megatron-Bridge", "nemo"), ("NVIDIA NeMo 25.02", "nemo"),
         ("ROCm (Megatron-LM)", "megatron-core"), ("MLPerf, Megatron-DeepSpeed", "megatron-deepspeed"),

@@ -181,10 +181,12 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _names_of(chip: str) -> list[str]:
-    """Return the catalogue's names of one chip: its name alone, or followed by form and memory."""
+    """Return the catalogue's names of one chip: its name alone, or followed by form and memory. The `v5p` of a slice
+    `v5p-128` is a TPU."""
     if not chip or chip in _NO_CHIPS:
         return []
-    return [name for name in (*accelerator_names(), *devices.lines()) if name == chip or name.startswith(chip + "-")]
+    names = (*accelerator_names(), *devices.lines())
+    return [name for name in names if name in (chip, f"tpu-{chip}") or name.startswith(chip + "-")]
 
 
 def _agrees(name: str, form: str, memory: str) -> bool:

@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
+from ironlaw.catalog.devices import lines
 from ironlaw.errors import UserError
+from ironlaw.machine.efficiency.hardware import Hardware
 from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.store import generations, load_efficiency, reference_accelerators, reference_hardware
 
@@ -127,7 +130,7 @@ def test_formats_borrow_and_cast() -> None:
 
 
 def test_unmeasured_generations_say_so_and_are_wide() -> None:
-    for generation in ("cdna3", "cdna4", "tpu", "gaudi", "trainium", "turing"):
+    for generation in ("cdna2", "cdna3", "cdna4", "tpu", "turing"):
         efficiency = load_efficiency(generation)
         assert any(line.startswith("matmul") for line in efficiency.assumptions())
         evidence = efficiency.matmul_for("bf16").evidence
@@ -135,6 +138,18 @@ def test_unmeasured_generations_say_so_and_are_wide() -> None:
         assert math.exp(evidence.log_error_p90 - evidence.log_error_p10) > 1.8
     measured = load_efficiency("hopper").matmul_for("bf16").evidence
     assert measured is not None and not measured.assumed and measured.rows > 3000
+
+
+def test_every_file_of_constants_is_of_a_catalogued_generation() -> None:
+    catalogued = (accelerator(name) for name in (*accelerator_names(), *lines()))
+    assert set(generations()) <= {acc.measured_generation for acc in catalogued}
+
+
+def test_a_systolic_array_pays_nothing_for_the_edges_of_tiles() -> None:
+    tpu = load_efficiency("tpu").matmul_for("bf16")
+    device = Hardware("tpu", {"bf16": 459e12}, 2.765e12, 8, math.inf, load_efficiency("tpu"))
+    rate = 2 * 16384 * 28672 * 8192 / matmul_seconds(16384, 28672, 8192, hardware=device)
+    assert rate == pytest.approx(tpu.attainable_fraction * 459e12, rel=0.03)
 
 
 def test_unknown_generation_names_the_nearest() -> None:

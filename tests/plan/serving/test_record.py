@@ -60,6 +60,23 @@ def test_copies_of_attention_share_experts(said: dict[str, str], tp: int, copies
     assert (found.tp, found.attention_dp, found.replicas, found.devices) == (tp, copies, replicas, tp * copies)
 
 
+@pytest.mark.parametrize(
+    ("said", "tp", "pp", "replicas"),
+    [
+        ({}, 4, 1, 1),
+        ({"dp": "2"}, 2, 1, 2),
+        ({"dp": "4"}, 1, 1, 4),
+        ({"engine": "llama.cpp", "weight_format": "q4_k_m"}, 1, 4, 1),
+        ({"engine": "exllamav2", "weight_format": "exl2-4.0bpw", "tp": "4"}, 4, 1, 1),
+        ({"engine": "transformers", "pp": "2"}, 1, 2, 2),
+    ],
+)
+def test_devices_that_no_degree_tells_of_do_what_the_engine_does(said: dict[str, str], tp: int, pp: int, replicas: int):
+    (run,), _ = read_serving([ROW | {"accelerators": "4", "tp": ""} | said])
+    assert (run.layout.tp, run.layout.pp, run.layout.replicas) == (tp, pp, replicas)
+    assert bool(run.assumed) == ("tp" not in said and "pp" not in said and said.get("dp") != "4")
+
+
 def test_a_pass_that_proposes_tokens_gives_more() -> None:
     shape = {"model": "deepseek-r1", "accelerators": "8", "tp": "8", "weight_format": "fp8"}
     (plain, mtp, other), _ = read_serving([ROW | shape | {"speculative": s} for s in ("", "mtp", "eagle")])
@@ -79,6 +96,44 @@ def test_an_engine_that_nobody_knows_takes_the_base_with_a_wide_interval() -> No
     assert not known.assumed and "nobodys" in other.assumed[0]
     wide, narrow = (serving_record([run], [])["rows"][0]["interval"]["tpot_seconds"] for run in (other, known))
     assert wide[1] / wide[0] > 1.3 * narrow[1] / narrow[0]
+
+
+def test_a_device_whose_maker_prints_no_peak_reads_weights_as_fast_as_its_memory_allows() -> None:
+    shape = {"model": "llama-3.2-3b", "engine": "qualcomm-genie", "weight_format": "int4-w4a16", "tp": ""}
+    (phone, laptop), _ = read_serving(
+        [ROW | shape | {"accelerator": name} for name in ("snapdragon-8-elite-npu", "snapdragon-x-elite-npu")]
+    )
+    assert "prints none" in phone.assumed[0] and not laptop.assumed
+    rates = [(predict(run)["output_tokens_per_second"] or 0) / float(run.system.bandwidth) for run in (phone, laptop)]
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
+
+
+def test_llama_cpp_on_vulkan_uses_matrix_units_of_intel_from_xe2_on() -> None:
+    shape = ROW | {"engine": "llama.cpp", "engine_version": "b6700 Vulkan", "weight_format": "q4_0"}
+    (old, new), _ = read_serving([shape | {"accelerator": name} for name in ("arc-a770", "arc-b580")])
+    assert old.system.peak == 2 * 19.66e12 and new.system.peak == pytest.approx(8 * 13.67e12)
+    (other,), _ = read_serving([shape | {"accelerator": "arc-a770", "engine_version": "b6700 SYCL"}])
+    assert other.system.peak == pytest.approx(8 * 19.66e12)
+
+
+def test_quantised_weights_are_multiplied_at_the_rate_of_the_dot_product() -> None:
+    """A unit of RDNA 2 takes as many 8-bit products in a clock as one of RDNA 3, whose fp32 rate is of two at once."""
+    shape = ROW | {"engine": "llama.cpp", "weight_format": "q4_0"}
+    (old, new, wide), _ = read_serving(
+        [shape | {"accelerator": "rx-6900-xt"}, shape | {"accelerator": "rx-7900-xtx"},
+         shape | {"accelerator": "rx-6900-xt", "weight_format": "f16-gguf"}]
+    )  # fmt: skip
+    assert old.system.peak == pytest.approx(4 * 23.04e12) and new.system.peak == pytest.approx(2 * 61.39e12)
+    assert wide.system.peak == pytest.approx(2 * 23.04e12)
+
+
+def test_a_processor_without_a_dot_product_multiplies_8_bits_no_faster_than_32() -> None:
+    shape = {"engine": "llama.cpp", "model": "llama-3.2-1b", "scenario": "prefill", "input_tokens": "512"}
+    for name, ratio in (("cpu-hifive-premier-p550-4-core-risc-v", 1), ("cpu-pi-400-4gb", 1), ("cpu-pi-5-8gb", 4)):
+        (few, wide), _ = read_serving(
+            [ROW | shape | {"accelerator": name, "weight_format": f} for f in ("q4_0", "bf16")]
+        )
+        assert few.system.peak == ratio * wide.system.peak
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,17 @@ def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
     assert 14 < played.decode_batch <= 16
 
 
+def test_what_the_host_does_for_a_prompt_delays_itself_and_a_quarter_of_it_the_others() -> None:
+    quick = served().system
+    slow = replace(quick, rates=replace(quick.rates, prompt_seconds=quick.rates.prompt_seconds + 0.1))
+    cycles = [64 * 128 / at_concurrency(s, 64.0, 1024.0, 128.0, False).tokens_per_second for s in (quick, slow)]
+    assert cycles[1] - cycles[0] == pytest.approx(0.075 + 64 * 0.025)
+    request = parse_request("input=1024 output=128 rate=0.1")
+    alone = [play(s, request, 1e6, 256) for s in (quick, slow)]
+    assert alone[1].ttft_seconds["p50"] - alone[0].ttft_seconds["p50"] == pytest.approx(0.1, rel=0.05)
+    assert alone[1].tpot_seconds["mean"] == pytest.approx(alone[0].tpot_seconds["mean"], rel=0.01)
+
+
 def test_a_pipeline_with_room_for_fewer_requests_than_parts_serves_them() -> None:
     request = parse_request("input=100000 output=1000 rate=0.01")
     small = replace(served("rtx-3060"), model=ModelConfig.named("llama-3.1-8b"), layout=ServingLayout(devices=4, pp=4))

@@ -290,18 +290,19 @@ class Candidates:
         """Return the matrix FLOPs of one step, forward and backward, without the masked scores of attention."""
         return np.asarray(3 * sum(self.forward_flops()) * self.global_batch)
 
-    def hardware_flops(self) -> Array:
+    def hardware_flops(self, selective: tuple[float, float] = (0.0, 1.0)) -> Array:
         """Return `model_flops` plus recomputation and, for standard attention, the masked scores that it computes.
 
-        With full recomputation this is equation 3 of arXiv 2104.04473.
+        With full recomputation this is equation 3 of arXiv 2104.04473. `selective`: shares of the blocks' matmuls and
+        of attention that selective recomputation repeats; Megatron's repeats attention.
         """
         linear, attention, head = self.forward_flops()
         if not self.flash:
             widths = self.model.query_size + self.model.mixed_size
             attention = 2 * self.model.layers * widths * self.sequence**2
         again = self.recomputed_share
-        attention_again = np.where(self.has("recompute", "selective"), 1.0, again)
-        blocks = linear * (3 + again) + attention * (3 + attention_again)
+        linear_again, attention_again = (np.where(self.has("recompute", "selective"), s, again) for s in selective)
+        blocks = linear * (3 + linear_again) + attention * (3 + attention_again)
         return np.asarray((blocks + 3 * head) * self.global_batch)
 
 

@@ -135,8 +135,8 @@ def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine)
     inputs); torchtitan repeats every other matmul and element-wise operations, seldom attention.
     """
     if not engine.repeats_attention_alone:
-        shares = {"matmul": engine.selective_matmul_share, "stream": 1.0, "shard": 1.0}
-        return 1.0, shares.get(part, engine.selective_attention_share)
+        matmuls, attention = engine.selective_shares
+        return 1.0, {"matmul": matmuls, "stream": 1.0, "shard": 1.0}.get(part, attention)
     if engine.widens_again(model):
         return 1.0, float(op.name.removesuffix("_cast") in WIDENING)
     return 1.0, float(part in ("attention", "scores"))

@@ -126,6 +126,12 @@ class TrainingEngine(Conventions):
         """Whether selective recomputation repeats attention alone, as in Megatron; else cheap operations and others."""
         return self.fused and self.selective_matmul_share == 0
 
+    @property
+    def selective_shares(self) -> tuple[float, float]:
+        """Shares of a block's matmuls and of its attention that selective recomputation repeats."""
+        alone = self.repeats_attention_alone
+        return (0.0, 1.0) if alone else (self.selective_matmul_share, self.selective_attention_share)
+
     def reduces_in_pieces(self, zero: Size, pp: Size) -> Size:
         """Return whether gradients are reduced with every micro-batch, not once a step."""
         return (zero >= 2) & ((pp == 1) | (not self.pipeline_keeps))

@@ -24,9 +24,17 @@ IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
 processor. Tables of racks often give the chip's name alone."""
 
 
-def accelerator_of(cell: str) -> tuple[Accelerator, str]:
+PACKAGES = {"mi250x": ("mi250x-gcd", 4)}
+"""Packages of several dies -> a die, and the packages of a node. Software sees dies, and runs are counted in them."""
+
+
+def accelerator_of(cell: str, per_node: int | None = None) -> tuple[Accelerator, str]:
     """Return the accelerator and a note of what was assumed. Raises the catalogue's UserError if none is similar."""
     name, difference = closest(cell)
+    die, packages = PACKAGES.get(name, (name, None))
+    if name != die and per_node != packages:
+        difference = f"software sees the dies of a package as devices; per_node = {packages} means packages"
+        name = die
     if difference is None:
         return accelerator(name), ""
     return accelerator(name), f"accelerator = {name} (for '{cell.strip()}'{': ' + difference if difference else ''})"

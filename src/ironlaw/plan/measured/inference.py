@@ -24,11 +24,13 @@ from typing import Any
 import numpy as np
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, taken_for
+from ironlaw.catalog.devices import lines
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.candidates import plain_model
+from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.parsing import Cells, Row, read_table
 from ironlaw.plan.measured.read import Rejected
 from ironlaw.plan.measured.validate import errors, not_planned
@@ -141,8 +143,7 @@ MEASURES = (
 
 
 def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
-    name = cells.needed_text("accelerator")  # where a user would be asked which variant, take the first
-    device = accelerator((taken_for(name) or (name, ""))[0])
+    device = _device(cells)
     said = cells.text("date")[:4]
     year = int(said) if said.isdecimal() else LATEST
     engine = _engine(cells, year)
@@ -151,7 +152,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
     )
     demand = _demand(cells, demands)
-    layout = _layout(cells, demand.experts > 0)
+    layout = _layout(cells, demand.experts > 0, engine.by_layers)
     version = cells.lower("engine_version") if engine.family == "gguf" else ""
     backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
     rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
@@ -163,7 +164,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         scenario=scenario,
         engine=engine,
         device=device,
-        system=_guessing(cells, system_of(demand, device, engine, layout, formats, rates=rates)),
+        system=_guessing(cells, system_of(demand, device, engine, layout, formats, backend, rates)),
         layout=layout,
         formats=formats,
         year=year,
@@ -179,6 +180,21 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
     )
 
 
+def _device(cells: Cells) -> Accelerator:
+    """Return the row's device. One whose maker prints no peak gets those of the fastest of its generation: decoding
+    reads weights, and little of its time hangs on them."""
+    name = cells.needed_text("accelerator")
+    device, note = accelerator_of((taken_for(name) or (name, ""))[0])
+    cells.assumed += [note] if note else []
+    if device.peak_flops_per_second:
+        return device
+    alike = [found for name in lines() if (found := accelerator(name)).generation == device.generation]
+    peaks = {a.name: max((f.value for f in a.peak_flops_per_second.values()), default=0.0) for a in alike}
+    fastest = max(alike, key=lambda a: peaks[a.name])
+    cells.assumed.append(f"peak = that of {fastest.name} (the maker of {device.name} prints none)")
+    return replace(device, peak_flops_per_second=fastest.peak_flops_per_second)
+
+
 def _engine(cells: Cells, year: int) -> ServingEngine:
     """Return the row's engine; an unknown one, for which a user would be asked, gets the base constants. vLLM captures
     graphs since its release 0.2.6 of December 2023."""
@@ -190,14 +206,15 @@ def _engine(cells: Cells, year: int) -> ServingEngine:
         return ServingEngine(name, key=name.strip().lower())
 
 
-def _layout(cells: Cells, experts: bool) -> ServingLayout:
+def _layout(cells: Cells, experts: bool, by_layers: bool) -> ServingLayout:
     """Return the degrees of one copy of the model; the remaining devices are copies, or share its experts."""
     count = cells.whole("accelerators") or 1
     tp, pp, ep, dp = (cells.whole(name) for name in ("tp", "pp", "ep", "dp"))
+    each = count // (dp or 1)  # a copy's devices, if no degree of it is given
+    if tp is None and pp is None and by_layers and each > 1:
+        pp = cells.assume("pp", each, "not said: this engine divides layers")
     if tp is None:
-        tp = 1 if (pp or 1) > 1 else count
-        if count > 1:
-            cells.assumed.append(f"tp = {tp} (not said)")
+        tp = 1 if (pp or 1) > 1 or each < 2 else cells.assume("tp", each, "not said")
     pp = pp or 1
     if tp * pp > count:
         raise UserError(f"tp = {tp} and pp = {pp} need more than accelerators = {count}")

@@ -128,13 +128,15 @@ class Cells:
         return self.text("group") or "(no group)"
 
     def zero_stage(self) -> int | None:
-        """Return the ZeRO stage, 0 to 3, or None; `fsdp`, `full_shard` and `zero-3` are 3."""
-        cell = self.lower("zero")
-        if any(word in cell for word in ("fsdp", "full_shard", "full shard")):
+        """Return the ZeRO stage, 0 to 3, or None; `fsdp`, `full_shard`, `hsdp` and `zero-3` are 3."""
+        cell = re.sub(r"[\s\-_]+", " ", self.lower("zero"))
+        if any(word in cell for word in ("fsdp", "hsdp", "full shard", "hybrid shard")):
             return 3
-        if cell in FALSE:
+        if "shard grad op" in cell:
+            return 2
+        if cell in FALSE | {"ddp", "no shard"}:
             return 0
-        digits = re.fullmatch(r"(?:zero|stage)?[\s\-_]*([0-3])(?:\.0)?", cell)
+        digits = re.fullmatch(r"(?:zero)? ?(?:stage)? ?([0-3])(?:\.0)?", cell)
         if cell and not digits:
             raise UserError(f"zero is 0, 1, 2 or 3, not '{cell}'")
         return int(digits[1]) if digits else None

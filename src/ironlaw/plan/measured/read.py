@@ -115,7 +115,7 @@ def _stated_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
 
 def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Mapping[str, int]) -> Run:
     count = cells.needed("accelerators")
-    acc, note = accelerator_of(cells.text("accelerator"))
+    acc, note = accelerator_of(cells.text("accelerator"), cells.whole("per_node"))
     acc, rack = in_rack(acc, cells.text("interconnect"))
     cells.assumed += [said for said in (note, rack) if said]
     attention = cells.attention()
@@ -228,6 +228,8 @@ def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, f
         raise UserError(f"global_batch {global_batch} is less than dp {dp} x micro_batch {micro_batch}")
     if zero == 3 and pp > 1 and engine.pipeline_keeps:
         zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
+    if zero is None and pp > 1 and engine.default_zero == 3 and not engine.pipeline_keeps:
+        zero = cells.assume("zero", 1, "the engine's default is 3, which pipelines would gather for every micro-batch")
     if zero is None:
         zero = cells.assume("zero", engine.default_zero, "the engine's default")
     layout = replace(layout, zero=zero, virtual_stages=virtual)

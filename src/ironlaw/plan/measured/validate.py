@@ -108,8 +108,13 @@ def in_layout(every: float | None = None, **changes: Any) -> Callable[[TrainingJ
 
 
 def _sharding(engine: TrainingEngine) -> Iterator[Attempt]:
+    """Yield shardings. Pipelines keep their weights whole, which all micro-batches of a step use in turn."""
+
+    def more(job: TrainingJob) -> TrainingJob:
+        return in_layout(zero=3 if job.layout.pp == 1 else 2)(job)
+
     yield in_layout(), ()
-    yield in_layout(zero=3), ("zero = 3, for with less sharding the run would not fit",)
+    yield more, ("zero = 3, in pipelines 2, for with less sharding the run would not fit",)
 
 
 def _micro_batch(engine: TrainingEngine) -> Iterator[Attempt]:

@@ -314,7 +314,7 @@ def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: 
     step = ledger.totals["step_seconds"]
     candidates = request.candidates([layout])
     peak = where.hardware.peak(request.precision) * request.cluster.count
-    ledger.totals |= other_conventions(request.model, candidates, step, peak)
+    ledger.totals |= other_conventions(request.model, candidates, step, peak, where.engine.selective_shares)
     words = f"{request.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
     ledger.totals["total_seconds"] = step.scaled(request.steps, words)
 
@@ -404,9 +404,13 @@ def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, An
 
 
 def other_conventions(
-    model: ModelConfig, candidates: Candidates, step: Estimate, peak_flops_per_second: float
-) -> dict[str, Estimate]:
-    """Returns `mfu_palm`, `mfu_6nd` and `hfu` of the first job; the peak is that of all accelerators."""
+    model: ModelConfig, candidates: Candidates, step: Estimate, peak_flops_per_second: float,
+    selective: tuple[float, float] = (0.0, 1.0),
+) -> dict[str, Estimate]:  # fmt: skip
+    """Returns `mfu_palm`, `mfu_6nd` and `hfu` of the first job; the peak is that of all accelerators.
+
+    `selective`: as in `Candidates.hardware_flops`.
+    """
     tokens = float(candidates.sequence[0] * candidates.global_batch[0])
     attention = 6 * model.layers * (model.query_size + model.mixed_size) * float(candidates.sequence[0])
     n = model.active_parameters  # all of them in a dense model
@@ -417,7 +421,7 @@ def other_conventions(
             f"6 N + 12 L H Q S per token, {which}, masked attention counted (PaLM, arXiv 2204.02311, app. B)",
         ),
         "mfu_6nd": (6 * n * tokens, f"6 N per token, {which}, no attention"),
-        "hfu": (float(candidates.hardware_flops()[0]), "matrix FLOPs with what is recomputed"),
+        "hfu": (float(candidates.hardware_flops(selective)[0]), "matrix FLOPs with what is recomputed"),
     }
     words = "over dense peak and step time"
     return {name: step.rate(flops / peak_flops_per_second, f"{of}; {words}") for name, (flops, of) in counted.items()}

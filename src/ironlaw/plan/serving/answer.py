@@ -149,8 +149,8 @@ def _forms(
 
 
 def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
-    """Return the layout of copies on `devices` each: every matrix divided, or in llama.cpp a pipeline of layers."""
-    tp, pp = (1, devices) if engine.family == "gguf" else (devices, 1)
+    """Return the layout of copies on `devices` each: every matrix divided, or a pipeline of layers."""
+    tp, pp = (1, devices) if engine.by_layers else (devices, 1)
     return ServingLayout(devices=devices, tp=tp, pp=pp, replicas=replicas)
 
 
@@ -280,7 +280,7 @@ def _given(
         return Served(model, device, engine, _layout(layout, count), formats)
     best: Served | None = None
     for size in [n for n in DEVICES_OF_A_COPY if n <= count and count % n == 0] or [count]:
-        if engine.family != "gguf" and model.heads % size:
+        if not engine.by_layers and model.heads % size:
             continue
         served = Served(model, device, engine, copies_on(engine, size, count // size), formats)
         if best is None or (served.fits_request(request) and _better(served, best, request)):

@@ -66,6 +66,7 @@ class ServingEngine:
     key: str  # the engine whose effects apply
     # "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
     family: str = "gpu"
+    by_layers: bool = False  # several devices divide the layers, not every matrix
     paged: bool = True  # the cache is allocated in blocks; False: every sequence reserves its full length
     memory_fraction: float = 0.9  # of the device's memory, for weights and cache
     of_free: bool = False  # that fraction applies to the memory left by the weights

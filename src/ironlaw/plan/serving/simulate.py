@@ -30,6 +30,7 @@ from ironlaw.plan.serving.timing import (
     System,
     at_concurrency,
     decode_seconds,
+    own_seconds,
     pass_parts,
     prompt_seconds,
 )
@@ -62,6 +63,8 @@ class SimulatedRequest:
 
 
 class Clock(Protocol):
+    own_seconds: float  # that each request takes beside all passes, before its first token
+
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
         """Return the seconds of a step by part: a token for each of `decoding` sequences with `length` cached tokens,
         and `new` tokens of `prompts` prompts with `cached` tokens."""
@@ -204,9 +207,9 @@ class _Replay:
             given += 1
             one.cached += 1
             if one.produced == 1:
-                one.first = self.now
+                one.first = self.now + self.clock.own_seconds
             if one.produced >= one.output:
-                one.last = self.now
+                one.last = self.now + self.clock.own_seconds
                 self.running.remove(one)
                 self.done.append(one)
                 if self.at_once is not None and self.coming:
@@ -249,6 +252,7 @@ class _Clock:
     def __init__(self, system: System) -> None:
         self.system, self.known = system, dict[tuple[int, int, int], dict[str, float]]()
         self.windowed, self.window = system.demand.windowed, system.demand.window
+        self.own_seconds = float(own_seconds(system))
         # Seconds per cached token, the draft model's included.
         self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
 
@@ -315,6 +319,7 @@ def play_apart(
 
 def most_apart(system: System, layout: ServingLayout, request: ServeRequest, most: int) -> float:
     """Return all copies' output tokens per second with an endless queue: the slower of prefill and decoding."""
-    prompts = layout.prefill / float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
+    each = prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix) - own_seconds(system)
+    prompts = layout.prefill / float(each)
     answers = layout.replicas * most / float(decode_seconds(system, float(most), request.length))
     return min(prompts * request.output, answers)

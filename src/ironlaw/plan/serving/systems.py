@@ -6,6 +6,7 @@ system = system_of(ModelConfig.named("llama3-70b"), accelerator("h100-sxm-80gb")
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ironlaw.catalog.accelerators import Accelerator
@@ -24,7 +25,15 @@ LARGE_BYTES = 70 * 2**30
 """Memory from which vLLM runs 1,024 requests at once by default, except on A100 (vllm/engine/arg_utils.py)."""
 
 INTEGERS_PER_LANE = 4
-"""8-bit products of a CPU per 32-bit lane (AVX-VNNI, Arm's dot product)."""
+"""8-bit products of a CPU per 32-bit lane (AVX-VNNI, Arm's dot product), unless the catalogue has a lower rate."""
+
+VECTORS_ALONE = {("vulkan", "xe_hpg")}
+"""Backend of llama.cpp and generation whose matrix units it leaves alone (ggml-vulkan.cpp: cooperative matrices from
+Xe2 on). Vector units run 16-bit products at twice the fp32 rate, 8-bit ones at four times."""
+
+DOT_PRODUCTS = ("rdna2",)
+"""Generations whose catalogued rate of 8-bit integers is that of the dot product of vector units, which llama.cpp's
+kernels are made of: they attain the same share of it as of RDNA 3's, whose matrix units are no faster than that."""
 
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
 
@@ -84,7 +93,7 @@ def system_of(
         bandwidth=device.memory_bytes_per_second.value,
         link=link.value if link else PCIE_BYTES_PER_SECOND,
         memory=device.memory_bytes.value,
-        peak=product_peak(device, engine, formats),
+        peak=product_peak(device, engine, formats, backend),
         wide_peak=wide,
         dense_bytes=WIDE_BYTES if stored.experts else width,
         head_bytes=WIDE_BYTES if stored.wide else width,
@@ -105,17 +114,21 @@ def wide_peak(device: Accelerator) -> float:
     return max(known)
 
 
-def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -> float:
+def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats, backend: str = "") -> float:
     """Return the FLOP/s of the format of products, which narrow weights alone do not make narrow."""
     peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
     wide = wide_peak(device)
     if engine.family == "gguf":
+        quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
         if device.generation.startswith("cpu"):
-            quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
-            return max(wide, INTEGERS_PER_LANE * peaks.get("fp32", wide)) if quantised else wide
+            integers = min(INTEGERS_PER_LANE * peaks.get("fp32", wide), peaks.get("int8", math.inf))
+            return max(wide, integers) if quantised else wide
+        if (backend, device.generation) in VECTORS_ALONE:
+            return 2.0 * peaks["fp32"]
         # Quantised weights are multiplied as 8-bit integers, at a catalogued rate of twice that of fp16 with fp16 sums.
         # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums.
-        return max(wide, peaks.get("int8", 0.0) / 2)
+        share = 1.0 if device.generation in DOT_PRODUCTS and quantised else 0.5
+        return max(wide, share * peaks.get("int8", 0.0))
     narrow = formats.activations or formats.weights
     if narrow.startswith("fp8") and formats.weights != "fp8-weight-only":
         return peaks.get("fp8", wide)
