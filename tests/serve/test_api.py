@@ -139,6 +139,59 @@ def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served: tuple[str, E
     assert kept["choices"][0]["text"] == whole[: whole.index(stop) + len(stop)]
 
 
+def test_logprobs_tell_the_bytes_and_places_of_the_tokens_of_an_answer_streamed_or_not(
+    served: tuple[str, Engine],
+) -> None:
+    url, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    asked: Any = {"model": "tiny", "prompt": "def", "max_tokens": 60, "seed": 5, "logprobs": 3, "stop": ["\ue000"]}
+    whole = client.completions.create(**asked).choices[0]
+    logs = whole.logprobs
+    assert any(token.startswith("bytes:\\x") for token in logs.tokens)  # this model writes broken characters
+    for at, token, log, top in zip(logs.text_offset, logs.tokens, logs.token_logprobs, logs.top_logprobs, strict=True):
+        assert top[token] == log and 3 <= len(top) <= 4
+        assert token.startswith(("bytes:", "<|endoftext|>")) or whole.text[at:].startswith(token)
+    options = {"include_usage": True}
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options=options)
+    assert last.usage is not None and all("usage" in c.model_dump(exclude_unset=True) for c in chunks)
+    assert "".join(c.choices[0].text for c in chunks) == whole.text
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        parts = [part for c in chunks for part in getattr(c.choices[0].logprobs, name)]
+        assert parts == getattr(logs, name)
+    messages: Any = [{"role": "user", "content": "a"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=60, seed=2, logprobs=True)
+    said = b"".join(bytes(one.bytes) for one in chat.choices[0].logprobs.content if one.token != "<|endoftext|>")
+    assert said.decode(errors="replace").rstrip("\ufffd") == chat.choices[0].message.content.rstrip("\ufffd")
+
+
+def test_nothing_ends_an_answer_before_its_least_tokens_but_its_form(served: tuple[str, Engine]) -> None:
+    pytest.importorskip("llguidance")
+    url, engine = served
+    (end,) = engine.served.end_tokens
+    sure: dict[str, Any] = {"prompt": "f", "logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 30}
+
+    def ask(**more: Any) -> tuple[list[int], Any]:
+        choice = PATIENT.post(f"{url}/v1/completions", json=sure | more).json()["choices"][0]
+        return engine.finished[-1].answer, choice
+
+    assert ask()[0] == [end]
+    answer, choice = ask(min_tokens=7)
+    assert answer.index(end) == 7 and choice["finish_reason"] == "stop"
+    stop = engine.served.text.decode_behind(answer[2:3])
+    assert stop in ask(min_tokens=7, stop=[stop])[1]["text"]
+    answer, choice = ask(min_tokens=7, structured_outputs={"choice": ["f"]})
+    assert choice["text"] == "f" and answer[-1] == end
+
+
+def test_special_tokens_are_shown_when_asked_for_and_an_echo_is_the_prompt(served: tuple[str, Engine]) -> None:
+    url, engine = served
+    (end,) = engine.served.end_tokens
+    asked = {"prompt": "f\ufffdé", "logit_bias": {str(end): 100}, "temperature": 0, "ignore_eos": True, "echo": True}
+    for shows, text in ((True, "f\ufffdé"), (False, "f\ufffdé<|endoftext|><|endoftext|>")):
+        more = {"max_tokens": 2, "skip_special_tokens": shows}
+        assert PATIENT.post(f"{url}/v1/completions", json=asked | more).json()["choices"][0]["text"] == text
+
+
 def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -> None:
     pytest.importorskip("llguidance")
     url, _ = served

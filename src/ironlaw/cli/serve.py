@@ -90,7 +90,7 @@ def generate(
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     new = Engine(served, config).continued(start, sampling)
-    answer = text.decode(new)
+    answer = text.decode_behind(new)
     if json:
         print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
-from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder
+from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder, TokenReader
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import State, grammar_of, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
@@ -137,7 +137,8 @@ class Server:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
             for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
-                self._connect(Request(prompt, replace(sampling, seed=seed), priority=body.priority), job)
+                request = Request(prompt, replace(sampling, seed=seed), priority=body.priority)
+                self._connect(request, job, form.reader())
         return job
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
@@ -151,11 +152,12 @@ class Server:
             )
         return asked
 
-    def _connect(self, request: Request, job: Job) -> None:
-        reader = TextDecoder(self.text, request.sampling.stop, request.sampling.keeps_stop)
+    def _connect(self, request: Request, job: Job, read: TokenReader) -> None:
+        sampling = request.sampling
+        reader = TextDecoder(read, sampling.stop, sampling.keeps_stop)
         index = len(job.requests)
-        if request.sampling.constraint is not None:
-            request.state = request.sampling.constraint()
+        if sampling.constraint is not None:
+            request.state = sampling.constraint()
 
         def on_output(request: Request, chosen: list[SampledToken]) -> None:
             finish = request.finish

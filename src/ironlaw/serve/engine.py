@@ -129,6 +129,9 @@ class Engine:
                 self._number += 1
                 sampling = request.sampling
                 request.seed = self.config.seed + request.number if sampling.seed is None else sampling.seed
+                request.ends = frozenset(sampling.stop_tokens)
+                if not sampling.ignore_end:
+                    request.ends |= self.served.end_tokens
                 request.is_long = self._is_long(request)
                 self._arrivals.append(request)
             self._wake.notify()
@@ -339,16 +342,11 @@ class Engine:
             count = len(request.tokens) - request.prompt_length
             if request.state is not None:
                 request.state.take(chosen.token)
-            if count >= sampling.min_tokens:
-                ends = chosen.token in self.served.end_tokens and not sampling.ignore_end
-                if (
-                    ends
-                    or chosen.token in sampling.stop_tokens
-                    or (request.decode is not None and request.decode(taken[-1:]))
-                ):
-                    finish = "stop"
-            elif request.decode is not None:
-                request.decode(taken[-1:])
+            ends = chosen.token in request.ends
+            if request.decode is not None and (sampling.keeps_stop or not ends):
+                ends |= request.decode(chosen.token, count > sampling.min_tokens)
+            if ends:
+                finish = "stop"
             full = len(request.tokens) > self.longest_prompt
             if finish is None and (count >= sampling.max_tokens or full):
                 finish = "length"

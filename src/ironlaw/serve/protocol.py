@@ -11,7 +11,7 @@ from ironlaw.serve.request import SamplingParams
 
 # Fields that clients often send, and that do not affect the answers of a single server.
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-                   "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
+                   "parallel_tool_calls", "spaces_between_special_tokens")  # fmt: skip
 _ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
            "prediction", "reasoning_effort", "verbosity")  # fmt: skip
 _LARGEST = 2**63
@@ -57,6 +57,7 @@ class RequestBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     seed: int | None = Field(None, ge=-_LARGEST, lt=_LARGEST)

@@ -9,7 +9,7 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,11 @@ class Row:
     request: Request
     place: int
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the answer has too few tokens to end."""
+        return self.place < self.request.prompt_length + self.request.sampling.min_tokens
+
 
 def uniform(seed: int, place: int) -> float:
     """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in (0, 1)."""
@@ -43,15 +48,18 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = any(s.changes_logits for s in asked)
-    if not changed and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
+    early = [number for number, row in enumerate(rows) if row.is_early]
+    if not changed and not early and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
         return [SampledToken(token) for token in likeliest(logits).tolist()]
     original = logits.float()
-    logits = original.clone() if changed else original
+    logits = original.clone() if changed or early else original
     for number, row in enumerate(rows):
         if row.request.sampling.changes_logits:
             _change(logits[number], row)
     if masks is not None:
         logits = logits.masked_fill(~masks, -math.inf)
+    for number in early:
+        _go_on(logits[number], rows[number].request.ends)
     tokens = likeliest(logits)
     drawn = [number for number, s in enumerate(asked) if not s.is_greedy]
     if drawn:
@@ -85,6 +93,14 @@ def _change(logits: Tensor, row: Row) -> None:
     if sampling.logit_bias:
         tokens, biases = zip(*sampling.logit_bias, strict=True)
         logits[list(tokens)] += torch.tensor(biases, device=device)
+
+
+def _go_on(logits: Tensor, ends: Iterable[int]) -> None:
+    """Exclude the tokens that end an answer from `logits` (V,), in place, unless its form leaves no others."""
+    without = logits.clone()
+    without[list(ends)] = -math.inf
+    if not without.isneginf().all():
+        logits.copy_(without)
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
