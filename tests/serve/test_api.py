@@ -221,7 +221,7 @@ FIELDS: list[dict[str, Any]] = [
     for name, values in {
         "prompt": [None, "", [], {}, 3, [[]], [""], ["a", 3], [999_999], [-1], [1.5], [True], "long " * 2000],
         "max_tokens": [0, -1, "many", 1.5, 10**12, [], {}], "temperature": [-1, "warm", [], 1e9],
-        "top_p": [0, 2, "a"], "top_k": [-2, "a", 1.5], "min_p": [-1, 2], "n": [0, -1, 10**6, "a", 1.5],
+        "top_p": [-1, 2, "a"], "top_k": [-2, "a", 1.5], "min_p": [-1, 2], "n": [0, -1, 10**6, "a", 1.5],
         "stop": [3, [3], "", [""], ["a"] * 99, {}], "stop_token_ids": [["a"], 3, [10**9]], "seed": ["a", 1.5, 10**30],
         "presence_penalty": [9, "a"], "frequency_penalty": [-9], "repetition_penalty": [0, -1],
         "logit_bias": [{"a": 1}, {"1": 999}, 3, {"99999": 1}], "stream": ["maybe", 3], "logprobs": [-1, 99, "a"],

@@ -50,7 +50,7 @@ class RequestBody(BaseModel):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=64)
@@ -92,8 +92,6 @@ class RequestBody(BaseModel):
         for bias in (self.logit_bias or {}).values():
             if not -100 <= bias <= 100:
                 raise ValueError("logit_bias is between -100 and 100")
-        if self.seed is not None and self.temperature == 0 and self.n > 1:
-            raise ValueError("n answers at temperature 0 are all alike: use n = 1")
         return self
 
     @property

@@ -37,6 +37,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def narrows(self) -> bool:
+        """Whether only some of the tokens can be drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether penalties or biases change a row of logits before sampling, which is then processed separately."""
         return bool(

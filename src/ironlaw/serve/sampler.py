@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ironlaw.serve.request import Request, SampledToken
+from ironlaw.serve.request import Request, SampledToken, SamplingParams
 
 _CANDIDATES = 256  # most likely tokens, which usually include all that top-p and min-p keep
 _MASK = (1 << 64) - 1
@@ -35,11 +35,11 @@ class Row:
 
 
 def uniform(seed: int, place: int) -> float:
-    """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in (0, 1)."""
+    """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in [0, 1)."""
     state = (seed * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) & _MASK
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
         state = ((state ^ (state >> shift)) * multiplier) & _MASK
-    return ((state ^ (state >> 31)) >> 11) * 2.0**-53 + 2.0**-54
+    return ((state ^ (state >> 31)) >> 11) * 2.0**-53
 
 
 @torch.inference_mode()
@@ -104,41 +104,46 @@ def _go_on(logits: Tensor, ends: Iterable[int]) -> None:
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Sample tokens (R,) from `logits` (R, V) with temperature, top-k, top-p and min-p."""
+    """Sample tokens (R,) from `logits` (R, V) with temperature, top-k, top-p and min-p. In which order a row's tokens
+    are summed depends on its own parameters alone: another order has another token at the same number."""
     asked = [row.request.sampling for row in rows]
-    device, vocab = logits.device, logits.shape[1]
-    column = lambda values: torch.tensor(values, device=device, dtype=torch.float32)[:, None]  # noqa: E731
-    logits = logits / column([max(s.temperature, 1e-5) for s in asked])
-    numbers = column([uniform(row.request.seed, row.place) for row in rows]).double()
-    narrows = any(s.top_k or s.top_p < 1 or s.min_p for s in asked)
-    if not narrows:
-        return _invert(torch.softmax(logits, -1), numbers)
-    probabilities = torch.softmax(logits, -1)
-    if not all(s.top_k or s.top_p < 1 or s.min_p for s in asked):
-        width = vocab
-    else:
-        width = min(vocab, max(_CANDIDATES, *(s.top_k for s in asked)))
+    vocab = logits.shape[1]
+    probabilities = torch.softmax(logits / _column([max(s.temperature, 1e-5) for s in asked], logits).float(), -1)
+    numbers = _column([uniform(row.request.seed, row.place) for row in rows], logits)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    left = [number for number, s in enumerate(asked) if s.narrows]
+    whole = [number for number, s in enumerate(asked) if not s.narrows]
+    if whole:
+        tokens[whole] = _invert(probabilities[whole], numbers[whole])
+    for width in (min(vocab, _CANDIDATES), vocab):
+        if left:
+            drawn, enough = _among(probabilities[left], numbers[left], [asked[number] for number in left], width)
+            tokens[left] = drawn  # those without enough candidates are drawn again
+            left = [number for number, is_enough in zip(left, enough, strict=True) if not is_enough]
+    return tokens
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]
+
+
+def _among(
+    probabilities: Tensor, numbers: Tensor, asked: Sequence[SamplingParams], width: int
+) -> tuple[Tensor, list[bool]]:
+    """Sample tokens (R,) from the `width` most likely ones. Also return whether these include all that a row keeps."""
     largest, tokens = probabilities.topk(width)  # (R, width), in order
-    if width < vocab and not _enough(largest, asked):
-        largest, tokens = probabilities.topk(vocab)
-    before = largest.cumsum(-1) - largest
-    top_k = column([s.top_k or vocab for s in asked])
-    kept = torch.arange(largest.shape[1], device=device) < top_k
+    sums = largest.cumsum(-1)
+    top_k = torch.tensor([s.top_k or probabilities.shape[1] for s in asked], device=sums.device)[:, None]
+    kept = torch.arange(width, device=sums.device) < top_k
     # top-p is a share of what top-k leaves, as in all engines.
-    whole = (largest * kept).sum(-1, keepdim=True)
-    kept &= before < column([s.top_p for s in asked]) * whole
-    kept &= largest >= column([s.min_p for s in asked]) * largest[:, :1]
-    return tokens.gather(1, _invert(largest * kept, numbers)[:, None])[:, 0]
-
-
-def _enough(largest: Tensor, asked: Sequence[object]) -> bool:
-    """Whether the candidates include all tokens to keep, in every row."""
-    mass, least = largest.sum(-1).tolist(), (largest[:, -1] / largest[:, 0]).tolist()
-    width = largest.shape[1]
-    return all(
-        0 < s.top_k <= width or total > s.top_p or (s.min_p and ratio < s.min_p)  # type: ignore[attr-defined]
-        for s, total, ratio in zip(asked, mass, least, strict=True)
-    )
+    total = torch.where(top_k < probabilities.shape[1], sums.gather(1, top_k.clamp(max=width) - 1), 1.0)
+    kept &= sums - largest < _column([s.top_p for s in asked], sums) * total
+    kept &= largest >= _column([s.min_p for s in asked], sums) * largest[:, :1]
+    kept[:, 0] = True
+    enough = [
+        (not last and not s.top_k) or 0 < s.top_k <= width for s, last in zip(asked, kept[:, -1].tolist(), strict=True)
+    ]
+    return tokens.gather(1, _invert(largest * kept, numbers)[:, None])[:, 0], enough
 
 
 def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
