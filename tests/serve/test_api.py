@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.server import bound
+from ironlaw.serve.server import bound, build_server
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -338,12 +340,35 @@ def test_what_is_too_much_is_refused_and_nothing_is_lost(directory: Path) -> Non
         assert PATIENT.get(f"{url}/health").status_code == 503
 
 
+def test_what_still_runs_at_the_end_of_draining_is_told_so(directory: Path) -> None:
+    config = ServeConfig(device="cpu", port=0, drain_seconds=0.3)
+    engine, urls = Engine(load_served(directory, config), config), list[str]()
+    quick = engine.step
+    engine.step = lambda: (time.sleep(0.05), quick())[1]  # type: ignore[method-assign]  # an answer of 12 s
+    server = build_server(engine, urls.append)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: urls)
+    with ThreadPoolExecutor() as pool:
+        asked = [{"prompt": "def", "stream": streams} | LONG | {"max_tokens": 240} for streams in (True, False)]
+        answers = [pool.submit(PATIENT.post, f"{urls[0]}/v1/completions", json=body) for body in asked]
+        wait_until(lambda: engine.running == 2)
+        server.handle_exit(signal.SIGTERM, None)
+        streamed, whole = (answer.result() for answer in answers)
+    assert whole.status_code == 503 and "retry-after" in whole.headers
+    assert json.loads(streamed.text.split("\n\n")[-2].removeprefix("data: ")) == whole.json()
+    thread.join(timeout=200)
+    assert not thread.is_alive()
+
+
 def test_a_server_with_keys_wants_one(directory: Path) -> None:
     with running(directory, api_keys=("secret",), blocks=64) as (url, _):
         for headers, status in (
             ({}, 401),
             ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "secret"}, 401),
             ({"Authorization": "Bearer secret"}, 200),
+            ({"Authorization": "bearer secret"}, 200),
         ):
             assert PATIENT.get(f"{url}/v1/models", headers=headers).status_code == status
         assert PATIENT.get(f"{url}/health").status_code == 200

@@ -413,8 +413,8 @@ class RequestLimits:
             return
         headers = dict(scope["headers"])
         if self.keys and scope["path"] not in _OPEN:
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not any(hmac.compare_digest(given, key) for key in self.keys):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in self.keys):
                 await _refusal("a valid API key is needed: Authorization: Bearer KEY", 401)(scope, receive, send)
                 return
         length = headers.get(b"content-length", b"0")
