@@ -374,6 +374,39 @@ def test_a_server_with_keys_wants_one(directory: Path) -> None:
         assert PATIENT.get(f"{url}/health").status_code == 200
 
 
+def test_counters_add_up_after_answers_of_all_ends(directory: Path) -> None:
+    with running(directory, blocks=12, batch=4) as (url, engine):
+        prompt = "def f(x): return x + 1\n" * 2
+        usage = [
+            PATIENT.post(f"{url}/v1/completions", json={"prompt": prompt, "seed": 1, "max_tokens": 30} | more).json()[
+                "usage"
+            ]
+            for more in (
+                {"ignore_eos": True},
+                {"n": 5, "ignore_eos": True},
+                {"stop": list("abcdefg ()\n")},
+                {"max_tokens": 1},
+            )
+        ]
+        asked = {"prompt": "f", "stream": True} | LONG | {"max_tokens": 150}
+        with PATIENT.stream("POST", f"{url}/v1/completions", json=asked) as stream:
+            next(stream.iter_lines())
+        wait_until(lambda: engine.running == 0)
+        left = engine.finished[-1]
+        found = dict(line.rsplit(" ", 1) for line in PATIENT.get(f"{url}/metrics").text.splitlines())
+    ends = [
+        found[f'vllm:request_success_total{{finished_reason="{why}",model_name="tiny"}}']
+        for why in ("length", "stop", "abort")
+    ]
+    assert ends == ["7.0", "1.0", "1.0"]
+    assert engine.scheduler.preemptions and engine.blocks.hits
+    prompts = float(8 * usage[0]["prompt_tokens"] + left.prompt_length)
+    answers = float(sum(each["completion_tokens"] for each in usage) + len(left.answer))
+    for kind, value in (("prompt", prompts), ("generation", answers)):
+        assert float(found[f'vllm:{kind}_tokens_total{{model_name="tiny"}}']) == value
+        assert float(found[f'vllm:request_{kind}_tokens_sum{{model_name="tiny"}}']) == value
+
+
 @pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_the_page_shows_figures_and_an_answer_as_it_comes(directory: Path, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class Engine:
         self.longest_prompt = int(min(self.context, longest)) - 1  # leaves room for an answer of one token
         self.finished: deque[Request] = deque(maxlen=4_000)  # the newest, for statistics
         self.drafted_tokens = self.accepted_tokens = 0
+        self.prompt_tokens = 0  # of requests that have a first token, computed or found in shared pages
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -352,7 +353,9 @@ class Engine:
                 finish = "length"
             if finish is not None:
                 break
-        request.first_token = request.first_token or now
+        if request.first_token is None:
+            request.first_token = now
+            self.prompt_tokens += request.prompt_length
         request.last_token = now
         if finish is not None:
             self._finish(request, finish, taken)
