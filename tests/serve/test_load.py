@@ -16,6 +16,7 @@ from serving import write_server_directory
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.report.serving_view import load_view
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.load import Client, Report, RequestOutcome, poisson, read_trace, run, summary
 from ironlaw.serve.measured import serving_ledger
@@ -62,6 +63,23 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
         read_trace(tmp_path / "trace")
 
 
+def load_of(models: str, body: str, before: str = "") -> Report:
+    """Two requests to a server that always answers so."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        said = models if b"/v1/models" in asked else "{}" if b"/steps" in asked else body
+        writer.write(f"{before}HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\n\r\n{said}".encode())
+        writer.close()
+
+    async def load() -> Report:
+        async with await asyncio.start_server(reply, "127.0.0.1") as server:
+            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0)
+            return await run(client, poisson(50.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
+
+    return asyncio.run(load())
+
+
 @pytest.mark.parametrize(("models", "answer", "told"), [
     ("{}", "", "names no model"),
     ("[" * 50_000, "", "no OpenAI-compatible server"),
@@ -71,19 +89,24 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     ('{"data": [{"id": "m"}]}', '{"usage": {"tokens": 1}}', "has not OpenAI's form"),
 ])  # fmt: skip
 def test_a_server_that_answers_otherwise_is_told_in_one_line(models: str, answer: str, told: str) -> None:
-    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = await reader.readuntil(b"\r\n\r\n")
-        body = models if b"/v1/models" in asked else f"data: {answer}\n\n"
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        writer.close()
-
-    async def load() -> None:
-        async with await asyncio.start_server(reply, "127.0.0.1") as server:
-            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0)
-            await run(client, poisson(5.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
-
     with pytest.raises(UserError, match=told):
-        asyncio.run(load())
+        load_of(models, f"data: {answer}\n\n")
+
+
+def test_a_server_that_tells_no_usage_is_not_credited_with_the_tokens_asked_for() -> None:
+    pieces = [
+        {"text": "a", "finish_reason": None},
+        {"text": "b", "finish_reason": None},
+        {"text": "", "finish_reason": "stop"},
+    ]
+    body = "".join(
+        f"data: {json.dumps({'choices': [piece], 'error': None})}\r\n\r\n" for piece in pieces
+    )  # and no [DONE]
+    report = load_of('{"data": [{"id": "m"}]}', body, before="HTTP/1.1 103 Early Hints\r\n\r\n")
+    found = summary(report)
+    assert (found["completed"], found["output_tokens"], found["prompt_tokens"]) == (2, 4, None)
+    assert found["total_tokens_per_second"] is None
+    assert report.server is None and "tells no usage" in str(load_view(found))
 
 
 def test_goodput_counts_answers_within_both_limits_of_all_requests() -> None:
