@@ -143,6 +143,11 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
     assert serving_ledger(steps[1:2], timed, {}).phase_seconds[Phase.PREFILL] == pytest.approx(2.8 - 0.6)
 
 
+def test_with_speculation_requests_are_counted_and_not_their_drafted_tokens() -> None:
+    steps = [step("decode", 1.0, 0.8, decode=15) | {"decode_requests": 3}]
+    assert serving_ledger(steps, {}, {}).totals["decode_batch"].value == 3
+
+
 OPERATIONS = [(Kind.MATMUL, name) for name in ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head")]
 
 
@@ -166,6 +171,10 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert sum(s["produced"] for s in steps) == 72 == ledger.facts["steps"]["produced"]
     assert len((out / "requests.jsonl").read_text().splitlines()) == 12
+    second = ironlaw_process(*load, "--out", str(tmp_path / "second"))
+    assert second.returncode == 0, second.stderr
+    twice = Ledger.load(tmp_path / "second" / "ledger.json").facts  # counters of its own load, not of both
+    assert 0 < ledger.facts["prefix_queried"] < 12 * 40 and 0 < twice["prefix_queried"] < 12 * 40
     again = ironlaw_process(*load, "--out", str(out))
     assert again.returncode == 2 and "give another --out" in again.stderr
     process.terminate()

@@ -152,6 +152,11 @@ def bench(
         _keep(out, report, asked, found)
     answer(json, {"load": asked} | found, load_view)
     if out is not None:
+        lost = (report.server or {}).get("lost_steps")
+        if lost:
+            messages().print(
+                f"the server remembers its newest steps (serve.trace_steps): {lost:,} of this load are lost"
+            )
         messages().print(f"ironlaw explain {out} says where the time went")
     if found["errors"] or not found["completed"]:
         raise typer.Exit(1)

@@ -302,12 +302,13 @@ class Engine:
         )  # fmt: skip
 
     def _record(self, step: Sequence[Scheduled], work: Sequence[RunnerWork]) -> StepRecord:
-        decode = sum(len(w.tokens) for w in work if w.request.is_decoding)
-        prefill = sum(len(w.tokens) for w in work) - decode
+        decoding = [len(w.tokens) for w in work if w.request.is_decoding]
+        decode, prefill = sum(decoding), sum(len(w.tokens) for w in work) - sum(decoding)
         return StepRecord(
             number=self.trace.count, start=time.monotonic(),
             phase="mixed" if decode and prefill else "decode" if decode else "prefill",
-            requests=len(step), prefill_tokens=prefill, decode_tokens=decode, accepted=0, produced=0,
+            requests=len(step), prefill_tokens=prefill, decode_tokens=decode, decode_requests=len(decoding),
+            accepted=0, produced=0,
             kv_tokens=sum(w.start for w in work), kv_usage=self.blocks.usage, waiting=len(self.scheduler.waiting),
         )  # fmt: skip
 

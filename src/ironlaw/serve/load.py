@@ -23,6 +23,7 @@ import numpy as np
 
 from ironlaw.errors import UserError
 from ironlaw.files import parse_json, read_text
+from ironlaw.serve.measured import COUNTERS
 
 _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
@@ -300,6 +301,10 @@ async def run(
     server = None
     if isinstance(before, dict) and "next" in before:  # some foreign servers answer every path
         server = await client.get(f"/steps?since={before['next']}&after={before['now']}")
+    if server is not None:
+        for name in COUNTERS:  # what counts is this load's share
+            server["facts"][name] -= before["facts"][name]
+        server["lost_steps"] = server["steps"][0]["number"] - before["next"] if server["steps"] else 0
     if server is not None and profile:
         some = plans[: max((step["requests"] for step in server["steps"]), default=1)]
         server["lines"] = await _profiled(client, some, await _prompts(client, some, shared_prefix, seed=8))
