@@ -210,7 +210,8 @@ class Text:
 
     def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
         assert self.template is not None
-        names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
+        names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
+        names |= self.template_names | (more or {})
         _left.set([MOST])
         try:
             return str(self.template.render(**names))
@@ -313,12 +314,19 @@ def _written(value: Any) -> Any:
     return value
 
 
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson`, with transformers' options."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _json
     environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
     environment.filters |= {"passes": _passes, "written": _written}
     del environment.globals["lipsum"]  # draws words one by one
