@@ -219,7 +219,8 @@ def test_a_form_that_is_too_large_from_its_second_token_on_is_an_error(served: t
 
 
 FIELDS: list[dict[str, Any]] = [
-    {name: value}
+    {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+    *({name: value}
     for name, values in {
         "prompt": [None, "", [], {}, 3, [[]], [""], ["a", 3], [999_999], [-1], [1.5], [True], "long " * 2000],
         "max_tokens": [0, -1, "many", 1.5, 10**12, [], {}], "temperature": [-1, "warm", [], 1e9],
@@ -236,7 +237,7 @@ FIELDS: list[dict[str, Any]] = [
         "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1, 2], "echo": ["a"], "suffix": ["a"],
         "unknown_field": [1], "tools": [[{"type": "function"}]], "ignore_eos": ["perhaps"],
     }.items()
-    for value in values
+    for value in values),
 ]  # fmt: skip
 MESSAGES: list[Any] = [
     None, [], "hi", {}, [3], [{}], [{"role": "user", "content": 3}], [{"role": 3, "content": "a"}], [{"content": "a"}],

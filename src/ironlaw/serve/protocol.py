@@ -101,6 +101,8 @@ class RequestBody(BaseModel):
     def grammar(self) -> tuple[str, Any] | None:
         """Return the kind and text of the answer's constraint, as `constrain.grammar_of` takes them, or None."""
         form, other = self.response_format, self.structured_outputs
+        if form is not None and form.type != "text" and other is not None:
+            raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
         if form is not None and form.type == "json_object":
             return "json_object", None
         if form is not None and form.type == "json_schema":
