@@ -11,7 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.chat import Text
+from ironlaw.errors import UserError
 from ironlaw.serve.answers import TextDecoder, TokenReader
+from ironlaw.serve.constrain import token_table
 
 WORDS = "the model serves the page, naïve and größer: 日本語 🎉"
 
@@ -95,3 +97,10 @@ def test_a_stop_string_among_the_first_tokens_stays_in_the_answer(tmp_path: Path
     assert not any(decode(token, False) for token in text.encode("the a"))
     assert any(decode(token, True) for token in text.encode(" the"))
     assert decode.take(True) == "the a "
+
+
+def test_a_tokenizer_that_forms_cannot_use_is_told_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    text = text_of(metaspace(), tmp_path)
+    with pytest.raises(UserError, match="do not go with this model's tokenizer"):
+        token_table(text.file, [0], 50)
