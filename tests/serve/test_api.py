@@ -102,7 +102,9 @@ def test_64_clients_at_once_get_what_each_gets_alone(served: tuple[str, Engine])
 def test_chats_logprobs_and_several_answers(served: tuple[str, Engine]) -> None:
     url, _ = served
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    assert [model.id for model in client.models.list().data] == ["tiny"]
+    assert [model.id for model in client.models.list().data] == [client.models.retrieve("tiny").id] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="use 'tiny'"):
+        client.models.retrieve("other")
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "a model"}]}]
     chat = client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=6, n=3, seed=1, logprobs=True, top_logprobs=2

@@ -97,8 +97,7 @@ class Server:
     async def answer(
         self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat, http: HttpRequest
     ) -> Response:
-        if body.model is not None and body.model != self.engine.served.name:
-            raise HTTPException(404, f"no model {body.model[:100]!r} here: use {self.engine.served.name!r}")
+        self.known(body.model)
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
         ruled = body.grammar() is not None  # large grammars take seconds to compile
@@ -113,6 +112,10 @@ class Server:
         if body.stream:
             return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
         return await self._whole(job, form, http)
+
+    def known(self, model: str | None) -> None:
+        if model is not None and model != self.engine.served.name:
+            raise HTTPException(404, f"no model {model[:100]!r} here: use {self.engine.served.name!r}")
 
     def retry_seconds(self) -> int:
         """Estimate the seconds until a place is free, from those of the newest answers and the length of the queue."""
@@ -300,11 +303,17 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         prompt = await _aside(is_long, partial(text.chat, messages, body.chat_template_kwargs))
         return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
 
+    one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
+           "max_model_len": server.engine.context}  # fmt: skip
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
-               "max_model_len": server.engine.context}  # fmt: skip
         return {"object": "list", "data": [one]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        server.known(name)
+        return one
 
 
 def _add_figures(app: FastAPI, server: Server) -> None:

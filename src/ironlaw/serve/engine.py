@@ -103,8 +103,8 @@ class Engine:
     def running(self) -> int:
         return len(self.scheduler.running)
 
-    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise UserError if a request can never run."""
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise UserError if a prompt can never run."""
         if not prompt:
             raise UserError("the prompt has no tokens: send some text")
         if len(prompt) > self.longest_prompt:
@@ -118,7 +118,7 @@ class Engine:
     def submit(self, *requests: Request) -> None:
         """Queue all requests or none. Raises Busy, Draining, or UserError."""
         for request in requests:
-            self.check(request.prompt, request.sampling)
+            self.check(request.prompt)
         with self._wake:
             if self.is_draining or self.failure:
                 raise Draining(self.failure or "the server is shutting down")
