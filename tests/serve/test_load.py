@@ -143,6 +143,11 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
     assert serving_ledger(steps[1:2], timed, {}).phase_seconds[Phase.PREFILL] == pytest.approx(2.8 - 0.6)
 
 
+def test_a_prefix_as_long_as_the_prompt_is_refused(ironlaw_here: Any) -> None:
+    code, _, told = ironlaw_here("bench", "http://127.0.0.1:9", "--rate", "1", "--input", "64", "--prefix", "64")
+    assert code == 2 and "--prefix 64" in told
+
+
 def test_with_speculation_requests_are_counted_and_not_their_drafted_tokens() -> None:
     steps = [step("decode", 1.0, 0.8, decode=15) | {"decode_requests": 3}]
     assert serving_ledger(steps, {}, {}).totals["decode_batch"].value == 3

@@ -94,7 +94,7 @@ def generate(
     if json:
         print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return
-        # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
+    # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
     sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
     which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
@@ -131,6 +131,8 @@ def bench(
         raise UserError(f"--rate {rate:g} is not positive: write for example --rate 4")
     if seconds is not None and (rate is None or requests is not None):
         raise UserError("--seconds goes with --rate, instead of --requests")
+    if trace is None and prefix >= input:
+        raise UserError(f"--prefix {prefix} leaves nothing of --input {input}: give fewer")
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: give another --out")
     if trace is not None:
