@@ -114,13 +114,18 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     left = [number for number, s in enumerate(asked) if s.narrows]
     whole = [number for number, s in enumerate(asked) if not s.narrows]
     if whole:
-        tokens[whole] = _invert(probabilities[whole], numbers[whole])
+        tokens[whole] = _invert(_some(probabilities, whole), numbers[whole])
     for width in (min(vocab, _CANDIDATES), vocab):
         if left:
-            drawn, enough = _among(probabilities[left], numbers[left], [asked[number] for number in left], width)
+            drawn, enough = _among(_some(probabilities, left), numbers[left], [asked[number] for number in left], width)
             tokens[left] = drawn  # those without enough candidates are drawn again
             left = [number for number, is_enough in zip(left, enough, strict=True) if not is_enough]
     return tokens
+
+
+def _some(rows: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Return the rows of these numbers, without a copy where they are all."""
+    return rows if len(numbers) == len(rows) else rows[numbers]
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
