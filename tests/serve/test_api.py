@@ -256,6 +256,18 @@ def test_an_address_that_is_taken_is_told_before_a_model_is_loaded_for_it() -> N
         bound(ServeConfig(port=taken.getsockname()[1]))
 
 
+def test_what_is_refused_is_named_and_what_asks_for_nothing_is_not(served: tuple[str, Engine]) -> None:
+    def ask(content: Any, **more: Any) -> Any:
+        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return PATIENT.post(f"{served[0]}/v1/chat/completions", json=asked | more)
+
+    image = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    assert "'image_url' is not supported" in ask(image).json()["error"]["message"]
+    assert "0.text" in ask([{"type": "text", "text": 3}]).json()["error"]["message"]
+    assert ask("a", modalities=["text"], tool_choice="none", suffix="", tools=[]).status_code == 200
+    assert ask("a", modalities=["text", "audio"]).status_code == 400
+
+
 def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[str, Engine]) -> None:
     url, engine = served
     with httpx.Client(base_url=url, timeout=200) as client:

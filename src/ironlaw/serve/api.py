@@ -401,7 +401,8 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _explained(problems: Sequence[Any]) -> str:
-    problem = min(problems, key=lambda p: p["type"] != "extra_forbidden")
+    # Of a value's alternatives, the one that fits furthest.
+    problem = min(problems, key=lambda p: (p["type"] != "extra_forbidden", -len(p["loc"])))
     where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "body"))
     if problem["type"] == "extra_forbidden":
         return f"{where[:100]} is not a field of this API: leave it out"

@@ -14,6 +14,7 @@ _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifi
                    "parallel_tool_calls", "spaces_between_special_tokens")  # fmt: skip
 _ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
            "prediction", "reasoning_effort", "verbosity")  # fmt: skip
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])  # values of these that ask for nothing
 _LARGEST = 2**63
 LONGEST_FORM = 2**16  # characters of a regular expression or a grammar: a million take seconds to read
 
@@ -76,7 +77,7 @@ class RequestBody(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("the body is not a JSON object")
-        asked = [name for name in _ABSENT if data.get(name) not in (None, [], {}, "none", "auto")]
+        asked = [name for name in _ABSENT if data.get(name) not in _NOTHING]
         if asked:
             raise ValueError(f"{asked[0]} is not supported by this server: leave it out")
         # Clients send null for the default.
@@ -174,6 +175,11 @@ class Message(BaseModel):
             raise ValueError("tool calls are not supported by this server: leave them out")
         if isinstance(data, dict) and data.get("role") in ("tool", "function"):
             raise ValueError("a tool's answer is to no call here, for tool calls are not supported: leave it out")
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type") not in (None, "text"):
+                kind = str(part["type"])[:50]
+                raise ValueError(f"content of type {kind!r} is not supported by this server: send text")
         return data
 
     def plain(self) -> dict[str, Any]:
