@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import write_server_directory
@@ -20,6 +21,7 @@ from ironlaw.report.serving_view import load_view
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.load import Client, Report, RequestOutcome, poisson, read_trace, run, summary
 from ironlaw.serve.measured import serving_ledger
+from ironlaw.serve.recording import Recording
 from ironlaw.serve.trials import Load
 
 pytest.importorskip("uvicorn")
@@ -141,6 +143,17 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
     # No step of that size only decodes: what the server timed when it started stands for it.
     timed = {"passes": [{"phase": "decode", "tokens": 4, "model_seconds": 0.6}]}
     assert serving_ledger(steps[1:2], timed, {}).phase_seconds[Phase.PREFILL] == pytest.approx(2.8 - 0.6)
+
+
+def test_a_recording_is_of_the_load_that_asked_for_it() -> None:
+    recording = Recording()
+    for rows in (1, 64):
+        recording.ask(1)
+        with recording.step(torch.nn.Linear(64, 64), "decode"):
+            torch.ones(rows, 64) @ torch.ones(64, 64)
+        assert recording.lines()
+    recording.ask(1)
+    assert recording.lines() == []
 
 
 def test_a_prefix_as_long_as_the_prompt_is_refused(ironlaw_here: Any) -> None:
