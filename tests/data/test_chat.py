@@ -102,6 +102,18 @@ def test_a_template_that_fails_is_told_in_a_line(tokenizer: Path) -> None:
         faulty.chat(talk("a", "b"), {"count": 3})
 
 
+def test_a_template_meets_the_names_and_filters_that_transformers_gives_it(tokenizer: Path) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        "{% if tools is not none or documents is not none %}tools{% endif %}{{ messages[0].content }}"
+        "{{ {'b': 'é<', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}"
+    )
+    ((wanted, *_), _) = render_jinja_template([talk("a")], chat_template=source)
+    ours = text(tokenizer, source)
+    assert ours.decode(ours.chat(talk("a"))) == wanted
+
+
 def test_a_user_who_spells_a_special_token_ends_no_turn(tokenizer: Path) -> None:
     ours = text(tokenizer, CHATML)
     ids, learned = ours.conversation(talk("a<|im_end|>b", "c<|im_start|>d"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.server import bound
+from ironlaw.serve.server import bound, build_server
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -100,7 +102,9 @@ def test_64_clients_at_once_get_what_each_gets_alone(served: tuple[str, Engine])
 def test_chats_logprobs_and_several_answers(served: tuple[str, Engine]) -> None:
     url, _ = served
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    assert [model.id for model in client.models.list().data] == ["tiny"]
+    assert [model.id for model in client.models.list().data] == [client.models.retrieve("tiny").id] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="use 'tiny'"):
+        client.models.retrieve("other")
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "a model"}]}]
     chat = client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=6, n=3, seed=1, logprobs=True, top_logprobs=2
@@ -139,6 +143,59 @@ def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served: tuple[str, E
     assert kept["choices"][0]["text"] == whole[: whole.index(stop) + len(stop)]
 
 
+def test_logprobs_tell_the_bytes_and_places_of_the_tokens_of_an_answer_streamed_or_not(
+    served: tuple[str, Engine],
+) -> None:
+    url, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    asked: Any = {"model": "tiny", "prompt": "def", "max_tokens": 60, "seed": 5, "logprobs": 3, "stop": ["\ue000"]}
+    whole = client.completions.create(**asked).choices[0]
+    logs = whole.logprobs
+    assert any(token.startswith("bytes:\\x") for token in logs.tokens)  # this model writes broken characters
+    for at, token, log, top in zip(logs.text_offset, logs.tokens, logs.token_logprobs, logs.top_logprobs, strict=True):
+        assert top[token] == log and 3 <= len(top) <= 4
+        assert token.startswith(("bytes:", "<|endoftext|>")) or whole.text[at:].startswith(token)
+    options = {"include_usage": True}
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options=options)
+    assert last.usage is not None and all("usage" in c.model_dump(exclude_unset=True) for c in chunks)
+    assert "".join(c.choices[0].text for c in chunks) == whole.text
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        parts = [part for c in chunks for part in getattr(c.choices[0].logprobs, name)]
+        assert parts == getattr(logs, name)
+    messages: Any = [{"role": "user", "content": "a"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=60, seed=2, logprobs=True)
+    said = b"".join(bytes(one.bytes) for one in chat.choices[0].logprobs.content if one.token != "<|endoftext|>")
+    assert said.decode(errors="replace").rstrip("\ufffd") == chat.choices[0].message.content.rstrip("\ufffd")
+
+
+def test_nothing_ends_an_answer_before_its_least_tokens_but_its_form(served: tuple[str, Engine]) -> None:
+    pytest.importorskip("llguidance")
+    url, engine = served
+    (end,) = engine.served.end_tokens
+    sure: dict[str, Any] = {"prompt": "f", "logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 30}
+
+    def ask(**more: Any) -> tuple[list[int], Any]:
+        choice = PATIENT.post(f"{url}/v1/completions", json=sure | more).json()["choices"][0]
+        return engine.finished[-1].answer, choice
+
+    assert ask()[0] == [end]
+    answer, choice = ask(min_tokens=7)
+    assert answer.index(end) == 7 and choice["finish_reason"] == "stop"
+    stop = engine.served.text.decode_behind(answer[2:3])
+    assert stop in ask(min_tokens=7, stop=[stop])[1]["text"]
+    answer, choice = ask(min_tokens=7, structured_outputs={"choice": ["f"]})
+    assert choice["text"] == "f" and answer[-1] == end
+
+
+def test_special_tokens_are_shown_when_asked_for_and_an_echo_is_the_prompt(served: tuple[str, Engine]) -> None:
+    url, engine = served
+    (end,) = engine.served.end_tokens
+    asked = {"prompt": "f\ufffdé", "logit_bias": {str(end): 100}, "temperature": 0, "ignore_eos": True, "echo": True}
+    for shows, text in ((True, "f\ufffdé"), (False, "f\ufffdé<|endoftext|><|endoftext|>")):
+        more = {"max_tokens": 2, "skip_special_tokens": shows}
+        assert PATIENT.post(f"{url}/v1/completions", json=asked | more).json()["choices"][0]["text"] == text
+
+
 def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -> None:
     pytest.importorskip("llguidance")
     url, _ = served
@@ -164,11 +221,12 @@ def test_a_form_that_is_too_large_from_its_second_token_on_is_an_error(served: t
 
 
 FIELDS: list[dict[str, Any]] = [
-    {name: value}
+    {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+    *({name: value}
     for name, values in {
         "prompt": [None, "", [], {}, 3, [[]], [""], ["a", 3], [999_999], [-1], [1.5], [True], "long " * 2000],
         "max_tokens": [0, -1, "many", 1.5, 10**12, [], {}], "temperature": [-1, "warm", [], 1e9],
-        "top_p": [0, 2, "a"], "top_k": [-2, "a", 1.5], "min_p": [-1, 2], "n": [0, -1, 10**6, "a", 1.5],
+        "top_p": [-1, 2, "a"], "top_k": [-2, "a", 1.5], "min_p": [-1, 2], "n": [0, -1, 10**6, "a", 1.5],
         "stop": [3, [3], "", [""], ["a"] * 99, {}], "stop_token_ids": [["a"], 3, [10**9]], "seed": ["a", 1.5, 10**30],
         "presence_penalty": [9, "a"], "frequency_penalty": [-9], "repetition_penalty": [0, -1],
         "logit_bias": [{"a": 1}, {"1": 999}, 3, {"99999": 1}], "stream": ["maybe", 3], "logprobs": [-1, 99, "a"],
@@ -181,7 +239,7 @@ FIELDS: list[dict[str, Any]] = [
         "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1, 2], "echo": ["a"], "suffix": ["a"],
         "unknown_field": [1], "tools": [[{"type": "function"}]], "ignore_eos": ["perhaps"],
     }.items()
-    for value in values
+    for value in values),
 ]  # fmt: skip
 MESSAGES: list[Any] = [
     None, [], "hi", {}, [3], [{}], [{"role": "user", "content": 3}], [{"role": 3, "content": "a"}], [{"content": "a"}],
@@ -196,6 +254,18 @@ BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 10
 def test_an_address_that_is_taken_is_told_before_a_model_is_loaded_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on"):
         bound(ServeConfig(port=taken.getsockname()[1]))
+
+
+def test_what_is_refused_is_named_and_what_asks_for_nothing_is_not(served: tuple[str, Engine]) -> None:
+    def ask(content: Any, **more: Any) -> Any:
+        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return PATIENT.post(f"{served[0]}/v1/chat/completions", json=asked | more)
+
+    image = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    assert "'image_url' is not supported" in ask(image).json()["error"]["message"]
+    assert "0.text" in ask([{"type": "text", "text": 3}]).json()["error"]["message"]
+    assert ask("a", modalities=["text"], tool_choice="none", suffix="", tools=[]).status_code == 200
+    assert ask("a", modalities=["text", "audio"]).status_code == 400
 
 
 def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[str, Engine]) -> None:
@@ -285,15 +355,71 @@ def test_what_is_too_much_is_refused_and_nothing_is_lost(directory: Path) -> Non
         assert PATIENT.get(f"{url}/health").status_code == 503
 
 
+def test_what_still_runs_at_the_end_of_draining_is_told_so(directory: Path) -> None:
+    config = ServeConfig(device="cpu", port=0, drain_seconds=0.3)
+    engine, urls = Engine(load_served(directory, config), config), list[str]()
+    quick = engine.step
+    engine.step = lambda: (time.sleep(0.05), quick())[1]  # type: ignore[method-assign]  # an answer of 12 s
+    server = build_server(engine, urls.append)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: urls)
+    with ThreadPoolExecutor() as pool:
+        asked = [{"prompt": "def", "stream": streams} | LONG | {"max_tokens": 240} for streams in (True, False)]
+        answers = [pool.submit(PATIENT.post, f"{urls[0]}/v1/completions", json=body) for body in asked]
+        wait_until(lambda: engine.running == 2)
+        server.handle_exit(signal.SIGTERM, None)
+        streamed, whole = (answer.result() for answer in answers)
+    assert whole.status_code == 503 and "retry-after" in whole.headers
+    assert json.loads(streamed.text.split("\n\n")[-2].removeprefix("data: ")) == whole.json()
+    thread.join(timeout=200)
+    assert not thread.is_alive()
+
+
 def test_a_server_with_keys_wants_one(directory: Path) -> None:
     with running(directory, api_keys=("secret",), blocks=64) as (url, _):
         for headers, status in (
             ({}, 401),
             ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "secret"}, 401),
             ({"Authorization": "Bearer secret"}, 200),
+            ({"Authorization": "bearer secret"}, 200),
         ):
             assert PATIENT.get(f"{url}/v1/models", headers=headers).status_code == status
         assert PATIENT.get(f"{url}/health").status_code == 200
+
+
+def test_counters_add_up_after_answers_of_all_ends(directory: Path) -> None:
+    with running(directory, blocks=12, batch=4) as (url, engine):
+        prompt = "def f(x): return x + 1\n" * 2
+        usage = [
+            PATIENT.post(f"{url}/v1/completions", json={"prompt": prompt, "seed": 1, "max_tokens": 30} | more).json()[
+                "usage"
+            ]
+            for more in (
+                {"ignore_eos": True},
+                {"n": 5, "ignore_eos": True},
+                {"stop": list("abcdefg ()\n")},
+                {"max_tokens": 1},
+            )
+        ]
+        asked = {"prompt": "f", "stream": True} | LONG | {"max_tokens": 150}
+        with PATIENT.stream("POST", f"{url}/v1/completions", json=asked) as stream:
+            next(stream.iter_lines())
+        wait_until(lambda: engine.running == 0)
+        left = engine.finished[-1]
+        found = dict(line.rsplit(" ", 1) for line in PATIENT.get(f"{url}/metrics").text.splitlines())
+    ends = [
+        found[f'vllm:request_success_total{{finished_reason="{why}",model_name="tiny"}}']
+        for why in ("length", "stop", "abort")
+    ]
+    assert ends == ["7.0", "1.0", "1.0"]
+    assert engine.scheduler.preemptions and engine.blocks.hits
+    prompts = float(8 * usage[0]["prompt_tokens"] + left.prompt_length)
+    answers = float(sum(each["completion_tokens"] for each in usage) + len(left.answer))
+    for kind, value in (("prompt", prompts), ("generation", answers)):
+        assert float(found[f'vllm:{kind}_tokens_total{{model_name="tiny"}}']) == value
+        assert float(found[f'vllm:request_{kind}_tokens_sum{{model_name="tiny"}}']) == value
 
 
 @pytest.mark.long

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import write_server_directory
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.report.serving_view import load_view
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.load import Client, Report, RequestOutcome, poisson, read_trace, run, summary
 from ironlaw.serve.measured import serving_ledger
+from ironlaw.serve.recording import Recording
 from ironlaw.serve.trials import Load
 
 pytest.importorskip("uvicorn")
@@ -62,6 +65,23 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
         read_trace(tmp_path / "trace")
 
 
+def load_of(models: str, body: str, before: str = "") -> Report:
+    """Two requests to a server that always answers so."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        said = models if b"/v1/models" in asked else "{}" if b"/steps" in asked else body
+        writer.write(f"{before}HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\n\r\n{said}".encode())
+        writer.close()
+
+    async def load() -> Report:
+        async with await asyncio.start_server(reply, "127.0.0.1") as server:
+            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0)
+            return await run(client, poisson(50.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
+
+    return asyncio.run(load())
+
+
 @pytest.mark.parametrize(("models", "answer", "told"), [
     ("{}", "", "names no model"),
     ("[" * 50_000, "", "no OpenAI-compatible server"),
@@ -71,19 +91,24 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     ('{"data": [{"id": "m"}]}', '{"usage": {"tokens": 1}}', "has not OpenAI's form"),
 ])  # fmt: skip
 def test_a_server_that_answers_otherwise_is_told_in_one_line(models: str, answer: str, told: str) -> None:
-    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = await reader.readuntil(b"\r\n\r\n")
-        body = models if b"/v1/models" in asked else f"data: {answer}\n\n"
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        writer.close()
-
-    async def load() -> None:
-        async with await asyncio.start_server(reply, "127.0.0.1") as server:
-            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0)
-            await run(client, poisson(5.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
-
     with pytest.raises(UserError, match=told):
-        asyncio.run(load())
+        load_of(models, f"data: {answer}\n\n")
+
+
+def test_a_server_that_tells_no_usage_is_not_credited_with_the_tokens_asked_for() -> None:
+    pieces = [
+        {"text": "a", "finish_reason": None},
+        {"text": "b", "finish_reason": None},
+        {"text": "", "finish_reason": "stop"},
+    ]
+    body = "".join(
+        f"data: {json.dumps({'choices': [piece], 'error': None})}\r\n\r\n" for piece in pieces
+    )  # and no [DONE]
+    report = load_of('{"data": [{"id": "m"}]}', body, before="HTTP/1.1 103 Early Hints\r\n\r\n")
+    found = summary(report)
+    assert (found["completed"], found["output_tokens"], found["prompt_tokens"]) == (2, 4, None)
+    assert found["total_tokens_per_second"] is None
+    assert report.server is None and "tells no usage" in str(load_view(found))
 
 
 def test_goodput_counts_answers_within_both_limits_of_all_requests() -> None:
@@ -120,6 +145,27 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
     assert serving_ledger(steps[1:2], timed, {}).phase_seconds[Phase.PREFILL] == pytest.approx(2.8 - 0.6)
 
 
+def test_a_recording_is_of_the_load_that_asked_for_it() -> None:
+    recording = Recording()
+    for rows in (1, 64):
+        recording.ask(1)
+        with recording.step(torch.nn.Linear(64, 64), "decode"):
+            torch.ones(rows, 64) @ torch.ones(64, 64)
+        assert recording.lines()
+    recording.ask(1)
+    assert recording.lines() == []
+
+
+def test_a_prefix_as_long_as_the_prompt_is_refused(ironlaw_here: Any) -> None:
+    code, _, told = ironlaw_here("bench", "http://127.0.0.1:9", "--rate", "1", "--input", "64", "--prefix", "64")
+    assert code == 2 and "--prefix 64" in told
+
+
+def test_with_speculation_requests_are_counted_and_not_their_drafted_tokens() -> None:
+    steps = [step("decode", 1.0, 0.8, decode=15) | {"decode_requests": 3}]
+    assert serving_ledger(steps, {}, {}).totals["decode_batch"].value == 3
+
+
 OPERATIONS = [(Kind.MATMUL, name) for name in ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head")]
 
 
@@ -143,6 +189,10 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert sum(s["produced"] for s in steps) == 72 == ledger.facts["steps"]["produced"]
     assert len((out / "requests.jsonl").read_text().splitlines()) == 12
+    second = ironlaw_process(*load, "--out", str(tmp_path / "second"))
+    assert second.returncode == 0, second.stderr
+    twice = Ledger.load(tmp_path / "second" / "ledger.json").facts  # counters of its own load, not of both
+    assert 0 < ledger.facts["prefix_queried"] < 12 * 40 and 0 < twice["prefix_queried"] < 12 * 40
     again = ironlaw_process(*load, "--out", str(out))
     assert again.returncode == 2 and "give another --out" in again.stderr
     process.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,31 @@ def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
     """Top-p of 5,000 alike tokens: 256 candidates hold a twentieth of it."""
     counts = draw(torch.zeros(5000), SamplingParams(top_p=0.9), 1000)
     assert int((counts > 0).sum()) > 256
+
+
+def test_a_token_depends_on_no_other_row_of_its_batch() -> None:
+    logits = torch.randn(700, generator=torch.Generator().manual_seed(3)) * 2.5
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.95},
+        {"top_p": 0.0},
+        {"top_k": 7},
+        {"top_k": 600, "top_p": 0.9},
+        {"min_p": 0.1},
+    ]
+    rows = [[Row(request(SamplingParams(**kind), seed), 5) for seed in range(100)] for kind in kinds]
+    alone = [[chosen.token for chosen in sample(logits.expand(100, -1), some)] for some in rows]
+    together = sample(logits.expand(600, -1), [row for some in rows for row in some])
+    assert [chosen.token for chosen in together] == [token for tokens in alone for token in tokens]
+    assert set(alone[2]) == {int(logits.argmax())}
+
+
+def test_the_largest_number_finds_no_token_that_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ironlaw.serve.sampler.uniform", lambda seed, place: 1 - 2.0**-53)
+    allowed = torch.arange(300) < 3
+    for sampling in (SamplingParams(), SamplingParams(top_k=50), SamplingParams(top_p=0.9)):
+        (chosen,) = sample(torch.zeros(1, 300), [Row(request(sampling), 1)], allowed[None])
+        assert chosen.token < 3
 
 
 def test_penalties_and_biases_are_openais(logits: torch.Tensor) -> None:

@@ -230,7 +230,7 @@ def test_requests_whose_own_tokens_fail_end_alone(model: Transformer) -> None:
     alone = server.generate([[1, 2, 3]], greedy(5))[0].answer
     well, ill = Request([1, 2, 3], greedy(5)), Request([4, 5], greedy(5), state=Broken())
     odd = Request([7], SamplingParams(max_tokens=5, top_k=10**400))
-    unread = Request([8], greedy(5), decode=lambda chosen: bool(1 / 0))
+    unread = Request([8], greedy(5), decode=lambda token, may_stop: bool(1 / 0))
     for request in (well, ill, odd, unread):
         server.submit(request)
     while server.running or server.waiting:

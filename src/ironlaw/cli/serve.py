@@ -90,11 +90,11 @@ def generate(
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     new = Engine(served, config).continued(start, sampling)
-    answer = text.decode(new)
+    answer = text.decode_behind(new)
     if json:
         print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return
-        # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
+    # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
     sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
     which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
@@ -131,6 +131,8 @@ def bench(
         raise UserError(f"--rate {rate:g} is not positive: write for example --rate 4")
     if seconds is not None and (rate is None or requests is not None):
         raise UserError("--seconds goes with --rate, instead of --requests")
+    if trace is None and prefix >= input:
+        raise UserError(f"--prefix {prefix} leaves nothing of --input {input}: give fewer")
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: give another --out")
     if trace is not None:
@@ -152,6 +154,11 @@ def bench(
         _keep(out, report, asked, found)
     answer(json, {"load": asked} | found, load_view)
     if out is not None:
+        lost = (report.server or {}).get("lost_steps")
+        if lost:
+            messages().print(
+                f"the server remembers its newest steps (serve.trace_steps): {lost:,} of this load are lost"
+            )
         messages().print(f"ironlaw explain {out} says where the time went")
     if found["errors"] or not found["completed"]:
         raise typer.Exit(1)

@@ -37,6 +37,12 @@ ROLES = {"system", "developer", "user", "assistant", "tool", "function"}  # of O
 
 LONG = 20_000  # characters; encoding longer texts takes milliseconds
 
+# The characters that byte-level tokenizers write bytes as: the printable ones of Latin-1, and others for the rest.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(0x100 + number): byte for number, byte in enumerate(sorted(set(range(256)).difference(_PRINTED)))
+}
+
 
 def ids_of(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
     try:
@@ -55,8 +61,11 @@ class Text:
         self.file, self._end = tokenizer.path, tokenizer.end_of_text
         self._plain = tokenizer.inner  # encodes special tokens spelt by a user as plain text
         self.tokenizer = read_tokenizer(tokenizer.path)
-        special_tokens = (str(t) for t in self.tokenizer.get_added_tokens_decoder().values() if t.special)
-        self._quoted = [*special_tokens, "\ue000", "\ue001", _BEGIN, _END]
+        marks = {i: str(token) for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special = frozenset(marks)
+        self._quoted = [*marks.values(), "\ue000", "\ue001", _BEGIN, _END]
+        self._is_of_bytes, self._has_bytes = self._joined("aÃ©") == "aé", self._joined("<0x41>") == "A"
+        self._spelt: dict[tuple[int, bool], bytes] = {}
         self.source = template
         self.template = None if template is None else _compiled(template)
         self.template_names = special
@@ -67,6 +76,33 @@ class Text:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def decode_behind(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens that stand behind other text."""
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+    def bytes_of(self, token: int, begins: bool = False) -> bytes:
+        """Return what a token adds to the text before it, or `begins` a text with, in UTF-8: a token may end within a
+        character."""
+        found = self._spelt.get((token, begins))
+        if found is None:
+            found = self._spelt[token, begins] = self._bytes(self.tokenizer.id_to_token(token), begins)
+        return found
+
+    def _bytes(self, name: str | None, begins: bool) -> bytes:
+        if name is None:  # a row of the embedding table that pads it
+            return b""
+        if self._is_of_bytes:
+            return bytes(map(_BYTES.__getitem__, name)) if _BYTES.keys() >= set(name) else name.encode()
+        if self._has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes.fromhex(name[3:5])
+        # Decoders change spaces at the ends of a text, so the token stands between others; "##" is WordPiece's.
+        before, after = [] if begins else ["a"], len(self._joined("a", "##a")) - 1
+        return self._joined(*before, name, "##a")[len(before) : -after].encode()
+
+    def _joined(self, *names: str) -> str:
+        decoder = self.tokenizer.decoder
+        return " ".join(names) if decoder is None else str(decoder.decode(list(names)))
 
     def chat(self, messages: Messages, more: dict[str, Any] | None = None) -> list[int]:
         """Return the tokens of a conversation, up to where the assistant's next answer begins."""
@@ -88,8 +124,7 @@ class Text:
         except UserError:  # the template does not accept this conversation
             return frozenset()
         first = self.encode(after, add_special=False)[:1]
-        special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        return frozenset(special.intersection(first))
+        return self.special.intersection(first)
 
     def conversation(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids (N,) of a whole conversation, and (N,) bool: which of them the assistant wrote.
@@ -175,7 +210,8 @@ class Text:
 
     def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
         assert self.template is not None
-        names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
+        names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
+        names |= self.template_names | (more or {})
         _left.set([MOST])
         try:
             return str(self.template.render(**names))
@@ -278,12 +314,19 @@ def _written(value: Any) -> Any:
     return value
 
 
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson`, with transformers' options."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _json
     environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
     environment.filters |= {"passes": _passes, "written": _written}
     del environment.globals["lipsum"]  # draws words one by one

@@ -104,7 +104,10 @@ def _planned(
             decoding = int(step["decode_tokens"])
             length = step["kv_tokens"] / max(1, decoding)
             parts = clock.parts(
-                decoding, length, int(step["prefill_tokens"]), prompts=max(1, int(step["requests"]) - decoding)
+                decoding,
+                length,
+                int(step["prefill_tokens"]),
+                prompts=max(1, int(step["requests"]) - int(step.get("decode_requests", decoding))),
             )
             for part, phase in _PARTS.items():
                 sums[phase] += parts.get(part, math.nan)

@@ -174,6 +174,8 @@ def load_view(found: dict[str, Any]) -> Document:
         f"{found['output_tokens_per_second']:.1f} output tokens/s, {found['requests_per_second']:.2f} requests/s, "
         f"goodput {100 * found['goodput_share']:.0f}%"
     )
+    if found["prompt_tokens"] is None:
+        made.text("The server tells no usage: each piece of an answer counts as a token", indent=2)
     percentiles = ("p50", "p90", "p99", "mean")
     made.table(
         ["milliseconds", *percentiles],

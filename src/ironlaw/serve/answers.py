@@ -3,6 +3,7 @@ grows, up to a stop string."""
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ class AnswerFormat:
     """Formats the answer to one HTTP request."""
 
     kind, prefix, chunk_kind = "", "", ""
+    begins_text = False  # an answer goes on with its prompt
 
     def __init__(self, model: str, body: RequestBody, text: Text | None) -> None:
         self.model, self.text, self.body = model, text, body
@@ -29,7 +31,8 @@ class AnswerFormat:
     logprobs: int | None
 
     def document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        found = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return found | {"usage": None} if self.wants_usage else found
 
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -49,20 +52,31 @@ class AnswerFormat:
     def whole(self, requests: Sequence[Request], pieces: Sequence[Sequence[OutputPiece]]) -> dict[str, Any]:
         choices = []
         for index, found in enumerate(pieces):
-            text = "".join(piece.text for piece in found)
-            chosen = [one for piece in found for one in piece.chosen]
-            finish = {"index": index, "finish_reason": found[-1].finish}
-            choices.append(finish | self.complete(text, chosen, requests[index]))
+            text, finish = "".join(piece.text for piece in found), found[-1].finish
+            all_of = OutputPiece(index, text, [one for piece in found for one in piece.chosen], finish)
+            choices.append({"index": index, "finish_reason": finish} | self.complete(all_of))
         return self.document(self.kind, choices) | {"usage": usage(requests, self.body.n)}
 
     def gained(self, piece: OutputPiece) -> dict[str, Any]:
         raise NotImplementedError
 
-    def complete(self, text: str, chosen: Sequence[SampledToken], request: Request) -> dict[str, Any]:
+    def complete(self, answer: OutputPiece) -> dict[str, Any]:
         raise NotImplementedError
 
+    def reader(self) -> TokenReader:
+        """Return what reads the tokens of one answer."""
+        return TokenReader(self.text, self.body.skip_special_tokens, self.begins_text)
+
+    def bytes_of(self, token: int) -> bytes:
+        return str(token).encode() if self.text is None else self.text.bytes_of(token)
+
     def spelt(self, token: int) -> str:
-        return str(token) if self.text is None else self.text.decode([token])
+        """Return the text of a token; of one that is not whole characters, its bytes, as OpenAI writes them."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
 
 class CompletionAnswer(AnswerFormat):
@@ -72,40 +86,44 @@ class CompletionAnswer(AnswerFormat):
     def __init__(self, model: str, body: CompletionRequest, text: Text | None) -> None:
         super().__init__(model, body, text)
         self.max_tokens, self.logprobs, self.echo = body.max_tokens, body.logprobs, body.echo
-        self._lengths: dict[int, int] = {}
+        self._prompts = body.prompts
+        self._ends: dict[int, tuple[TokenReader, int]] = {}  # characters of each answer so far, for `text_offset`
 
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
-        for index, request in enumerate(requests if self.echo else ()):
-            choice = {"index": index, "finish_reason": None, "text": self._prompt(request), "logprobs": None}
+        for index in range(len(requests) if self.echo else 0):
+            choice = {"index": index, "finish_reason": None, "text": self._prompt(index), "logprobs": None}
             yield self.document(self.chunk_kind, [choice])
 
     def gained(self, piece: OutputPiece) -> dict[str, Any]:
-        start = self._lengths.get(piece.index, 0)
-        self._lengths[piece.index] = start + len(piece.text)
-        return {"text": piece.text, "logprobs": self._logs(piece.chosen, start)}
+        return {"text": piece.text, "logprobs": self._logs(piece)}
 
-    def complete(self, text: str, chosen: Sequence[SampledToken], request: Request) -> dict[str, Any]:
-        before = self._prompt(request) if self.echo else ""
-        return {"text": before + text, "logprobs": self._logs(chosen, len(before))}
+    def complete(self, answer: OutputPiece) -> dict[str, Any]:
+        before = self._prompt(answer.index) if self.echo else ""
+        return {"text": before + answer.text, "logprobs": self._logs(answer)}
 
-    def _prompt(self, request: Request) -> str:
-        return "" if self.text is None else self.text.decode(request.prompt)
+    def _prompt(self, index: int) -> str:
+        prompt = self._prompts[index // self.body.n]
+        return prompt if isinstance(prompt, str) else "" if self.text is None else self.text.decode(prompt)
 
-    def _logs(self, chosen: Sequence[SampledToken], offset: int) -> dict[str, Any] | None:
+    def _logs(self, piece: OutputPiece) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        tokens = [self.spelt(one.token) for one in chosen]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        tops = [{self.spelt(token): log for token, log in one.top} for one in chosen]
-        logs = [one.logprob for one in chosen]
+        reader, offset = self._ends.get(piece.index) or (self.reader(), 0)
+        tokens, offsets = [self.spelt(one.token) for one in piece.chosen], []
+        for one, token in zip(piece.chosen, tokens, strict=True):
+            gained = len(reader(one.token))  # with what a broken character before has become
+            offsets.append(offset + max(0, gained - len(token)))
+            offset += gained
+        self._ends[piece.index] = reader, offset
+        # The drawn token is there, too, if it is not among the most likely ones.
+        tops = [{self.spelt(t): log for t, log in (*one.top, (one.token, one.logprob))} for one in piece.chosen]
+        logs = [one.logprob for one in piece.chosen]
         return {"tokens": tokens, "token_logprobs": logs, "top_logprobs": tops, "text_offset": offsets}
 
 
 class ChatAnswer(AnswerFormat):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    begins_text = True
 
     def __init__(self, model: str, body: ChatRequest, text: Text) -> None:
         super().__init__(model, body, text)
@@ -121,8 +139,8 @@ class ChatAnswer(AnswerFormat):
         delta = {"content": piece.text} if piece.text else {}
         return {"delta": delta, "logprobs": self._logs(piece.chosen)}
 
-    def complete(self, text: str, chosen: Sequence[SampledToken], request: Request) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logs(chosen)}
+    def complete(self, answer: OutputPiece) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": answer.text}, "logprobs": self._logs(answer.chosen)}
 
     def _logs(self, chosen: Sequence[SampledToken]) -> dict[str, Any] | None:
         if self.logprobs is None:
@@ -134,8 +152,7 @@ class ChatAnswer(AnswerFormat):
         return {"content": content}
 
     def _log(self, token: int, log: float | None) -> dict[str, Any]:
-        spelt = self.spelt(token)
-        return {"token": spelt, "logprob": log, "bytes": list(spelt.encode())}
+        return {"token": self.spelt(token), "logprob": log, "bytes": list(self.bytes_of(token))}
 
 
 def usage(requests: Sequence[Request], answers_each: int) -> dict[str, Any]:
@@ -147,31 +164,34 @@ def usage(requests: Sequence[Request], answers_each: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class TokenReader:
+    """Returns the text of tokens as they come. A character that is not whole yet stays behind, for its last token."""
+
+    def __init__(self, text: Text | None, skips_special: bool = True, begins: bool = False) -> None:
+        self._text, self._begins = text, begins
+        self._hidden = text.special if text is not None and skips_special else frozenset[int]()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __call__(self, token: int) -> str:
+        if self._text is None or token in self._hidden:
+            return ""
+        found = self._utf8.decode(self._text.bytes_of(token, self._begins))
+        self._begins = False
+        return found
+
+
 class TextDecoder:
     """Decodes one answer as its tokens arrive. Text that may be the start of a stop string is held back."""
 
-    def __init__(self, text: Text | None, stop: Sequence[str] = (), keeps_stop: bool = False) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer = None if text is None else text.tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self.stop, self.keeps_stop = tuple(stop), keeps_stop
+    def __init__(self, read: TokenReader, stop: Sequence[str] = (), keeps_stop: bool = False) -> None:
+        self.read, self.stop, self.keeps_stop = read, tuple(stop), keeps_stop
         self._held = ""
         self._ready: list[str] = []
 
-    def __call__(self, chosen: Sequence[SampledToken]) -> bool:
-        """Decode new tokens. Returns True if a stop string is complete."""
-        if self._tokenizer is None:
-            return False
-        for one in chosen:
-            piece = self._stream.step(self._tokenizer, one.token)
-            if piece and self._read(piece):
-                return True
-        return False
-
-    def _read(self, piece: str) -> bool:
-        self._held += piece
-        ends = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
+    def __call__(self, token: int, may_stop: bool = True) -> bool:
+        """Decode a new token. Returns True if a stop string is complete, where one `may_stop` the answer."""
+        self._held += self.read(token)
+        ends = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0] if may_stop else []
         if ends:
             at, stop = min(ends)
             self._ready.append(self._held[: at + len(stop) * self.keeps_stop])

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
-from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder
+from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder, TokenReader
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import State, grammar_of, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
@@ -97,8 +97,7 @@ class Server:
     async def answer(
         self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat, http: HttpRequest
     ) -> Response:
-        if body.model is not None and body.model != self.engine.served.name:
-            raise HTTPException(404, f"no model {body.model[:100]!r} here: use {self.engine.served.name!r}")
+        self.known(body.model)
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
         ruled = body.grammar() is not None  # large grammars take seconds to compile
@@ -113,6 +112,10 @@ class Server:
         if body.stream:
             return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
         return await self._whole(job, form, http)
+
+    def known(self, model: str | None) -> None:
+        if model is not None and model != self.engine.served.name:
+            raise HTTPException(404, f"no model {model[:100]!r} here: use {self.engine.served.name!r}")
 
     def retry_seconds(self) -> int:
         """Estimate the seconds until a place is free, from those of the newest answers and the length of the queue."""
@@ -137,7 +140,8 @@ class Server:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
             for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
-                self._connect(Request(prompt, replace(sampling, seed=seed), priority=body.priority), job)
+                request = Request(prompt, replace(sampling, seed=seed), priority=body.priority)
+                self._connect(request, job, form.reader())
         return job
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
@@ -151,11 +155,12 @@ class Server:
             )
         return asked
 
-    def _connect(self, request: Request, job: Job) -> None:
-        reader = TextDecoder(self.text, request.sampling.stop, request.sampling.keeps_stop)
+    def _connect(self, request: Request, job: Job, read: TokenReader) -> None:
+        sampling = request.sampling
+        reader = TextDecoder(read, sampling.stop, sampling.keeps_stop)
         index = len(job.requests)
-        if request.sampling.constraint is not None:
-            request.state = request.sampling.constraint()
+        if sampling.constraint is not None:
+            request.state = sampling.constraint()
 
         def on_output(request: Request, chosen: list[SampledToken]) -> None:
             finish = request.finish
@@ -298,11 +303,17 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         prompt = await _aside(is_long, partial(text.chat, messages, body.chat_template_kwargs))
         return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
 
+    one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
+           "max_model_len": server.engine.context}  # fmt: skip
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
-               "max_model_len": server.engine.context}  # fmt: skip
         return {"object": "list", "data": [one]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        server.known(name)
+        return one
 
 
 def _add_figures(app: FastAPI, server: Server) -> None:
@@ -390,7 +401,8 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _explained(problems: Sequence[Any]) -> str:
-    problem = min(problems, key=lambda p: p["type"] != "extra_forbidden")
+    # Of a value's alternatives, the one that fits furthest.
+    problem = min(problems, key=lambda p: (p["type"] != "extra_forbidden", -len(p["loc"])))
     where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "body"))
     if problem["type"] == "extra_forbidden":
         return f"{where[:100]} is not a field of this API: leave it out"
@@ -411,8 +423,8 @@ class RequestLimits:
             return
         headers = dict(scope["headers"])
         if self.keys and scope["path"] not in _OPEN:
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not any(hmac.compare_digest(given, key) for key in self.keys):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in self.keys):
                 await _refusal("a valid API key is needed: Authorization: Bearer KEY", 401)(scope, receive, send)
                 return
         length = headers.get(b"content-length", b"0")

@@ -91,5 +91,9 @@ def _library() -> Any:
 
 
 def token_table(file: Path, end_tokens: Iterable[int], vocab: int) -> Any:
-    """Return the tokenizer in the library's format. Called once per server."""
-    return _library().LLTokenizer(str(file), n_vocab=vocab, eos_token=sorted(end_tokens) or None)
+    """Return the tokenizer in the library's format. UserError if the library does not know its kind."""
+    library = _library()
+    try:
+        return library.LLTokenizer(str(file), n_vocab=vocab, eos_token=sorted(end_tokens) or None)
+    except ValueError as error:
+        raise UserError(f"forms of answers do not go with this model's tokenizer: {str(error)[:200]}") from None

@@ -91,6 +91,7 @@ class Engine:
         self.longest_prompt = int(min(self.context, longest)) - 1  # leaves room for an answer of one token
         self.finished: deque[Request] = deque(maxlen=4_000)  # the newest, for statistics
         self.drafted_tokens = self.accepted_tokens = 0
+        self.prompt_tokens = 0  # of requests that have a first token, computed or found in shared pages
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -102,8 +103,8 @@ class Engine:
     def running(self) -> int:
         return len(self.scheduler.running)
 
-    def check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise UserError if a request can never run."""
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raise UserError if a prompt can never run."""
         if not prompt:
             raise UserError("the prompt has no tokens: send some text")
         if len(prompt) > self.longest_prompt:
@@ -117,7 +118,7 @@ class Engine:
     def submit(self, *requests: Request) -> None:
         """Queue all requests or none. Raises Busy, Draining, or UserError."""
         for request in requests:
-            self.check(request.prompt, request.sampling)
+            self.check(request.prompt)
         with self._wake:
             if self.is_draining or self.failure:
                 raise Draining(self.failure or "the server is shutting down")
@@ -129,6 +130,9 @@ class Engine:
                 self._number += 1
                 sampling = request.sampling
                 request.seed = self.config.seed + request.number if sampling.seed is None else sampling.seed
+                request.ends = frozenset(sampling.stop_tokens)
+                if not sampling.ignore_end:
+                    request.ends |= self.served.end_tokens
                 request.is_long = self._is_long(request)
                 self._arrivals.append(request)
             self._wake.notify()
@@ -298,12 +302,13 @@ class Engine:
         )  # fmt: skip
 
     def _record(self, step: Sequence[Scheduled], work: Sequence[RunnerWork]) -> StepRecord:
-        decode = sum(len(w.tokens) for w in work if w.request.is_decoding)
-        prefill = sum(len(w.tokens) for w in work) - decode
+        decoding = [len(w.tokens) for w in work if w.request.is_decoding]
+        decode, prefill = sum(decoding), sum(len(w.tokens) for w in work) - sum(decoding)
         return StepRecord(
             number=self.trace.count, start=time.monotonic(),
             phase="mixed" if decode and prefill else "decode" if decode else "prefill",
-            requests=len(step), prefill_tokens=prefill, decode_tokens=decode, accepted=0, produced=0,
+            requests=len(step), prefill_tokens=prefill, decode_tokens=decode, decode_requests=len(decoding),
+            accepted=0, produced=0,
             kv_tokens=sum(w.start for w in work), kv_usage=self.blocks.usage, waiting=len(self.scheduler.waiting),
         )  # fmt: skip
 
@@ -339,22 +344,19 @@ class Engine:
             count = len(request.tokens) - request.prompt_length
             if request.state is not None:
                 request.state.take(chosen.token)
-            if count >= sampling.min_tokens:
-                ends = chosen.token in self.served.end_tokens and not sampling.ignore_end
-                if (
-                    ends
-                    or chosen.token in sampling.stop_tokens
-                    or (request.decode is not None and request.decode(taken[-1:]))
-                ):
-                    finish = "stop"
-            elif request.decode is not None:
-                request.decode(taken[-1:])
+            ends = chosen.token in request.ends
+            if request.decode is not None and (sampling.keeps_stop or not ends):
+                ends |= request.decode(chosen.token, count > sampling.min_tokens)
+            if ends:
+                finish = "stop"
             full = len(request.tokens) > self.longest_prompt
             if finish is None and (count >= sampling.max_tokens or full):
                 finish = "length"
             if finish is not None:
                 break
-        request.first_token = request.first_token or now
+        if request.first_token is None:
+            request.first_token = now
+            self.prompt_tokens += request.prompt_length
         request.last_token = now
         if finish is not None:
             self._finish(request, finish, taken)

@@ -23,6 +23,7 @@ import numpy as np
 
 from ironlaw.errors import UserError
 from ironlaw.files import parse_json, read_text
+from ironlaw.serve.measured import COUNTERS
 
 _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
@@ -50,6 +51,7 @@ class RequestOutcome:
     prompt_tokens: int
     asked_tokens: int
     output_tokens: int = 0
+    has_usage: bool = False  # the server told the tokens; else they are those asked for, and pieces of the answer
     status: int = 0  # of HTTP; 0: no response
     error: str | None = None
     ttft: float | None = None
@@ -150,12 +152,13 @@ class Client:
         headers = self.headers | {"Content-Length": str(len(data)), "Content-Type": "application/json"}
         head = f"{method} {self.base}{path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
         writer.write(head.encode() + b"\r\n" + data)
-        status = int((await reader.readline()).split()[1])
-        found: dict[str, str] = {}
-        while line := (await reader.readline()).strip():
-            name, _, value = line.decode("latin1").partition(":")
-            found[name.lower()] = value.strip()
-        return status, _lines(reader, found.get("transfer-encoding") == "chunked"), writer
+        status = 100
+        while 100 <= status < 200:  # an answer may be announced
+            status, found = int((await reader.readline()).split()[1]), dict[str, str]()
+            while line := (await reader.readline()).strip():
+                name, _, value = line.decode("latin1").partition(":")
+                found[name.lower()] = value.strip()
+        return status, _lines(reader, found.get("transfer-encoding", "").lower() == "chunked"), writer
 
     async def get(self, path: str, method: str = "GET") -> Any:
         """Return a JSON document, or None if the server has none there."""
@@ -203,19 +206,22 @@ class Client:
                 done = True
                 break
             document = json.loads(data)
-            if "error" in document:
+            if document.get("error"):
                 outcome.error = _message(data) or "an error without a message"
                 return
             usage = document.get("usage")
             if usage:
                 outcome.output_tokens = int(usage["completion_tokens"])
                 outcome.prompt_tokens = int(usage["prompt_tokens"])
-            if document.get("choices"):
-                outcome.times.append(time.perf_counter() - began)
-                outcome.ttft = outcome.times[0]
+                outcome.has_usage = True
+            for choice in document.get("choices") or ():
+                done = done or choice.get("finish_reason") is not None  # some servers send no [DONE]
+                if choice.get("text") or choice.get("finish_reason") is None or not outcome.times:
+                    outcome.times.append(time.perf_counter() - began)
+                    outcome.ttft = outcome.times[0]
         outcome.output_tokens = outcome.output_tokens or len(outcome.times)
         if not done:
-            outcome.error = "the answer broke off"
+            outcome.error = "the answer broke off" if outcome.times else "the answer is no stream of events"
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
@@ -292,7 +298,13 @@ async def run(
 
     outcomes = list(await asyncio.gather(*(one(p, t) for p, t in zip(plans, prompts, strict=True))))
     seconds = time.perf_counter() - began
-    server = None if before is None else await client.get(f"/steps?since={before['next']}&after={before['now']}")
+    server = None
+    if isinstance(before, dict) and "next" in before:  # some foreign servers answer every path
+        server = await client.get(f"/steps?since={before['next']}&after={before['now']}")
+    if server is not None:
+        for name in COUNTERS:  # what counts is this load's share
+            server["facts"][name] -= before["facts"][name]
+        server["lost_steps"] = server["steps"][0]["number"] - before["next"] if server["steps"] else 0
     if server is not None and profile:
         some = plans[: max((step["requests"] for step in server["steps"]), default=1)]
         server["lines"] = await _profiled(client, some, await _prompts(client, some, shared_prefix, seed=8))
@@ -318,7 +330,7 @@ async def _prompts(client: Client, plans: Sequence[PlannedRequest], shared: int,
     await client.ask(PlannedRequest(0.0, 0, 1), probe, outcome, ignore_end=False)
     if outcome.error is not None:
         raise UserError(f"the server refuses a first request: {outcome.error}")
-    per_word = max(0.25, outcome.prompt_tokens / 64)
+    per_word = max(0.25, outcome.prompt_tokens / 64) if outcome.has_usage else 1.0
     start = " ".join(draws.choice(words) for _ in range(round(shared / per_word)))
 
     def text(plan: PlannedRequest) -> str:
@@ -343,13 +355,14 @@ def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float |
     within = [o for o in good if (o.ttft or 0.0) <= first and (o.tpot or 0.0) <= each]
     gaps = [b - a for o in good for a, b in zip(o.times, o.times[1:], strict=False)]
     tokens = sum(o.output_tokens for o in good)
+    asked = sum(o.prompt_tokens for o in good) if all(o.has_usage for o in good) else None
     return {
         "requests": len(report.outcomes), "completed": len(good), "refused": len(refused),
         "errors": sum(errors.values()), "error_messages": errors, "seconds": report.seconds,
         "requests_per_second": len(good) / report.seconds,
         "output_tokens": tokens, "output_tokens_per_second": tokens / report.seconds,
-        "prompt_tokens": sum(o.prompt_tokens for o in good),
-        "total_tokens_per_second": (tokens + sum(o.prompt_tokens for o in good)) / report.seconds,
+        "prompt_tokens": asked,  # None: the server does not tell them, and its output tokens are pieces of answers
+        "total_tokens_per_second": None if asked is None else (tokens + asked) / report.seconds,
         "ttft_seconds": percentiles([o.ttft for o in good if o.ttft is not None]),
         "tpot_seconds": percentiles([o.tpot for o in good if o.tpot is not None]),
         "inter_token_seconds": percentiles(gaps),

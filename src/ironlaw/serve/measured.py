@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ironlaw.serve.engine import Engine
 
 
+COUNTERS = ("preemptions", "prefix_queried", "prefix_hits", "drafted", "accepted")  # among the facts, since the start
+
+
 def facts(engine: Engine) -> dict[str, Any]:
     """Return the engine's settings and counters: all that a plan of the same serving needs."""
     import torch
@@ -101,7 +104,8 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     ledger.phase_seconds = {phase: total / count for phase, total in sums.items()}
     low, middle, high = (float(q) for q in np.percentile(seconds, [10, 50, 90]))
     ledger.totals["step_seconds"] = Estimate(middle, measured, f"median of {count} engine steps", low, high)
-    decoding = [step["decode_tokens"] for step in steps if step["decode_tokens"]]
+    # Runs of older versions lack the requests: without speculation they are as many as tokens.
+    decoding = [step.get("decode_requests", step["decode_tokens"]) for step in steps if step["decode_tokens"]]
     for name, values, basis in (
         ("decode_batch", decoding, "mean of the steps that decode"),
         ("kv_usage", [step["kv_usage"] for step in steps], "mean over steps, of all pages"),

@@ -32,7 +32,8 @@ class Metrics:
         self._answer = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         ends = Counter("vllm:request_success", "Requests that ended, by why.", ("model_name", "finished_reason"),
                        registry=self.registry)  # fmt: skip
-        self._ends = {why: ends.labels(name, why) for why in ("stop", "length", "cancelled", "error")}
+        named = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+        self._ends = {why: ends.labels(name, theirs) for why, theirs in named.items()}
         refused = Counter("ironlaw:requests_refused", "Requests that found no place.", **label)  # type: ignore[arg-type]
         self.refused = refused.labels(name)
         self.registry.register(_Live(engine))
@@ -75,7 +76,7 @@ class _Live:
             "num_preemptions": engine.scheduler.preemptions,
             "prefix_cache_queries": engine.blocks.queried,
             "prefix_cache_hits": engine.blocks.hits,
-            "prompt_tokens": totals.prefill_tokens,
+            "prompt_tokens": engine.prompt_tokens,
             "generation_tokens": totals.produced,
             "iterations": totals.count,
             "spec_decode_num_draft_tokens": engine.drafted_tokens,

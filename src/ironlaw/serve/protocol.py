@@ -11,9 +11,10 @@ from ironlaw.serve.request import SamplingParams
 
 # Fields that clients often send, and that do not affect the answers of a single server.
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-                   "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
+                   "parallel_tool_calls", "spaces_between_special_tokens")  # fmt: skip
 _ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
            "prediction", "reasoning_effort", "verbosity")  # fmt: skip
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])  # values of these that ask for nothing
 _LARGEST = 2**63
 LONGEST_FORM = 2**16  # characters of a regular expression or a grammar: a million take seconds to read
 
@@ -50,13 +51,14 @@ class RequestBody(BaseModel):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=64)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     seed: int | None = Field(None, ge=-_LARGEST, lt=_LARGEST)
@@ -75,7 +77,7 @@ class RequestBody(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("the body is not a JSON object")
-        asked = [name for name in _ABSENT if data.get(name) not in (None, [], {}, "none", "auto")]
+        asked = [name for name in _ABSENT if data.get(name) not in _NOTHING]
         if asked:
             raise ValueError(f"{asked[0]} is not supported by this server: leave it out")
         # Clients send null for the default.
@@ -91,8 +93,6 @@ class RequestBody(BaseModel):
         for bias in (self.logit_bias or {}).values():
             if not -100 <= bias <= 100:
                 raise ValueError("logit_bias is between -100 and 100")
-        if self.seed is not None and self.temperature == 0 and self.n > 1:
-            raise ValueError("n answers at temperature 0 are all alike: use n = 1")
         return self
 
     @property
@@ -102,6 +102,8 @@ class RequestBody(BaseModel):
     def grammar(self) -> tuple[str, Any] | None:
         """Return the kind and text of the answer's constraint, as `constrain.grammar_of` takes them, or None."""
         form, other = self.response_format, self.structured_outputs
+        if form is not None and form.type != "text" and other is not None:
+            raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
         if form is not None and form.type == "json_object":
             return "json_object", None
         if form is not None and form.type == "json_schema":
@@ -173,6 +175,11 @@ class Message(BaseModel):
             raise ValueError("tool calls are not supported by this server: leave them out")
         if isinstance(data, dict) and data.get("role") in ("tool", "function"):
             raise ValueError("a tool's answer is to no call here, for tool calls are not supported: leave it out")
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type") not in (None, "text"):
+                kind = str(part["type"])[:50]
+                raise ValueError(f"content of type {kind!r} is not supported by this server: send text")
         return data
 
     def plain(self) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Recording:
         self._lines: dict[tuple[Phase, Kind, str], Line] = {}
 
     def ask(self, steps: int) -> None:
+        """Record the next steps of each phase, in place of those before: another load has other batches."""
+        self._lines = {}
         self.wanted = dict.fromkeys(self.wanted, steps)
 
     @contextmanager

@@ -26,7 +26,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()  # in addition to the end of text
     ignore_end: bool = False  # the end of text is a token like any other
-    min_tokens: int = 0  # tokens before which nothing stops the answer
+    min_tokens: int = 0  # of the answer, before which nothing ends it but its form
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Callable[[], Any] | None = None  # creates the state of the answer's constraint: `constrain.State`
@@ -35,6 +35,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def narrows(self) -> bool:
+        """Whether only some of the tokens can be drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
     def changes_logits(self) -> bool:
@@ -76,10 +81,12 @@ class Request:
     sampling: SamplingParams
     # Called with new tokens; the last call has `finish` set.
     on_output: Callable[[Request, list[SampledToken]], None] = lambda request, chosen: None
-    decode: Callable[[list[SampledToken]], bool] | None = None  # decodes new tokens; true if their text ends the answer
+    # Decodes a new token. Returns whether its text ends the answer, which the second argument allows.
+    decode: Callable[[int, bool], bool] | None = None
     priority: int = 0  # lower goes first, with policy "priority"
     number: int = 0  # in order of arrival
     seed: int = 0
+    ends: frozenset[int] = frozenset()  # tokens that end the answer
     arrived: float = field(default_factory=time.monotonic)
 
     tokens: list[int] = field(default_factory=list)

@@ -9,13 +9,13 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ironlaw.serve.request import Request, SampledToken
+from ironlaw.serve.request import Request, SampledToken, SamplingParams
 
 _CANDIDATES = 256  # most likely tokens, which usually include all that top-p and min-p keep
 _MASK = (1 << 64) - 1
@@ -28,13 +28,18 @@ class Row:
     request: Request
     place: int
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the answer has too few tokens to end."""
+        return self.place < self.request.prompt_length + self.request.sampling.min_tokens
+
 
 def uniform(seed: int, place: int) -> float:
-    """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in (0, 1)."""
+    """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in [0, 1)."""
     state = (seed * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) & _MASK
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
         state = ((state ^ (state >> shift)) * multiplier) & _MASK
-    return ((state ^ (state >> 31)) >> 11) * 2.0**-53 + 2.0**-54
+    return ((state ^ (state >> 31)) >> 11) * 2.0**-53
 
 
 @torch.inference_mode()
@@ -43,15 +48,18 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = any(s.changes_logits for s in asked)
-    if not changed and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
+    early = [number for number, row in enumerate(rows) if row.is_early]
+    if not changed and not early and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
         return [SampledToken(token) for token in likeliest(logits).tolist()]
     original = logits.float()
-    logits = original.clone() if changed else original
+    logits = original.clone() if changed or early else original
     for number, row in enumerate(rows):
         if row.request.sampling.changes_logits:
             _change(logits[number], row)
     if masks is not None:
         logits = logits.masked_fill(~masks, -math.inf)
+    for number in early:
+        _go_on(logits[number], rows[number].request.ends)
     tokens = likeliest(logits)
     drawn = [number for number, s in enumerate(asked) if not s.is_greedy]
     if drawn:
@@ -87,42 +95,60 @@ def _change(logits: Tensor, row: Row) -> None:
         logits[list(tokens)] += torch.tensor(biases, device=device)
 
 
+def _go_on(logits: Tensor, ends: Iterable[int]) -> None:
+    """Exclude the tokens that end an answer from `logits` (V,), in place, unless its form leaves no others."""
+    without = logits.clone()
+    without[list(ends)] = -math.inf
+    if not without.isneginf().all():
+        logits.copy_(without)
+
+
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Sample tokens (R,) from `logits` (R, V) with temperature, top-k, top-p and min-p."""
+    """Sample tokens (R,) from `logits` (R, V) with temperature, top-k, top-p and min-p. In which order a row's tokens
+    are summed depends on its own parameters alone: another order has another token at the same number."""
     asked = [row.request.sampling for row in rows]
-    device, vocab = logits.device, logits.shape[1]
-    column = lambda values: torch.tensor(values, device=device, dtype=torch.float32)[:, None]  # noqa: E731
-    logits = logits / column([max(s.temperature, 1e-5) for s in asked])
-    numbers = column([uniform(row.request.seed, row.place) for row in rows]).double()
-    narrows = any(s.top_k or s.top_p < 1 or s.min_p for s in asked)
-    if not narrows:
-        return _invert(torch.softmax(logits, -1), numbers)
-    probabilities = torch.softmax(logits, -1)
-    if not all(s.top_k or s.top_p < 1 or s.min_p for s in asked):
-        width = vocab
-    else:
-        width = min(vocab, max(_CANDIDATES, *(s.top_k for s in asked)))
+    vocab = logits.shape[1]
+    probabilities = torch.softmax(logits / _column([max(s.temperature, 1e-5) for s in asked], logits).float(), -1)
+    numbers = _column([uniform(row.request.seed, row.place) for row in rows], logits)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    left = [number for number, s in enumerate(asked) if s.narrows]
+    whole = [number for number, s in enumerate(asked) if not s.narrows]
+    if whole:
+        tokens[whole] = _invert(_some(probabilities, whole), numbers[whole])
+    for width in (min(vocab, _CANDIDATES), vocab):
+        if left:
+            drawn, enough = _among(_some(probabilities, left), numbers[left], [asked[number] for number in left], width)
+            tokens[left] = drawn  # those without enough candidates are drawn again
+            left = [number for number, is_enough in zip(left, enough, strict=True) if not is_enough]
+    return tokens
+
+
+def _some(rows: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Return the rows of these numbers, without a copy where they are all."""
+    return rows if len(numbers) == len(rows) else rows[numbers]
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]
+
+
+def _among(
+    probabilities: Tensor, numbers: Tensor, asked: Sequence[SamplingParams], width: int
+) -> tuple[Tensor, list[bool]]:
+    """Sample tokens (R,) from the `width` most likely ones. Also return whether these include all that a row keeps."""
     largest, tokens = probabilities.topk(width)  # (R, width), in order
-    if width < vocab and not _enough(largest, asked):
-        largest, tokens = probabilities.topk(vocab)
-    before = largest.cumsum(-1) - largest
-    top_k = column([s.top_k or vocab for s in asked])
-    kept = torch.arange(largest.shape[1], device=device) < top_k
+    sums = largest.cumsum(-1)
+    top_k = torch.tensor([s.top_k or probabilities.shape[1] for s in asked], device=sums.device)[:, None]
+    kept = torch.arange(width, device=sums.device) < top_k
     # top-p is a share of what top-k leaves, as in all engines.
-    whole = (largest * kept).sum(-1, keepdim=True)
-    kept &= before < column([s.top_p for s in asked]) * whole
-    kept &= largest >= column([s.min_p for s in asked]) * largest[:, :1]
-    return tokens.gather(1, _invert(largest * kept, numbers)[:, None])[:, 0]
-
-
-def _enough(largest: Tensor, asked: Sequence[object]) -> bool:
-    """Whether the candidates include all tokens to keep, in every row."""
-    mass, least = largest.sum(-1).tolist(), (largest[:, -1] / largest[:, 0]).tolist()
-    width = largest.shape[1]
-    return all(
-        0 < s.top_k <= width or total > s.top_p or (s.min_p and ratio < s.min_p)  # type: ignore[attr-defined]
-        for s, total, ratio in zip(asked, mass, least, strict=True)
-    )
+    total = torch.where(top_k < probabilities.shape[1], sums.gather(1, top_k.clamp(max=width) - 1), 1.0)
+    kept &= sums - largest < _column([s.top_p for s in asked], sums) * total
+    kept &= largest >= _column([s.min_p for s in asked], sums) * largest[:, :1]
+    kept[:, 0] = True
+    enough = [
+        (not last and not s.top_k) or 0 < s.top_k <= width for s, last in zip(asked, kept[:, -1].tolist(), strict=True)
+    ]
+    return tokens.gather(1, _invert(largest * kept, numbers)[:, None])[:, 0], enough
 
 
 def _invert(weights: Tensor, numbers: Tensor) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
+
+LAST_SECONDS = 5.0  # after draining, for clients to be told
 
 
 def require_extra() -> None:
@@ -68,11 +72,15 @@ def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
             if self.should_exit:  # second signal: stop now
                 engine.stop()
                 self.force_exit = True
+            else:  # what then still runs is told that the server ends
+                end = threading.Timer(config.drain_seconds, engine.stop)
+                end.daemon = True
+                end.start()
             self.should_exit = True
 
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=30,
+        timeout_graceful_shutdown=math.ceil(config.drain_seconds + LAST_SECONDS), timeout_keep_alive=30,
         limit_concurrency=config.batch + config.waiting + 1024, backlog=2048,
     )  # fmt: skip
     return AnnouncedServer(settings)

@@ -17,6 +17,7 @@ class StepRecord:
     requests: int
     prefill_tokens: int
     decode_tokens: int  # drafted ones included
+    decode_requests: int
     accepted: int  # drafted tokens that were accepted
     produced: int  # tokens given to clients
     kv_tokens: int  # cached before the step, of the requests in it
@@ -37,12 +38,11 @@ class Trace:
 
     def __init__(self, keep: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
-        self.count = self.prefill_tokens = self.produced = 0
+        self.count = self.produced = 0
 
     def add(self, record: StepRecord) -> None:
         self.steps.append(record)
         self.count += 1
-        self.prefill_tokens += record.prefill_tokens
         self.produced += record.produced
 
     def since(self, number: int) -> list[StepRecord]:
