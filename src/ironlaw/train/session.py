@@ -11,6 +11,7 @@ from typing import Any
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
+from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
@@ -85,8 +86,11 @@ def run_training(
             plan.save(run.plan_file)
             if dataset.tokenizer_path is not None:
                 shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
-                if (beside := dataset.tokenizer_path.with_name(run.chat_file.name)).is_file():
-                    shutil.copyfile(beside, run.chat_file)
+                if config.data.tokenizer is not None:
+                    from ironlaw.data.chat import keep_beside
+
+                    given = tokenizers.load(config.data.tokenizer, config.data.end_of_text)
+                    keep_beside(run.path, given, config.data.chat_template)
             if planned is not None:
                 planned(plan, dataset)
 

@@ -160,13 +160,14 @@ def load_weights(folder: Path, model: torch.nn.Module, config: ModelConfig) -> N
 
 def write_model(
     folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
-    end_of_text: int | None = None,
+    end_of_text: int | None = None, **more: Any,
 ) -> None:  # fmt: skip
-    """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names."""
+    """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names. For `more` see
+    `write_tensors`."""
     tensors: dict[str, Tensor] = {}
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
         entry.to_theirs(weights[entry.ours].detach().to(dtype), tensors)
-    write_tensors(folder, config, tensors, dtype, end_of_text)
+    write_tensors(folder, config, tensors, dtype, end_of_text, **more)
 
 
 def write_tensors(
@@ -174,9 +175,9 @@ def write_tensors(
     **more: Any,
 ) -> None:  # fmt: skip
     """Write `config.json` and `model.safetensors`; `tensors` have their names. more: further fields of the config."""
-    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")} | more
+    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     # Otherwise the family's default special tokens would apply.
-    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
+    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None} | more
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
