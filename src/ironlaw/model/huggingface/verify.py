@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from ironlaw.model.huggingface.configs import names_of
+from ironlaw.model.huggingface.tensors import entries
 from ironlaw.model.transformer import Transformer
 
 # Relative to the largest logit. Two fp32 implementations agree to about 1e-6; bf16 rounds products to 2^-9 of it.
@@ -110,9 +112,10 @@ def _compare(
         return Verified(version, problem=f"{version} cannot read it: {' '.join(str(error).split())[:200]}")
     finally:
         transformers.utils.logging.enable_progress_bar()
+    state = model.state_dict()
     with torch.no_grad():
-        for tensor in model.state_dict().values():  # excludes the rotary tables, which are in no file
-            tensor.copy_(tensor.to(dtype))
+        for entry in entries(config, names_of(folder, config)):
+            state[entry.ours].copy_(entry.rounded(state[entry.ours], dtype))
         ours = model(tokens)
     difference, largest = float((ours - other).abs().max()), float(ours.abs().max())
     return Verified(version, difference, largest, length, computes=computes)

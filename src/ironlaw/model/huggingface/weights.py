@@ -166,7 +166,7 @@ def write_model(
     `write_tensors`."""
     tensors: dict[str, Tensor] = {}
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
-        entry.to_theirs(weights[entry.ours].detach().to(dtype), tensors)
+        entry.to_theirs(weights[entry.ours].detach(), tensors, dtype)
     write_tensors(folder, config, tensors, dtype, end_of_text, **more)
 
 
