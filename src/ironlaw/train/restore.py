@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.tokenizer import FAST, Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
@@ -41,6 +43,26 @@ def check_resumable(checkpoint: Checkpoint) -> None:
     """Raise UserError if training cannot be resumed from the checkpoint."""
     if checkpoint.index.get("store") == QuantizedFiles.name:
         raise UserError(no_training(checkpoint.path))
+
+
+def check_tokenizer(folder: Path, dataset: Dataset, teaches: bool = False) -> None:
+    """Raise UserError if the run or model in `folder` has a tokenizer of other ids than `dataset`. A tokenizer that is
+    learned from the text is another one when the text changes, and its ids mean nothing to weights of before."""
+    files = dataset.tokenizer_path, folder / FAST
+    if not all(file is not None and file.is_file() for file in files):
+        return
+    theirs, ours = (read_json(file)["model"]["vocab"] for file in files if file is not None)
+    if theirs == ours:
+        return
+    if teaches:
+        raise UserError(
+            f"the teacher {folder} has another tokenizer than {dataset.name}: a student has its teacher's tokenizer, "
+            "so set model.vocab and data.tokenizer to its"
+        )
+    raise UserError(
+        f"the tokenizer of {dataset.name} is no longer that of {folder}: its text has changed, or data.tokenizer; put "
+        f'it back, or start a new run from the weights with model.from = "{folder}"'
+    )
 
 
 def load(
