@@ -18,6 +18,7 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, read_config, to_fields
+from ironlaw.model.huggingface.verify import verify
 from ironlaw.model.huggingface.weights import check_weights, load_weights, read_weights, stored_type, write_model
 from ironlaw.model.transformer import Transformer
 
@@ -374,6 +375,22 @@ def test_an_export_is_verified(trained: Path, ironlaw_here: Callable[..., tuple[
     found = json.loads(out)
     assert found["verification"]["verified"] is True and "transformers" in found["verification"]["with"]
     assert 0 <= found["verification"]["largest_difference"] < 1e-4 and found["step"] == 2
+
+
+@needs_transformers
+def test_a_model_that_amplifies_rounding_is_verified_in_16_bits(tmp_path: Path) -> None:
+    config = ModelConfig(**ROTARY)
+    model = random_model(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(4.0 if "qkv" in name else 1.0)  # attention that nearly chooses one token
+    write_model(tmp_path, config, model.state_dict())
+    found = verify(tmp_path, model, computes=torch.bfloat16)
+    assert found.largest_difference is not None and found.largest_logit is not None
+    assert found.largest_difference > 0.02 * found.largest_logit and not found.differs
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 10.0}))
+    assert verify(tmp_path, model, computes=torch.bfloat16).differs
 
 
 @needs_transformers
