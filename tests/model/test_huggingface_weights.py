@@ -291,11 +291,13 @@ def test_the_exported_tokenizer_is_the_runs(
     config = tmp_path / "config.toml"
     config.write_text(build_config(tiny_document(train={"steps": 2})).to_toml(), encoding="utf-8")
     assert ironlaw_here("train", config, "--out", "run")[0] == 0
+    (tmp_path / "run" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert ironlaw_here("export", "run", "there", "--dtype", "bf16")[0] == 0
     ours, theirs = load(tmp_path / "run" / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path / "there")
     text = "def value(self): return total"
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     assert theirs.eos_token_id == ours.end_of_text
+    assert theirs.chat_template == "{{ messages[0].content }}"
     assert load_file(tmp_path / "there" / "model.safetensors")["transformer.wte.weight"].dtype == torch.bfloat16
     assert ironlaw_here("export", "run", "there")[0] == 2
 

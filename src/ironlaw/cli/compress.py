@@ -185,9 +185,11 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
 
     model, tokenizer = trained.model, trained.tokenizer
     config, kind = model.config, family_of(model.config).kind  # raises before anything is written
-    stops: dict[str, Any] = {}
+    stops, named = dict[str, Any](), dict[str, Any]()
     if tokenizer is not None:
-        turns = Text(tokenizer, *template_of(tokenizer.home)).turn_ends()
+        template, special = template_of(tokenizer.home)
+        named = special if template is None else special | {"chat_template": template}
+        turns = Text(tokenizer, template, special).turn_ends()
         stops = stopping(tokenizer.begin, tokenizer.ends | turns, tokenizer.end)
     precision = getattr(torch, _TORCH.get(dtype, "float32"))
     if dtype in STORED:
@@ -199,7 +201,7 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
         else:
             write_model(partial, config, model.state_dict(), precision, **stops)
         if tokenizer is not None:
-            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
+            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context, **named)
             if generation := known_json(tokenizer.home / GENERATION):  # else `transformers` takes it from config.json
                 write_json(partial / GENERATION, generation | stops)
         verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))

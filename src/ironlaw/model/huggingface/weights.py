@@ -187,12 +187,10 @@ def write_tensors(
     write_json(folder / "config.json", fields)
 
 
-def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int) -> None:
-    """Copy a `tokenizer.json`, and write the `tokenizer_config.json` with which `transformers` loads it."""
+def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int, **more: Any) -> None:
+    """Copy a `tokenizer.json`, and write the `tokenizer_config.json` with which `transformers` loads it. more: further
+    fields of it."""
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     fields |= {"eos_token": end_of_text, "bos_token": end_of_text, "clean_up_tokenization_spaces": False}
-    beside = tokenizer.with_name("tokenizer_config.json")
-    if beside.is_file() and beside.parent != folder:  # a chat template and its tokens
-        fields |= {k: v for k, v in read_json(beside).items() if k == "chat_template" or k.endswith("_token")}
-    write_json(folder / "tokenizer_config.json", fields)
+    write_json(folder / "tokenizer_config.json", fields | more)
