@@ -124,6 +124,7 @@ def export(
         str | None,
         typer.Option(help="fp32 (gguf: fp16) unless given; bf16. Of a compressed run its format; of gguf q8_0, q4_0."),
     ] = None,
+    average: Annotated[bool, typer.Option("--average", help="The weights' average (train.average_decay).")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     if to not in DTYPES:
@@ -137,9 +138,11 @@ def export(
 
     from ironlaw.train.restore import load_run
 
-    trained = load_run(run)
+    trained = load_run(run, average)
     for message in trained.passed_over:
         messages().print(message)
+    if trained.other_average:
+        messages().print("the run has averaged weights, too: --average exports them")
     kind, verified = (_gguf if to == "gguf" else _safetensors)(trained, folder, dtype)
     parameters = trained.model.config.parameters
     said = {"folder": str(folder), "architecture": kind, "parameters": parameters}

@@ -25,6 +25,7 @@ from ironlaw.model.huggingface.configs import is_config_file, names_of, read_con
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import Quantized
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
 from ironlaw.train.finetune import add_adapters, base_digest, merge
 from ironlaw.train.peft import check_adapter
@@ -138,10 +139,21 @@ def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) 
     return finetune
 
 
-def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transformer:
-    """Return the checkpoint's model in evaluation mode."""
+def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bool = False) -> Transformer:
+    """Return the checkpoint's model in evaluation mode, or the average of its weights over the run."""
     model = Transformer(config)
-    load(checkpoint, model, config)
+    if not averaged:
+        load(checkpoint, model, config)
+        return model.eval()
+    adapted, sharded = (checkpoint.index.get("store") == name for name in (AdapterFiles.name, "sharded"))
+    if adapted:
+        load_adapted(checkpoint, model, config)
+    average = WeightAverage(model, 0.0, by_name=sharded)
+    if load(checkpoint, model, config, {average.name: average}):
+        raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
+    average.exchange()
+    if adapted:
+        merge(model)
     return model.eval()
 
 
@@ -161,14 +173,15 @@ class Trained:
     step: int | None = None
     passed_over: tuple[str, ...] = ()
     held: Mapping[str, Quantized] = field(default_factory=dict)  # quantized weights of a compressed run
+    other_average: bool = False  # whether the checkpoint has averaged weights that are not the model's
 
     def about(self) -> dict[str, Any]:
         """Return the JSON fields that identify the checkpoint of a run."""
         return {} if self.step is None else {"step": self.step, "passed_over": list(self.passed_over)}
 
 
-def load_run(path: Path) -> Trained:
-    """Load the newest intact checkpoint of a run directory."""
+def load_run(path: Path, averaged: bool = False) -> Trained:
+    """Load the newest intact checkpoint of a run directory, or the average of its weights."""
     run = RunDirectory(path)
     if not run.is_run:
         raise UserError(f"{path} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
@@ -177,8 +190,10 @@ def load_run(path: Path) -> Trained:
     found = newest_of(path, passed_over.append)
     known = run.tokenizer_file.is_file()
     tokenizer = tokenizers.load(run.tokenizer_file, config.data.end_of_text) if known else None
-    model = load_for_inference(found, config.model)
-    return Trained(model, tokenizer, found.step, tuple(passed_over), held_weights(found))
+    model = load_for_inference(found, config.model, averaged)
+    held = held_weights(found)
+    other_average = config.train.average_decay is not None and not averaged and not held
+    return Trained(model, tokenizer, found.step, tuple(passed_over), held, other_average)
 
 
 def load_trained(path: Path, needs_text: bool = True) -> Trained:
