@@ -140,8 +140,6 @@ def test_batches_learn_answers_only(tmp_path: Path, tokenizer: Path) -> None:
             seen |= {part for part in said if part.strip()}
     assert seen == {m["content"] for t in TALKS for m in t if m["role"] == "assistant"}
     assert dataset.unigram_loss is not None and 0 < dataset.unigram_loss < np.log(400)
-    # A run and its exports take the template from there.
-    assert template_of(dataset.folder) == (CHATML, {"eos_token": "<|im_end|>"})
 
 
 def test_with_text_beside_it(tmp_path: Path, tokenizer: Path) -> None:

@@ -71,6 +71,14 @@ def test_the_name_of_a_directory_decides_nothing(
 
 
 @needs_transformers
+def test_a_converted_tokenizer_ends_where_its_model_stops(saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    in_parts(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    assert tokenizer.load(folder).ends == {0, 7}
+
+
+@needs_transformers
 def test_vocabulary_and_merges_make_the_same_tokens(saved: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     before = tokenizer.load(folder)

@@ -12,10 +12,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `huggingface_cases`
 from huggingface_cases import OWN_NAMES, PUBLISHED, SMALL, TINY
+from safetensors.torch import load_file
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, from_fields, read_config, to_fields
+from ironlaw.model.huggingface.verify import verify
 from ironlaw.model.huggingface.weights import check_weights, load_weights, write_model
 from ironlaw.model.transformer import Transformer
 
@@ -137,6 +139,28 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("name", ["gemma2", "nemotron"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bits_are_written_as_they_were_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Those of norms that multiply by one and their weight, too: 16 bits hold less of a weight in such a sum."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SMALL | TINY[name]))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.to(dtype).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    ours = Transformer(config).eval()
+    load_weights(tmp_path, ours, config)
+    write_model(tmp_path / "again", config, ours.state_dict(), dtype)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for at, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(again[at], tensor), at
+    assert not verify(tmp_path / "again", ours, dtype).differs
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ironlaw.config import RunConfig, build_config
+from ironlaw.data import tokenizer as tokenizers
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, read_config, to_fields
+from ironlaw.model.huggingface.verify import verify
 from ironlaw.model.huggingface.weights import check_weights, load_weights, read_weights, stored_type, write_model
 from ironlaw.model.transformer import Transformer
 
@@ -289,13 +291,57 @@ def test_the_exported_tokenizer_is_the_runs(
     config = tmp_path / "config.toml"
     config.write_text(build_config(tiny_document(train={"steps": 2})).to_toml(), encoding="utf-8")
     assert ironlaw_here("train", config, "--out", "run")[0] == 0
+    (tmp_path / "run" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert ironlaw_here("export", "run", "there", "--dtype", "bf16")[0] == 0
     ours, theirs = load(tmp_path / "run" / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path / "there")
     text = "def value(self): return total"
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     assert theirs.eos_token_id == ours.end_of_text
+    assert theirs.chat_template == "{{ messages[0].content }}"
     assert load_file(tmp_path / "there" / "model.safetensors")["transformer.wte.weight"].dtype == torch.bfloat16
     assert ironlaw_here("export", "run", "there")[0] == 2
+
+
+@needs_transformers
+def test_where_a_model_stops_and_how_it_chats_goes_with_its_runs(
+    tiny_document: Callable[..., dict[str, Any]], ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """A model's directory is trained on from, on plain text, then compressed; both runs are exported."""
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = pytest.importorskip("gguf")
+    config, chat = ModelConfig(**ROTARY | {"vocab": 302}), tmp_path / "chat"
+    write_model(chat, config, random_model(config).state_dict())
+    tokenizers.train([Path(torch.__file__).read_text(encoding="utf-8")[:50_000]], 300, chat / "tokenizer.json")
+    inner = Tokenizer.from_file(str(chat / "tokenizer.json"))
+    inner.add_special_tokens(["<|first|>", "<|turn|>"])
+    first, turn = inner.token_to_id("<|first|>"), inner.token_to_id("<|turn|>")
+    inner.post_processor = processors.TemplateProcessing(single="<|first|> $A", special_tokens=[("<|first|>", first)])
+    inner.save(str(chat / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}<|turn|>{% endfor %}"
+    named = {"bos_token": "<|first|>", "eos_token": "<|turn|>", "chat_template": template}
+    (chat / "tokenizer_config.json").write_text(json.dumps(named))
+    stops = {"bos_token_id": first, "eos_token_id": [turn, 0, 7], "top_k": 9}
+    (chat / "generation_config.json").write_text(json.dumps(stops))
+    document = tiny_document(train={"steps": 2}) | {"model": {"from": str(chat)}}
+    (tmp_path / "config.toml").write_text(build_config(document).to_toml(), encoding="utf-8")
+    assert ironlaw_here("train", tmp_path / "config.toml", "--out", "tuned")[0] == 0
+    assert ironlaw_here("compress", "tuned", "--to", "int8", "--out", "small")[0] == 0
+    for run in ("tuned", "small"):
+        code, _, messages = ironlaw_here("export", run)
+        assert code == 0, messages
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / f"{run}-hf")
+        for says in (theirs.generation_config, theirs.config):
+            assert says.bos_token_id == first and says.eos_token_id == [turn, 0, 7]
+        assert theirs.generation_config.top_k == 9
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / f"{run}-hf")
+        assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|first|>", "<|turn|>")
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a<|turn|>"
+        assert ironlaw_here("export", run, "--to", "gguf")[0] == 0
+        there = gguf.GGUFReader(tmp_path / f"{run}-gguf" / "model.gguf")
+        names = ("ggml.bos_token_id", "ggml.eos_token_id", "ggml.add_bos_token", "chat_template")
+        assert [there.get_field(f"tokenizer.{name}").contents() for name in names] == [first, turn, True, template]
 
 
 @pytest.mark.parametrize(
@@ -331,6 +377,22 @@ def test_an_export_is_verified(trained: Path, ironlaw_here: Callable[..., tuple[
     found = json.loads(out)
     assert found["verification"]["verified"] is True and "transformers" in found["verification"]["with"]
     assert 0 <= found["verification"]["largest_difference"] < 1e-4 and found["step"] == 2
+
+
+@needs_transformers
+def test_a_model_that_amplifies_rounding_is_verified_in_16_bits(tmp_path: Path) -> None:
+    config = ModelConfig(**ROTARY)
+    model = random_model(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(4.0 if "qkv" in name else 1.0)  # attention that nearly chooses one token
+    write_model(tmp_path, config, model.state_dict())
+    found = verify(tmp_path, model, computes=torch.bfloat16)
+    assert found.largest_difference is not None and found.largest_logit is not None
+    assert found.largest_difference > 0.02 * found.largest_logit and not found.differs
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 10.0}))
+    assert verify(tmp_path, model, computes=torch.bfloat16).differs
 
 
 @needs_transformers

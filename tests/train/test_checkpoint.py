@@ -96,11 +96,22 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in (5, 10, 100, 20):
+    for step in (5, 10, 20, 100):
         save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-00000020", "step-00000100"]
     found = checkpoint.newest(tmp_path)
     assert found is not None and found.step == 100
+
+
+def test_a_damaged_one_drops_none_of_those_that_a_run_resumed_before_it_writes(tmp_path: Path) -> None:
+    save(tmp_path, 20, keep=2)
+    weights = save(tmp_path, 30, keep=2).path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    save(tmp_path, 25, keep=1)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 25
+    save(tmp_path, 35, keep=1)
+    assert names(tmp_path) == ["step-00000035"]
 
 
 def test_weights_are_readable_by_others_and_hold_no_tensor_twice(tmp_path: Path) -> None:

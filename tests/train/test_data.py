@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, build_config
+from ironlaw.errors import UserError
 from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
@@ -37,8 +38,6 @@ def test_each_kind_trains_and_resumes_exactly(
     tiny_document: Callable[..., dict[str, Any]], train: Train, train_until: Any, losses: Losses, tmp_path: Path,
     kinds: dict[str, dict[str, Any]], kind: str,
 ) -> None:  # fmt: skip
-    from ironlaw.config import build_config
-
     def config(**more: Any) -> RunConfig:
         document = tiny_document()
         cache = {"cache": str(tmp_path / "data-cache"), "validation_fraction": 0.1}
@@ -57,3 +56,28 @@ def test_each_kind_trains_and_resumes_exactly(
     assert facts["slowest_stage"] == min(stages, key=lambda stage: stages[stage])
     assert ("tokenise" in stages) == (kind == "stream")
     assert facts["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("kind", ["best_fit", "stream"])
+def test_weights_are_read_with_no_tokenizer_but_theirs(
+    tiny_document: Callable[..., dict[str, Any]], train: Train, ironlaw_here: Callable[..., Any], tmp_path: Path,
+    kinds: dict[str, dict[str, Any]], kind: str,
+) -> None:  # fmt: skip
+    """A tokenizer is learned from the text: another text gives another one."""
+
+    def config(**more: Any) -> RunConfig:
+        cache = {"cache": str(tmp_path / "data-cache"), "validation_fraction": 0.1}
+        return build_config(tiny_document(train={"steps": 3}) | {"data": cache | kinds[kind]} | more)
+
+    train(config(), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with (tmp_path / "records.jsonl").open("a", encoding="utf-8") as file:
+        file.write("".join(f'\n{{"body": "no word of before {n}"}}' for n in range(400)))
+    for more in ({"resume": True}, {}):
+        taught: dict[str, Any] = {"kind": "distillation", "teacher": str(tmp_path / "run")}
+        out = tmp_path / ("run" if more else "student")
+        with pytest.raises(UserError, match=r"no longer that of .*run" if more else "a student has"):
+            train(config() if more else config(objective=taught), out, **more)
+    code, _, messages = ironlaw_here("compress", "run", "--to", "int8")
+    assert code == 2 and "no longer that of" in messages.splitlines()[-1]
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

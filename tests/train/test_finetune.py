@@ -21,6 +21,7 @@ from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
+from ironlaw.train.compression import _loss, text_of
 from ironlaw.train.finetune import add_adapters, merge
 from ironlaw.train.peft import write_adapter
 from ironlaw.train.restore import load_first_weights, load_run
@@ -237,3 +238,28 @@ def test_a_quantised_base_takes_four_bits_a_weight(tmp_path: Path) -> None:
         once = quantize(weight, "nf4").dequantize()
         error, twice = (weight - once).abs().mean(), (weight - layer.frozen()).abs().mean()
         assert twice < 1.02 * error  # scales in 8 bits cost next to nothing
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_the_average_of_the_weights_is_exported(
+    finetuning: Config, train: Train, read_metrics: Any, ironlaw_here: Callable[..., Any], tmp_path: Path, adapts: bool
+) -> None:
+    config = finetuning({} if adapts else {"method": "none"}, train={"average_decay": 0.8})
+    train(config, tmp_path / "run")
+    last = read_metrics(tmp_path / "run")[-1]
+    losses = {"validation_loss": False, "average_validation_loss": True}
+    for name, averaged in losses.items():
+        model = load_run(tmp_path / "run", averaged).model
+        assert not adapted_layers(model)
+        assert _loss(model, *text_of(tmp_path / "run", None, print)) == pytest.approx(last[name], abs=1e-5)
+    assert abs(last["validation_loss"] - last["average_validation_loss"]) > 1e-4
+    code, _, messages = ironlaw_here("export", "run")
+    assert code == 0 and "--average exports them" in messages
+    code, _, messages = ironlaw_here("export", "run", "averaged", "--average")
+    assert code == 0 and "--average" not in messages
+    ours = Transformer(config.model)
+    load_first_weights(str(tmp_path / "averaged"), ours, config.model)
+    torch.testing.assert_close(ours.eval()(tokens()), load_run(tmp_path / "run", True).model(tokens()))
+    train(finetuning({"method": "none"}, train={"steps": 3}), tmp_path / "plain")
+    code, _, messages = ironlaw_here("export", "plain", "--average")
+    assert code == 2 and "holds no averaged weights" in messages

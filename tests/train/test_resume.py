@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
@@ -218,3 +219,17 @@ def test_a_folder_of_something_else_is_not_taken_over(tiny_config: Config, train
 def test_an_empty_folder_may_be_used(tiny_config: Config, train: Train, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert train(tiny_config(train={"steps": 2}), tmp_path / "run").step == 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_settings_of_the_optimizer_are_those_of_the_session(
+    tiny_config: Config, train: Train, tmp_path: Path, name: str
+) -> None:
+    for steps, decay, beta2 in ((3, 0.1, 0.95), (6, 0.7, 0.9)):
+        optimizer = {"name": name, "weight_decay": decay, "beta2": beta2}
+        train(tiny_config(train={"steps": steps}, optimizer=optimizer), tmp_path / "run", resume=steps > 3)
+        states = torch.load(tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "training.pt", weights_only=True)
+        held = states["optimizer"].get("parts", [states["optimizer"]])
+        groups = [group for part in held for group in part["param_groups"]]
+        assert max(group["weight_decay"] for group in groups) == decay
+        assert groups[-1]["betas"] == (0.9, beta2)

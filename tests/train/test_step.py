@@ -169,9 +169,10 @@ def test_a_step_that_overflows_is_skipped_counted_and_halves_the_scale() -> None
     assert done == [True, False, True, True]
     assert scale.skipped_steps == 1
     assert scale.get_scale() == 1024.0  # 512 after the overflow, twice that after two steps without
-    other = LossScale(torch.device("cpu"), "fp16", ScalerConfig())
+    other = LossScale(torch.device("cpu"), "fp16", ScalerConfig(growth_steps=5))
     other.load_state_dict(scale.state_dict())
     assert (other.skipped_steps, other.get_scale()) == (1, 1024.0)
+    assert other.get_growth_interval() == 5  # of the config
 
 
 def test_fp16_without_a_loss_scale_loses_the_gradient_of_most_words() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -124,6 +124,7 @@ def export(
         str | None,
         typer.Option(help="fp32 (gguf: fp16) unless given; bf16. Of a compressed run its format; of gguf q8_0, q4_0."),
     ] = None,
+    average: Annotated[bool, typer.Option("--average", help="The weights' average (train.average_decay).")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     if to not in DTYPES:
@@ -137,9 +138,11 @@ def export(
 
     from ironlaw.train.restore import load_run
 
-    trained = load_run(run)
+    trained = load_run(run, average)
     for message in trained.passed_over:
         messages().print(message)
+    if trained.other_average:
+        messages().print("the run has averaged weights, too: --average exports them")
     kind, verified = (_gguf if to == "gguf" else _safetensors)(trained, folder, dtype)
     parameters = trained.model.config.parameters
     said = {"folder": str(folder), "architecture": kind, "parameters": parameters}
@@ -153,6 +156,7 @@ def export(
 
 
 def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
+    from ironlaw.data.chat import template_of
     from ironlaw.model.gguf import check_gguf, write_gguf
     from ironlaw.model.huggingface.verify import Verified
     from ironlaw.numerics.compression import int4_scales
@@ -161,18 +165,21 @@ def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     model, tokenizer = trained.model, trained.tokenizer
     kind = check_gguf(model.config).lower()
     scales = int4_scales(trained.held) if dtype == "q4_0" else {}
+    beside: dict[str, Any] = {}
+    if tokenizer is not None:
+        beside = {"tokenizer": tokenizer.path, "end_of_text": tokenizer.end, "begin": tokenizer.begin}
+        beside |= {"adds_begin": tokenizer.adds_begin, "template": template_of(tokenizer.home)[0]}
     with complete_or_nothing(folder) as partial:
-        write_gguf(
-            partial / "model.gguf", model.config, model.state_dict(), dtype, scales=scales,
-            tokenizer=tokenizer.path if tokenizer is not None else None,
-            end_of_text=tokenizer.end_of_text if tokenizer is not None else None,
-        )  # fmt: skip
+        write_gguf(partial / "model.gguf", model.config, model.state_dict(), dtype, scales=scales, **beside)
     return kind, Verified(reason="a GGUF file is not read back here")
 
 
 def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     import torch
 
+    from ironlaw.data.chat import Text, stopping, template_of
+    from ironlaw.data.tokenizer import GENERATION
+    from ironlaw.files import known_json, write_json
     from ironlaw.model.huggingface.configs import family_of
     from ironlaw.model.huggingface.verify import verify
     from ironlaw.model.huggingface.weights import write_model, write_tensors, write_tokenizer
@@ -181,18 +188,25 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
 
     model, tokenizer = trained.model, trained.tokenizer
     config, kind = model.config, family_of(model.config).kind  # raises before anything is written
-    end = tokenizer.end_of_text if tokenizer is not None else None
+    stops, named = dict[str, Any](), dict[str, Any]()
+    if tokenizer is not None:
+        template, special = template_of(tokenizer.home)
+        named = special if template is None else special | {"chat_template": template}
+        turns = Text(tokenizer, template, special).turn_ends()
+        stops = stopping(tokenizer.begin, tokenizer.ends | turns, tokenizer.end)
     precision = getattr(torch, _TORCH.get(dtype, "float32"))
     if dtype in STORED:
         check_stored(config, trained.held, dtype)
     with complete_or_nothing(folder) as partial:
         if dtype in STORED:
             tensors, about = stored_tensors(config, model.state_dict(), trained.held, dtype)
-            write_tensors(partial, config, tensors, precision, end, quantization_config=about)
+            write_tensors(partial, config, tensors, precision, None, **stops, quantization_config=about)
         else:
-            write_model(partial, config, model.state_dict(), precision, end)
+            write_model(partial, config, model.state_dict(), precision, **stops)
         if tokenizer is not None:
-            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
+            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context, **named)
+            if generation := known_json(tokenizer.home / GENERATION):  # else `transformers` takes it from config.json
+                write_json(partial / GENERATION, generation | stops)
         verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))
         if verified.differs:
             raise UserError(

@@ -22,9 +22,9 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ironlaw.data.readers import REJECTED, UNLEARNED, Preference
-from ironlaw.data.tokenizer import Tokenizer, read_tokenizer
+from ironlaw.data.tokenizer import GENERATION, Tokenizer, read_tokenizer
 from ironlaw.errors import UserError
-from ironlaw.files import at_home, read_json, read_text, write_json
+from ironlaw.files import at_home, known_json, read_json, read_text, write_json
 
 # Private-use characters: a message in the rendered text, and where the assistant's text begins and ends.
 _MARK, _BEGIN, _END = "\ue000{}\ue001", "\ue002", "\ue003"
@@ -342,6 +342,7 @@ def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Return the chat template of a Hugging Face directory or a run, and the special tokens that it may name."""
     fields = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     special = {key: _token(value) for key, value in fields.items() if key.endswith("_token") and value}
+    special = {key: token for key, token in special.items() if not isinstance(fields[key], bool)}  # add_bos_token
     file = folder / TEMPLATE
     if file.is_file():
         return read_text(file, "template"), special
@@ -352,26 +353,44 @@ def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
     return template if isinstance(template, str) else None, special
 
 
-def keep_template(folder: Path, text: Text) -> None:
-    """Write the chat template beside a tokenizer, where `template_of` finds it."""
-    write_json(folder / CONFIG, text.template_names | {"chat_template": text.source})
+def keep_beside(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> None:
+    """Write into `folder`, which has a copy of the tokenizer, what the files beside the tokenizer say of it: chat
+    template, special tokens, and the ids at which its model stops. `template`: a file with another chat template."""
+    source, special = template_of(tokenizer.home)
+    source = source if template is None else _read(template)
+    if source is not None:
+        special = {"eos_token": tokenizer.end_of_text_token} | special | {"chat_template": source}
+    if special:
+        write_json(folder / CONFIG, special)
+    stated = known_json(tokenizer.home / GENERATION)
+    if stated or tokenizer.ends != {tokenizer.end_of_text}:
+        write_json(folder / GENERATION, stated | stopping(tokenizer.begin, tokenizer.ends, tokenizer.end))
+
+
+def stopping(begin: int, ends: Iterable[int], end: int) -> dict[str, Any]:
+    """Return the fields of `config.json` and `generation_config.json` for where a text begins and ends, `end` first."""
+    several = sorted(ends, key=lambda one: (one != end, one))
+    return {"bos_token_id": begin, "eos_token_id": several if len(several) > 1 else several[0]}
 
 
 def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = False) -> Text:
     """Return a `Text` with the template in the file `template`, or else the one beside the tokenizer. UserError if
     there is none, unless `plain` text is enough."""
-    source, special = template_of(tokenizer.path.parent)
-    if template is not None:
-        file = at_home(template)
-        if not file.is_file():
-            raise UserError(f"data.chat_template = {template!r} is not a file: give a Jinja2 template")
-        source = read_text(file, "template")
+    source, special = template_of(tokenizer.home)
+    source = source if template is None else _read(template)
     if source is None and not plain:
         raise UserError(
-            f"there is no chat template beside {tokenizer.path}: give one in data.chat_template, a Jinja2 file that "
-            "writes `messages` as text"
+            f"there is no chat template beside the tokenizer in {tokenizer.home}: give one in data.chat_template, a "
+            "Jinja2 file that writes `messages` as text"
         )
     return Text(tokenizer, source, {"eos_token": tokenizer.end_of_text_token} | special)
+
+
+def _read(template: str) -> str:
+    file = at_home(template)
+    if not file.is_file():
+        raise UserError(f"data.chat_template = {template!r} is not a file: give a Jinja2 template")
+    return read_text(file, "template")
 
 
 def _token(value: Any) -> str:

@@ -131,10 +131,6 @@ def _build(
         "skipped": _skipped(corpus, work.shards),
     }
     _check(source, index, folder)
-    if corpus.chat is not None:
-        from ironlaw.data.chat import keep_template
-
-        keep_template(folder, corpus.chat)
     for split in SPLITS if corpus.chat is None else ():  # separators were written but not counted
         written = sum(shard[split]["tokens"] for shard in work.shards)
         counts[split][end] += written - counts[split].sum()

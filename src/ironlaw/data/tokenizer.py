@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 
-FAST = "tokenizer.json"
+FAST, GENERATION = "tokenizer.json", "generation_config.json"
 _SLOW = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
          "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 
@@ -89,11 +89,14 @@ _USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS
 class Tokenizer:
     """Text to token ids and back.
 
-    `vocab` is one more than the largest id; `end_of_text` is the id that closes a document.
+    `vocab` is one more than the largest id; `end_of_text` is the id that closes a document. `home` is the directory
+    whose other files tell of the tokenizer: not that of `path` if the tokenizer was converted.
     """
 
-    def __init__(self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None):
-        self.path = path
+    def __init__(
+        self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None, home: Path | None = None
+    ):
+        self.path, self.home = path, home or path.parent
         self.inner = inner
         # A document that spells a special token contains text about it, not the token.
         inner.encode_special_tokens = True
@@ -112,21 +115,42 @@ class Tokenizer:
         )
 
     def _named_ends(self) -> list[str]:
-        """The end-of-text token named in the files beside the tokenizer: the `eos_token` of a model or a chat run."""
-        named = known_json(self.path.parent / "tokenizer_config.json").get("eos_token")
+        """The end-of-text token named in the files beside the tokenizer: the `eos_token` of its model."""
+        named = self._named("eos_token")
+        return [] if named is None else [named]
+
+    def _named(self, key: str) -> str | None:
+        named = known_json(self.home / "tokenizer_config.json").get(key)
         named = named.get("content") if isinstance(named, dict) else named
-        return [named] if isinstance(named, str) else []
+        return named if isinstance(named, str) else None
+
+    def _stated(self, key: str) -> list[int]:
+        """Return the ids under a key of the model's files beside the tokenizer."""
+        there = [known_json(self.home / name).get(key) for name in (GENERATION, "config.json")]
+        ids = [number for found in there for number in (found if isinstance(found, list) else [found])]
+        return [number for number in ids if isinstance(number, int)]
 
     @property
     def ends(self) -> set[int]:
-        """Ids that end a text: the end of text and, in a Hugging Face directory, the ids at which its model stops."""
-        found = {self.end_of_text} | {
-            end for name in self._named_ends() if (end := self.inner.token_to_id(name)) is not None
-        }
-        for name in ("generation_config.json", "config.json"):
-            there = known_json(self.path.parent / name).get("eos_token_id")
-            found |= {end for end in (there if isinstance(there, list) else [there]) if isinstance(end, int)}
-        return found
+        """Ids that end a text: the end of text, and the ids at which the tokenizer's model stops."""
+        return {self.end_of_text, self.end, *self._stated("eos_token_id")}
+
+    @property
+    def end(self) -> int:
+        """The id that the tokenizer's model names as its end, which may be that of a turn; else the end of text."""
+        found = self.inner.token_to_id(self._named("eos_token") or self.end_of_text_token)
+        return self.end_of_text if found is None else int(found)
+
+    @property
+    def begin(self) -> int:
+        """The id that the tokenizer's model names as its first; else the end of text, which opens a document."""
+        found = self.inner.token_to_id(self._named("bos_token") or "")
+        return next((int(one) for one in (found, *self._stated("bos_token_id")) if one is not None), self.end_of_text)
+
+    @property
+    def adds_begin(self) -> bool:
+        """Whether `encode` with special tokens puts `begin` before a text."""
+        return self.encode("", special=True)[:1] == [self.begin]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of `text`. `special` adds the tokens that the tokenizer puts around a text (Llama's first)."""
@@ -147,8 +171,9 @@ class Tokenizer:
 def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
     """Read a Hugging Face tokenizer.json, or the tokenizer of a model's directory."""
     file = at_home(path)
-    if file.is_dir():
-        file = tokenizer_file(file)
+    home = file if file.is_dir() else None
+    if home is not None:
+        file = tokenizer_file(home)
     if not file.is_file():
         raise UserError(f'data.tokenizer = "{path}" is not a file: write the path of a tokenizer.json')
     try:
@@ -156,7 +181,7 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
     except Exception as error:  # the library raises a bare Exception for every malformed file
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
-    return Tokenizer(inner, file, end_of_text)
+    return Tokenizer(inner, file, end_of_text, home)
 
 
 def read_tokenizer(file: Path) -> HuggingFaceTokenizer:

@@ -35,14 +35,14 @@ class WeightAverage(StepPlugin):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context in which the model uses the averages; its own weights are restored at the end."""
-        self._exchange()
+        self.exchange()
         try:
             yield
         finally:
-            self._exchange()
+            self.exchange()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def exchange(self) -> None:
         """Swap the contents: FSDP, DDP and compiled blocks keep references to their tensors."""
         for mine, weight in zip(_parts(self.tensors), _parts(self.parameters), strict=True):
             kept = weight.clone()

@@ -182,8 +182,12 @@ class Checkpointer:
         )
 
     def _drop_old(self) -> None:
-        """Keep the newest checkpoints, multiples of `keep_every` and the best by validation loss; delete the rest."""
-        paths = disk.complete(self.folder)
+        """Keep the newest checkpoints, multiples of `keep_every` and the best by validation loss; delete the rest.
+
+        Later ones than the last are damaged ones that the run did not start from: they count as none of those.
+        """
+        assert self.last is not None
+        paths = [path for path in disk.complete(self.folder) if disk.step_of(path) <= self.last.step]
         kept = set(paths[-self.policy.keep :])
         every = self.policy.keep_every
         kept |= {path for path in paths if every and disk.step_of(path) % every == 0}

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ironlaw.catalog.formats import CompressionTarget, Method, NumberFormat, Score
 from ironlaw.config import RunConfig, build_config, load_config
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.chat import keep_beside
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
@@ -34,7 +36,7 @@ from ironlaw.numerics.quantized import Quantized
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.objective import CrossEntropy
 from ironlaw.train.quantized_store import QuantizedFiles
-from ironlaw.train.restore import check_first_weights, load_first_weights
+from ironlaw.train.restore import check_first_weights, check_tokenizer, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 
 CALIBRATION_SEQUENCES = 128  # from the training text, as in the GPTQ paper
@@ -118,6 +120,7 @@ def open_source(
     with torch.device("meta"):
         check(Transformer(config.model))
     dataset = prepare(config.data, config.model.vocab, say=say)
+    check_tokenizer(path, dataset)
     model = Transformer(config.model)
     load_first_weights(str(path), model, config.model)
     say(f"loss of {path} on held-out text")
@@ -257,6 +260,8 @@ def _write(
         create_run(run, config)
         if source.dataset.tokenizer_path is not None:
             shutil.copyfile(source.dataset.tokenizer_path, run.tokenizer_file)
+            own = RunDirectory(source.path).tokenizer_file if found is not None else source.path
+            keep_beside(run.path, tokenizers.load(own, config.data.end_of_text))
         step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
         folder = run.checkpoints / f".{disk.name_of(step)}.partial"
         folder.mkdir()

@@ -169,5 +169,8 @@ class LossScale(torch.amp.GradScaler):
         return {"scaler": super().state_dict(), "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        super().load_state_dict(state_dict["scaler"])
+        """Load the scale. Factors and steps are those of the config, which may have changed."""
+        own, saved = super().state_dict(), state_dict["scaler"]
+        steps = min(saved["_growth_tracker"], own["growth_interval"] - 1)  # only equality lets the scale grow
+        super().load_state_dict(own | {"scale": saved["scale"], "_growth_tracker": steps})
         self.skipped_steps = state_dict["skipped_steps"]

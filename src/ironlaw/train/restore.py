@@ -15,14 +15,17 @@ from torch import Tensor, nn
 
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.tokenizer import FAST, Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import Quantized
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
 from ironlaw.train.finetune import add_adapters, base_digest, merge
 from ironlaw.train.peft import check_adapter
@@ -41,6 +44,26 @@ def check_resumable(checkpoint: Checkpoint) -> None:
     """Raise UserError if training cannot be resumed from the checkpoint."""
     if checkpoint.index.get("store") == QuantizedFiles.name:
         raise UserError(no_training(checkpoint.path))
+
+
+def check_tokenizer(folder: Path, dataset: Dataset, teaches: bool = False) -> None:
+    """Raise UserError if the run or model in `folder` has a tokenizer of other ids than `dataset`. A tokenizer that is
+    learned from the text is another one when the text changes, and its ids mean nothing to weights of before."""
+    files = dataset.tokenizer_path, folder / FAST
+    if not all(file is not None and file.is_file() for file in files):
+        return
+    theirs, ours = (read_json(file)["model"]["vocab"] for file in files if file is not None)
+    if theirs == ours:
+        return
+    if teaches:
+        raise UserError(
+            f"the teacher {folder} has another tokenizer than {dataset.name}: a student has its teacher's tokenizer, "
+            "so set model.vocab and data.tokenizer to its"
+        )
+    raise UserError(
+        f"the tokenizer of {dataset.name} is no longer that of {folder}: its text has changed, or data.tokenizer; put "
+        f'it back, or start a new run from the weights with model.from = "{folder}"'
+    )
 
 
 def load(
@@ -116,10 +139,21 @@ def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) 
     return finetune
 
 
-def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transformer:
-    """Return the checkpoint's model in evaluation mode."""
+def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bool = False) -> Transformer:
+    """Return the checkpoint's model in evaluation mode, or the average of its weights over the run."""
     model = Transformer(config)
-    load(checkpoint, model, config)
+    if not averaged:
+        load(checkpoint, model, config)
+        return model.eval()
+    adapted, sharded = (checkpoint.index.get("store") == name for name in (AdapterFiles.name, "sharded"))
+    if adapted:
+        load_adapted(checkpoint, model, config)
+    average = WeightAverage(model, 0.0, by_name=sharded)
+    if load(checkpoint, model, config, {average.name: average}):
+        raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
+    average.exchange()
+    if adapted:
+        merge(model)
     return model.eval()
 
 
@@ -139,14 +173,15 @@ class Trained:
     step: int | None = None
     passed_over: tuple[str, ...] = ()
     held: Mapping[str, Quantized] = field(default_factory=dict)  # quantized weights of a compressed run
+    other_average: bool = False  # whether the checkpoint has averaged weights that are not the model's
 
     def about(self) -> dict[str, Any]:
         """Return the JSON fields that identify the checkpoint of a run."""
         return {} if self.step is None else {"step": self.step, "passed_over": list(self.passed_over)}
 
 
-def load_run(path: Path) -> Trained:
-    """Load the newest intact checkpoint of a run directory."""
+def load_run(path: Path, averaged: bool = False) -> Trained:
+    """Load the newest intact checkpoint of a run directory, or the average of its weights."""
     run = RunDirectory(path)
     if not run.is_run:
         raise UserError(f"{path} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
@@ -155,8 +190,10 @@ def load_run(path: Path) -> Trained:
     found = newest_of(path, passed_over.append)
     known = run.tokenizer_file.is_file()
     tokenizer = tokenizers.load(run.tokenizer_file, config.data.end_of_text) if known else None
-    model = load_for_inference(found, config.model)
-    return Trained(model, tokenizer, found.step, tuple(passed_over), held_weights(found))
+    model = load_for_inference(found, config.model, averaged)
+    held = held_weights(found)
+    other_average = config.train.average_decay is not None and not averaged and not held
+    return Trained(model, tokenizer, found.step, tuple(passed_over), held, other_average)
 
 
 def load_trained(path: Path, needs_text: bool = True) -> Trained:

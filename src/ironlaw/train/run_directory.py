@@ -1,4 +1,4 @@
-"""The run directory. All names of its files are defined here."""
+"""The run directory. All names of its files are defined here, but for what lies beside a tokenizer (`data/chat.py`)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class RunDirectory:
     ledger_file = _Inside("ledger.json")
     compression_file = _Inside("compression.json")
     tokenizer_file = _Inside("tokenizer.json")
-    chat_file = _Inside("tokenizer_config.json")  # chat template and its special tokens
     checkpoints = _Inside("checkpoints")
     adapter = _Inside("adapter")
     # Step of the newest complete checkpoint ever written, which shows that there was one even if all are deleted.

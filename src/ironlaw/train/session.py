@@ -11,9 +11,11 @@ from typing import Any
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
+from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
+from ironlaw.files import at_home
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
@@ -27,7 +29,7 @@ from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
-from ironlaw.train.restore import check_base, check_first_weights, check_resumable
+from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_tokenizer
 from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
 from ironlaw.train.strategy import Strategy, one_process
@@ -85,8 +87,11 @@ def run_training(
             plan.save(run.plan_file)
             if dataset.tokenizer_path is not None:
                 shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
-                if (beside := dataset.tokenizer_path.with_name(run.chat_file.name)).is_file():
-                    shutil.copyfile(beside, run.chat_file)
+                if config.data.tokenizer is not None:
+                    from ironlaw.data.chat import keep_beside
+
+                    given = tokenizers.load(config.data.tokenizer, config.data.end_of_text)
+                    keep_beside(run.path, given, config.data.chat_template)
             if planned is not None:
                 planned(plan, dataset)
 
@@ -133,6 +138,8 @@ def check_start(
             f"the tokenizer has {dataset.vocab} entries, model.vocab = {config.model.vocab}: "
             f"set model.vocab = {dataset.vocab}"
         )
+    if config.objective.teacher is not None:
+        check_tokenizer(at_home(config.objective.teacher), dataset, teaches=True)
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
     next(loader.validation(config.micro_batch, 1))
@@ -151,6 +158,7 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
+        check_tokenizer(run.path, dataset)
     policy, steps = config.checkpoint, config.train.steps
     kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)
     before_last = (steps - 1) // policy.every if policy.every else 0

@@ -143,8 +143,15 @@ class Step:
         return states | {plugin.name: plugin for plugin in self.plugins}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
-        """Load weights and states from disk. Returns the names of states that the checkpoint lacks."""
-        return load(checkpoint, self.model, self.config.model, states)
+        """Load weights and states from disk. Returns the names of states that the checkpoint lacks.
+
+        PyTorch's optimizers load their settings too: those of the config, which may have changed, are put back.
+        """
+        settings = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
+        missing = load(checkpoint, self.model, self.config.model, states)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        return missing
 
     def trained(self) -> dict[str, Tensor]:
         """Return the unsharded trained tensors by name, on the rank that writes them."""

@@ -18,6 +18,7 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.parameters import model_parameters
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -62,11 +63,15 @@ class Entry:
         tensor = tensor.float() + self.plus if self.plus else tensor
         return tensor.t() if self.transposed else tensor
 
-    def to_theirs(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
-        """Write ours into `there`, the tensors of theirs, each of which may consist of several of ours."""
+    def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ours as it is read from theirs in `dtype`."""
+        return (tensor - self.plus).to(dtype).to(tensor.dtype) + self.plus
+
+    def to_theirs(self, tensor: Tensor, there: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
+        """Write ours into `there`, the tensors of theirs in `dtype`, each of which may consist of several of ours."""
         import torch
 
-        tensor = tensor - self.plus if self.plus else tensor
+        tensor = (tensor - self.plus if self.plus else tensor).to(dtype or tensor.dtype)
         tensor = tensor.t() if self.transposed else tensor
         if self.order:
             tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)

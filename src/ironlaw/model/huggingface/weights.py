@@ -160,13 +160,14 @@ def load_weights(folder: Path, model: torch.nn.Module, config: ModelConfig) -> N
 
 def write_model(
     folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
-    end_of_text: int | None = None,
+    end_of_text: int | None = None, **more: Any,
 ) -> None:  # fmt: skip
-    """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names."""
+    """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names. For `more` see
+    `write_tensors`."""
     tensors: dict[str, Tensor] = {}
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
-        entry.to_theirs(weights[entry.ours].detach().to(dtype), tensors)
-    write_tensors(folder, config, tensors, dtype, end_of_text)
+        entry.to_theirs(weights[entry.ours].detach(), tensors, dtype)
+    write_tensors(folder, config, tensors, dtype, end_of_text, **more)
 
 
 def write_tensors(
@@ -174,9 +175,9 @@ def write_tensors(
     **more: Any,
 ) -> None:  # fmt: skip
     """Write `config.json` and `model.safetensors`; `tensors` have their names. more: further fields of the config."""
-    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")} | more
+    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     # Otherwise the family's default special tokens would apply.
-    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
+    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None} | more
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
@@ -186,12 +187,10 @@ def write_tensors(
     write_json(folder / "config.json", fields)
 
 
-def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int) -> None:
-    """Copy a `tokenizer.json`, and write the `tokenizer_config.json` with which `transformers` loads it."""
+def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int, **more: Any) -> None:
+    """Copy a `tokenizer.json`, and write the `tokenizer_config.json` with which `transformers` loads it. more: further
+    fields of it."""
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     fields |= {"eos_token": end_of_text, "bos_token": end_of_text, "clean_up_tokenization_spaces": False}
-    beside = tokenizer.with_name("tokenizer_config.json")
-    if beside.is_file() and beside.parent != folder:  # a chat template and its tokens
-        fields |= {k: v for k, v in read_json(beside).items() if k == "chat_template" or k.endswith("_token")}
-    write_json(folder / "tokenizer_config.json", fields)
+    write_json(folder / "tokenizer_config.json", fields | more)
