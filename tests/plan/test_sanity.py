@@ -132,9 +132,14 @@ FORMATS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4"
 """A precision, and the peak without which an accelerator does not compute in it."""
 
 
+ALIKE = {"mi250x-gcd", "levanter"}
+"""Not drawn: half of a package that is, and software with the constants of other software that is."""
+
+
 def drawn(draw: random.Random):
     """A model on a cluster under some software, 40 of its layouts, and what plans them; None where it cannot be."""
-    name, on, software = draw.choice(model_names()), draw.choice(accelerator_names()), draw.choice(list(engines()))
+    names = (model_names(), accelerator_names(), engines())
+    name, on, software = (draw.choice([one for one in of if one not in ALIKE]) for of in names)
     count, sequence = draw.choice((2, 4, 8, 32, 128, 1024)), draw.choice((512, 2048, 8192, 32768))
     model = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)})
     batch = count * draw.choice((1, 4, 16))
