@@ -426,6 +426,21 @@ def test_a_writer_that_breaks_is_not_silent(
         train(tiny_config(), tmp_path / "run")
 
 
+def test_a_run_that_is_moved_away_is_not_begun_again_where_it_was(
+    tiny_config: Config, train: Train, tmp_path: Path
+) -> None:
+    """Also if it is moved while a checkpoint is written."""
+
+    def watch(report: StepReport) -> None:
+        if report.step == 9:
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(UserError, match=r"cannot write to .*run/checkpoints .* of step 12 was not written"):
+        train(tiny_config(train={"steps": 12}, checkpoint={"every": 4}), tmp_path / "run", watch=watch)
+    assert not (tmp_path / "run").exists()
+    assert "step-00000004" in names(tmp_path / "moved" / "checkpoints")  # complete before that of step 8 was taken
+
+
 def test_what_is_kept(tmp_path: Path) -> None:
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: None, 60: 2.2}
     for step, loss in losses.items():

@@ -130,7 +130,8 @@ class Checkpointer:
 
         def prepare() -> None:
             self.before_write()
-            partial.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # not the run's: a run that was moved has its config elsewhere
+            partial.mkdir(exist_ok=True)
 
         def write() -> None:
             digests.update(self.store.write(partial, taken))
@@ -169,7 +170,8 @@ class Checkpointer:
         return next((found for found in self.ranks.gather(problem) if found is not None), None)
 
     def _disk_problem(self, error: Exception, step: int) -> str | None:
-        """Describe a disk error, or return None. Writers wrap OS errors in own types, so free space is checked too."""
+        """Describe a disk error, or return None. Writers wrap OS errors in own types, so free space and
+        the folder are checked too."""
         kept = f"that of step {self.last.step} is" if self.last else "earlier ones are"
         lost = f"the checkpoint of step {step} was not written, {kept} intact"
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
@@ -177,9 +179,9 @@ class Checkpointer:
             full = _free_bytes(self.folder) < self.copied_bytes
         if full:
             return f"the disk is full: {lost}; free some space"
-        return (
-            f"cannot write to {self.folder} ({error.strerror or error}): {lost}" if isinstance(error, OSError) else None
-        )
+        if isinstance(error, OSError) or not self.folder.is_dir():
+            return f"cannot write to {self.folder} ({getattr(error, 'strerror', None) or error}): {lost}"
+        return None
 
     def _drop_old(self) -> None:
         """Keep the newest checkpoints, multiples of `keep_every` and the best by validation loss; delete the rest.
