@@ -57,6 +57,18 @@ class Translator(nn.Module):
         return self.head(mixed)
 
 
+class NormalisedSequence(nn.Module):
+    """Batch norm of channels that come last, as in PatchTST: its result is in PyTorch's order, its input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+        return self.outer(normed) * normed
+
+
 IMAGES = [Input("image", (4, 3, 32, 32)), Input("label", (4,), "int64")]
 PHRASES = [Input("source", (2, 16), "int64"), Input("target", (2, 24), "int64")]
 
@@ -93,6 +105,7 @@ def autograd_bytes(module: nn.Module, inputs: list[Input], loss: Callable[[Any],
         (lambda: Convolutional(groups=4), IMAGES, None),
         (Translator, PHRASES, next_token_loss),
         (lambda: Translator(dropout=0.1), PHRASES, next_token_loss),
+        (NormalisedSequence, [Input("x", (2, 24, 16))], None),
     ],
 )
 def test_saved_bytes_are_those_of_autograd(build: Any, inputs: list[Input], loss: Any) -> None:
