@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -257,6 +258,11 @@ def test_outputs_with_slots_iterators_and_wrappers_are_seen_through(build: Any) 
     assert total_flops(found.operations) == 2 * 2 * 8 * 4 * 4 and found.parameters == 20
 
 
+def flexible(y: Tensor) -> Tensor:
+    heads = y[None, None].expand(1, 1, 8, 4)
+    return flex_attention(heads, heads, heads)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("build", "inputs", "says"),
     [
@@ -270,6 +276,7 @@ def test_outputs_with_slots_iterators_and_wrappers_are_seen_through(build: Any) 
         (lambda: nn.ModuleList([nn.LazyLinear(4)]), [Input("x", (8, 4))], "its forward pass: NotImplementedError"),
         (lambda: torch.jit.script(nn.Linear(4, 4)), [Input("input", (8, 4))], "return the module it was made of"),
         (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), [Input("input", (8, 4))], "^0 of .* is TorchScript"),
+        (lambda: Returning(flexible), [Input("x", (8, 4))], "put scaled_dot_product_attention in its place"),
         (lambda: Returning(lambda y: None), [Input("x", (8, 4))], "returned a NoneType without tensors"),
     ],
 )

@@ -375,6 +375,8 @@ def explained(
         advice = "check that it can be built by calling it in Python"
     if "uninitialized parameter" in message:
         advice = "give lazy layers their sizes, as nn.Linear for nn.LazyLinear"
+    if "FlexAttention" in message:  # it trains on accelerators only, and a trace is of a CPU
+        advice = "put scaled_dot_product_attention in its place for the plan: its products are those of all scores"
     return Untraceable(reason, install_advice(error) or advice, parameter_bytes)
 
 
