@@ -1,28 +1,29 @@
-"""120 modules that other people wrote, each planned by tracing and checked against PyTorch on real tensors.
+"""131 modules that other people wrote, each planned by tracing and checked against PyTorch on real tensors.
 
     pip install --no-deps torchvision timm diffusers torch_geometric        # whatever is missing is skipped and said
     python benchmarks/modules.py --out benchmarks/results/modules.md     # all, about half an hour on two cores
     python benchmarks/modules.py resnet18 GCN --no-check                    # some, traced only
 
 A row: whether the module was answered (traced; or run once on real tensors, because it looks at values), FLOPs of one
-forward and backward pass, bytes saved for the backward pass, the highest moment with AdamW, and seconds: of the trace,
-and of a real step here. `check` compares FLOPs with `torch.utils.flop_counter` on the real module and saved bytes with
-the storages that autograd holds. The counter is given formulas for what it counts as nothing or wrongly: attention and
-grouped products on a CPU, and weight gradients of grouped convolutions.
+forward and backward pass, bytes saved for the backward pass, and the highest moment with AdamW. `check` compares FLOPs
+with `torch.utils.flop_counter` on the real module and saved bytes with the storages that autograd holds. The counter is
+given formulas for what it counts as nothing or wrongly: attention and grouped products on a CPU, and weight gradients
+of grouped convolutions.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
-import importlib
+import importlib.util
 import inspect
 import logging
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +278,8 @@ def _operators_of_torchvision() -> None:
 # -- on real tensors -------------------------------------------------------------------------------------------------
 
 
-def real_step(case: Case) -> tuple[int, int, float]:
-    """FLOPs by PyTorch's counter, bytes that autograd holds, and seconds of a step."""
+def real_step(case: Case) -> tuple[int, int]:
+    """FLOPs by PyTorch's counter, and bytes that autograd holds."""
     torch.manual_seed(0)
     module = case.build()
     config = getattr(module, "config", None)
@@ -290,9 +291,7 @@ def real_step(case: Case) -> tuple[int, int, float]:
         held = _held_bytes(module, args, kwargs, given)
         with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             _backward(_floating(module(*args, **kwargs)))
-    start = time.perf_counter()
-    _backward(_floating(module(*args, **kwargs)))
-    return counter.get_total_flops(), held, time.perf_counter() - start
+    return counter.get_total_flops(), held
 
 
 def _backward(ends: list[Tensor]) -> None:
@@ -359,10 +358,9 @@ FORMULAS = {
 @dataclass(frozen=True)
 class Row:
     case: Case
-    seconds: float  # of the trace
     traced: ModuleTrace | None = None
     why_not: str = ""
-    real: tuple[int, int, float] | None = None
+    real: tuple[int, int] | None = None
     real_failed: str = ""
 
     @property
@@ -386,31 +384,29 @@ class Row:
     def cells(self) -> list[str]:
         shapes = " ".join(f"{'x'.join(map(str, i.shape))}" for i in self.case.inputs[:3])
         if self.traced is None:
-            return [self.case.name, shapes, self.answer.replace("|", "/"), *"------"]
+            return [self.case.name, shapes, self.answer.replace("|", "/"), *"-----"]
         peak = peak_memory(step_of_trace(self.traced, cpu=True)).total
         return [
             self.case.name, shapes, self.answer, units.count(self.traced.parameters),
             units.si(total_flops(self.traced.operations), "FLOP"), units.bytes_(saved_bytes(self.traced.operations)),
-            units.bytes_(peak), f"{self.seconds:.1f} s{f', {self.real[2]:.2f} s' if self.real else ''}", self.check(),
+            units.bytes_(peak), self.check(),
         ]  # fmt: skip
 
 
 def row(case: Case, check: bool) -> Row:
-    start = time.perf_counter()
     try:
         traced = trace(case.build, case.inputs)
     except UserError as error:
-        return Row(case, time.perf_counter() - start, why_not=str(error))
-    seconds = time.perf_counter() - start
+        return Row(case, why_not=str(error))
     if not check:
-        return Row(case, seconds, traced)
+        return Row(case, traced)
     try:
-        return Row(case, seconds, traced, real=real_step(case))
+        return Row(case, traced, real=real_step(case))
     except Exception as error:
-        return Row(case, seconds, traced, real_failed=f"does not run here: {type(error).__name__}: {error!s:.80}")
+        return Row(case, traced, real_failed=f"does not run here: {type(error).__name__}: {error!s:.80}")
 
 
-HEADER = ["module", "inputs", "answered", "parameters", "FLOPs", "saved", "peak", "trace, step here", "check"]
+HEADER = ["module", "inputs", "answered", "parameters", "FLOPs", "saved", "peak", "check"]
 
 
 Tables = dict[str, dict[str, list[str]]]  # cells by library and module
@@ -429,29 +425,40 @@ def read_tables(page: Path) -> Tables:
     return tables
 
 
+def versions() -> str:
+    """Of every library that is installed here."""
+    found = ((name, name.replace("_", "-")) for name in ("torch", *(each for each in LIBRARIES if each != "torch")))
+    return ", ".join(
+        f"{name} {metadata.version(package).split('+')[0]}" for name, package in found if importlib.util.find_spec(name)
+    )
+
+
 def document(tables: Tables) -> str:
     rows = [cells for table in tables.values() for cells in table.values()]
     answered = [cells for cells in rows if not cells[2].startswith("no")]
-    ran = [cells for cells in answered if cells[8] == "equal" or "%" in cells[8]]
-    equal = [cells for cells in ran if cells[8] == "equal"]
+    ran = [cells for cells in answered if cells[-1] == "equal" or "%" in cells[-1]]
+    equal = [cells for cells in ran if cells[-1] == "equal"]
     lines = [
         "# Modules of others", "",
         inspect.cleandoc(f"""
         `python benchmarks/modules.py --out benchmarks/results/modules.md` plans modules of timm, torchvision,
-        transformers, diffusers and PyTorch Geometric by tracing and compares them with PyTorch on real tensors
-        (CPU, torch {torch.__version__.split("+")[0]}). Of {len(rows)} modules {len(answered)} are answered;
+        transformers, diffusers and PyTorch Geometric by tracing and compares them with PyTorch on real tensors on a CPU
+        ({datetime.date.today()}). Of {len(rows)} modules {len(answered)} are answered;
         {len(ran)} ran here for real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and
         saved bytes equal the storages that autograd holds, to the last unit.
 
+        Versions: {versions()};
+        a processor with {torch.backends.cpu.get_cpu_capability()}.
+
         FLOPs are those of one forward and backward pass; the counter is given formulas for attention and grouped
         products on a CPU, which it counts as nothing, and for weight gradients of grouped convolutions, which it
-        overcounts. Peak: weights, gradients, AdamW's moments and activations. Seconds: of the trace, and of one step
-        on real tensors on two cores that others used as well. *Built, traced* reads weights while it is constructed;
-        *real step* looks at values in its forward pass, so that its numbers are those of one draw of them.
+        overcounts. Peak: weights, gradients, AdamW's moments and activations. No figure is by a clock, so that a busy
+        machine gives the same table. *Built, traced* reads weights while it is constructed; *real step* looks at values
+        in its forward pass, so that its numbers are those of one draw of them.
 
-        Where they differ: strides of concatenations without memory are not always those of real ones, so that a trace
-        copies what a run need not (UNet2DModel); GraphUNet multiplies sparse matrices, which the counter takes for
-        dense ones.
+        Where they differ: a batch of one has other strides without memory, so that a real run copies what a trace does
+        not, and the other way round (UNet2DModel); a module keeps positions that it computed, which are no autograd's
+        (convit_tiny); GraphUNet multiplies sparse matrices, which the counter takes for dense ones.
         """), "",
     ]  # fmt: skip
     for library, table in tables.items():

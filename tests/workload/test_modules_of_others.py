@@ -1,4 +1,4 @@
-"""Modules that nobody here wrote, as the published table has them; a few in every run, all 120 with `-m long`."""
+"""Modules that nobody here wrote, as the published table has them; a few in every run, all with `-m long`."""
 
 from __future__ import annotations
 

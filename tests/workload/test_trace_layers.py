@@ -57,6 +57,7 @@ class Stacked(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
         self.head.weight = self.embedding.weight
+        self.norm = nn.LayerNorm(64)  # without it, the last layer's gradient is a view, and added out of place
         self.layers = nn.ModuleList(Block(64, wide=i % 3 == 2) for i in range(7))
         if shared:
             self.layers[3] = self.layers[0]
@@ -65,7 +66,7 @@ class Stacked(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return self.head(self.norm(x))
 
 
 def same_rows(build: Callable[[], nn.Module], inputs: list[Input]) -> tuple[ModuleTrace, ModuleTrace]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,6 +58,18 @@ class Translator(nn.Module):
         return self.head(mixed)
 
 
+class NormalisedSequence(nn.Module):
+    """Batch norm of channels that come last, as in PatchTST: its result is in PyTorch's order, its input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.inner(x).transpose(1, 2)).transpose(1, 2)
+        return self.outer(normed) * normed
+
+
 IMAGES = [Input("image", (4, 3, 32, 32)), Input("label", (4,), "int64")]
 PHRASES = [Input("source", (2, 16), "int64"), Input("target", (2, 24), "int64")]
 
@@ -93,6 +106,7 @@ def autograd_bytes(module: nn.Module, inputs: list[Input], loss: Callable[[Any],
         (lambda: Convolutional(groups=4), IMAGES, None),
         (Translator, PHRASES, next_token_loss),
         (lambda: Translator(dropout=0.1), PHRASES, next_token_loss),
+        (NormalisedSequence, [Input("x", (2, 24, 16))], None),
     ],
 )
 def test_saved_bytes_are_those_of_autograd(build: Any, inputs: list[Input], loss: Any) -> None:
@@ -189,6 +203,15 @@ def test_meta_modules_are_traced() -> None:
     assert trace(module, IMAGES).operations == trace(Convolutional, IMAGES).operations
 
 
+def test_lazy_layers_get_their_sizes_from_a_forward_pass() -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(2))
+
+    sized = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+    inputs = [Input("input", (2, 3, 8, 8))]
+    assert trace(lazy, inputs).operations == trace(lazy(), inputs).operations == trace(sized, inputs).operations
+
+
 def test_inference_saves_nothing() -> None:
     operations = trace(Convolutional, IMAGES, training=False).operations
     assert {op.phase for op in operations} == {Phase.FORWARD}
@@ -235,6 +258,11 @@ def test_outputs_with_slots_iterators_and_wrappers_are_seen_through(build: Any) 
     assert total_flops(found.operations) == 2 * 2 * 8 * 4 * 4 and found.parameters == 20
 
 
+def flexible(y: Tensor) -> Tensor:
+    heads = y[None, None].expand(1, 1, 8, 4)
+    return flex_attention(heads, heads, heads)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("build", "inputs", "says"),
     [
@@ -245,8 +273,10 @@ def test_outputs_with_slots_iterators_and_wrappers_are_seen_through(build: Any) 
         (lambda: nn.Linear(4, 4), [Input("a", (8, 4)), Input("a", (8, 4))], "same name"),
         (lambda: [][1], [Input("x", (8, 4))], "its construction"),
         (lambda: sys.exit(7), [Input("x", (8, 4))], "its construction.*SystemExit"),
-        (lambda: nn.LazyLinear(4), [Input("input", (8, 4))], "give lazy layers their sizes"),
+        (lambda: nn.ModuleList([nn.LazyLinear(4)]), [Input("x", (8, 4))], "its forward pass: NotImplementedError"),
         (lambda: torch.jit.script(nn.Linear(4, 4)), [Input("input", (8, 4))], "return the module it was made of"),
+        (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), [Input("input", (8, 4))], "^0 of .* is TorchScript"),
+        (lambda: Returning(flexible), [Input("x", (8, 4))], "put scaled_dot_product_attention in its place"),
         (lambda: Returning(lambda y: None), [Input("x", (8, 4))], "returned a NoneType without tensors"),
     ],
 )
@@ -358,6 +388,60 @@ def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: 
     measured = step_bytes(module, torch.randn(shape, dtype=dtype))
     assert peak_memory(program).total - lasting == pytest.approx(measured, rel=within)
     assert peak_memory(step_of_trace(traced)).total < peak_memory(program).total  # of kernels of a CPU alone
+
+
+class Tied(nn.Module):
+    """One table at both ends: the first gradient of it is a view, to which autograd adds the second out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.table(tokens), self.table.weight)
+
+
+def test_gradients_of_a_shared_table_are_added_as_autograd_does() -> None:
+    program = step_of_trace(trace(Tied, [Input("tokens", (2, 8), "int64")]))
+    lasting = sum(tensor.bytes for tensor in program.tensors[0])
+    assert peak_memory(program).total - lasting == step_bytes(Tied(), torch.zeros(2, 8, dtype=torch.int64))
+
+
+class Teacher(nn.Module):
+    """Calls composed of others, which inference mode does not take apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    @torch.inference_mode()
+    def taught(self, x: Tensor) -> Tensor:
+        return torch.matmul(self.teacher(x), torch.ones(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.student(x), self.taught(x).clone())
+
+
+class Ragged(nn.Module):
+    """Sequences of unequal length in a nested tensor, which calls linear on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = two_layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, 10]))).values()
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+
+
+@pytest.mark.parametrize(("build", "alike"), [(Teacher, Teacher), (Ragged, two_layers)])
+def test_products_of_composed_calls_are_counted(build: Any, alike: Any) -> None:
+    with FlopCounterMode(display=False) as counter:
+        alike()(torch.randn(10, 16)).sum().backward()
+    assert total_flops(trace(build, [Input("x", (10, 16))]).operations) == counter.get_total_flops() > 0
 
 
 class Outputs(nn.Module):

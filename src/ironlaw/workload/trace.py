@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -126,6 +127,10 @@ def _traced(
     try:
         with tracing(mode, cpu):
             module, notes = _built(source, mode)
+            if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+                where = "its forward pass"
+                module = _sized(source, inputs, mode)
+                notes = [("weights", "built in memory", "a forward pass gives lazy layers their sizes", "")]
             if tokens and not changes_between(module, tokens):
                 recorder.most = ROWS
             parameters, buffers = _stand_ins(module, mode)
@@ -217,9 +222,25 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
             notes = [("weights", "built in memory", reason, "")]
     if not isinstance(module, nn.Module):
         raise UserError(f"{_name(source)} returned a {type(module).__name__}: return a torch.nn.Module")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UserError(f"{_name(source)} is TorchScript, whose calls are not seen: return the module it was made of")
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            where = f"{path} of {_name(source)}" if path else _name(source)
+            raise UserError(f"{where} is TorchScript, whose calls are not seen: return the module it was made of")
     return module, notes
+
+
+def _sized(source: Source, inputs: Inputs, mode: TraceMode) -> nn.Module:
+    """Returns the module with values, after a forward pass, in which its lazy layers get their sizes for good."""
+    before, mode.real = mode.real, True
+    try:
+        module = source if isinstance(source, nn.Module) else source()
+        given, _ = as_tensors(named_inputs(inputs), mode.unknown, lambda t: t, True, None)
+        args, kwargs = arguments(module, given)
+        with torch.no_grad():
+            module(*args, **kwargs)
+    finally:
+        mode.real = before
+    return module
 
 
 def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -354,6 +375,8 @@ def explained(
         advice = "check that it can be built by calling it in Python"
     if "uninitialized parameter" in message:
         advice = "give lazy layers their sizes, as nn.Linear for nn.LazyLinear"
+    if "FlexAttention" in message:  # it trains on accelerators only, and a trace is of a CPU
+        advice = "put scaled_dot_product_attention in its place for the plan: its products are those of all scores"
     return Untraceable(reason, install_advice(error) or advice, parameter_bytes)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self.records: list[RecordedKernel] = []
         self.lifetimes: list[Lifetime] = []
-        self.accumulations: list[tuple[int, list[Lifetime], Lifetime]] = []  # record, operands, sum
+        self.accumulations: list[tuple[int, Lifetime, Lifetime]] = []  # record, earlier gradient, sum
         self._running = [CallOrigin()]
         self._origins: dict[int, CallOrigin] = {}
         self._alive: dict[int, tuple[weakref.ref[Any], Lifetime | None]] = {}
@@ -159,6 +159,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass(t) for t in tensors((args, kwargs))):
+            return NotImplemented  # a tensor made of others, such as a nested one: its own calls on them come next
+        if not func.has_kernel_for_dispatch_key(torch.DispatchKey.CPU):
+            with self:  # calls composed of others, such as linear, arrive whole in inference mode or from such a tensor
+                composed = func.decompose(*args, **kwargs)
+            if composed is not NotImplemented:
+                return composed
         if base_name(func) != "lift_fresh":  # lift_fresh makes a tensor from Python numbers
             self.ignore((args, kwargs))  # storages not made by a recorded call are constants of the module
         origin = self._origin()  # before the call: fake tensors may use up sequence numbers inside
@@ -166,8 +173,8 @@ class Recorder(TorchDispatchMode):
         written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]
         if not written and not func._schema.is_mutable:
             return out  # a view
-        # The storage of a view is also its base's, so that autograd adds the first two such gradients out of place.
-        operands = [self._lifetime(t) for t in tensors(args) if not t._is_view()] if base_name(func) == "add" else []
+        # Autograd writes a sum over the earlier gradient, unless that is a view, whose storage is its base's too.
+        earlier = self._lifetime(args[0]) if base_name(func) == "add" and not args[0]._is_view() else None
         index = len(self.records)
         if index > self.most:
             raise LongLoop(self)
@@ -185,8 +192,8 @@ class Recorder(TorchDispatchMode):
             born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
             if self._remember(storage, born):
                 self.lifetimes.append(born)
-                if self.phase is Phase.BACKWARD and base_name(func) == "add":
-                    self.accumulations.append((index, [o for o in operands if o is not None], born))
+                if self.phase is Phase.BACKWARD and earlier is not None:
+                    self.accumulations.append((index, earlier, born))
         return out
 
     def _origin(self) -> CallOrigin:
@@ -264,12 +271,10 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
 
 def _write_in_place(recorder: Recorder) -> None:
     """Merges storages of added gradients: autograd adds them in place, but not for tensor subclasses such as fakes."""
-    for index, operands, total in recorder.accumulations:
-        for operand in operands:
-            if operand.died == index and not operand.merged and operand.bytes == total.bytes:
-                # The sum takes over the operand's bytes.
-                total.born, operand.merged = operand.born, True
-                break
+    for index, earlier, total in recorder.accumulations:
+        if earlier.died == index and earlier.bytes == total.bytes:
+            # The sum takes over the earlier gradient's bytes.
+            total.born, earlier.merged = earlier.born, True
 
 
 def _merged(records: list[RecordedKernel]) -> list[list[int]]:

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -90,6 +91,15 @@ class TraceMode(FakeTensorMode):
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
         return *results, self.unknown((kept,), torch.uint8)
 
+    def _in_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
+        """Returns a batch norm's results with the images in PyTorch's order: that of the input only if it is one of
+        PyTorch's own. Its rule for fakes keeps any, such as that of a transposed sequence."""
+        order = suggest_memory_format(images)
+        if out[0] is None or out[0].is_contiguous(memory_format=order):
+            return out
+        with self:
+            return (torch.empty_like(out[0], memory_format=order), *out[1:])
+
     def forget(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
@@ -120,6 +130,8 @@ class TraceMode(FakeTensorMode):
         if func._opname in _SELECT and not self.real:
             args = self._by_places(args)
         out = self._imagined(func, types, args, kwargs)
+        if "batch_norm" in func._opname:
+            out = self._in_order(out, args[1 if func._opname.endswith("_backward") else 0])
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
