@@ -196,6 +196,25 @@ def test_special_tokens_are_shown_when_asked_for_and_an_echo_is_the_prompt(serve
         assert PATIENT.post(f"{url}/v1/completions", json=asked | more).json()["choices"][0]["text"] == text
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_an_echo_is_scored_as_harnesses_ask_that_judge_models_by_the_likelihood_of_texts(
+    most: int, served: tuple[str, Engine]
+) -> None:
+    url, _ = served
+    asked = {"prompt": "def f(x): return x + 1", "max_tokens": most, "logprobs": 1, "temperature": 0, "echo": True}
+    choice = PATIENT.post(f"{url}/v1/completions", json=asked).json()["choices"][0]
+    found = choice["logprobs"]
+    tokens, logs, tops = (found[key] for key in ("tokens", "token_logprobs", "top_logprobs"))
+    assert "".join(tokens[: len(tokens) - most]) == asked["prompt"] and choice["text"].startswith(asked["prompt"])
+    assert logs[0] is None and tops[0] is None
+    assert all(tops[n][token] == logs[n] <= max(tops[n].values()) for n, token in enumerate(tokens) if n)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        pieces = [c for c in client.completions.create(model="tiny", stream=True, **asked) if c.choices]
+    streamed = [log for c in pieces if c.choices[0].logprobs for log in c.choices[0].logprobs.token_logprobs]
+    assert "".join(c.choices[0].text for c in pieces) == choice["text"]
+    assert streamed[1:] == pytest.approx(logs[1:], abs=1e-5)
+
+
 def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -> None:
     pytest.importorskip("llguidance")
     url, _ = served

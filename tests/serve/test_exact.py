@@ -6,6 +6,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,30 @@ def test_a_batch_answers_as_each_request_alone(
         assert server.scheduler.preemptions > 0
     if "speculation" in settings:
         assert server.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("settings", [{"token_budget": 5}, {"blocks": 20}, {"speculation": "ngram"}], ids=str)
+def test_a_prompt_is_scored_as_by_transformers(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part by part, again after a preemption, and not from pages of others, which hold no logits."""
+    monkeypatch.setattr("ironlaw.serve.request.SCORED_AT_ONCE", 7)
+    model = theirs("llama")
+    server, draws = engine(ours(model, tmp_path), **({"batch": 32} | settings)), random.Random(6)
+    start = [draws.randrange(70) for _ in range(16)]
+    prompts = [start + [draws.randrange(70) for _ in range(draws.randrange(20))] for _ in range(8)]
+    for tokens in (0, 9):
+        asked = replace(greedy(tokens), logprobs=2, scores_prompt=True)
+        requests = server.generate(prompts, asked)
+        assert answers(requests) == [expected(model, p, tokens) if tokens else [] for p in prompts]
+        for request, prompt in zip(requests, prompts, strict=True):
+            with torch.no_grad():
+                logs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+            wanted = logs[range(len(prompt) - 1), prompt[1:]].tolist()
+            assert [s.token for s in request.scored] == prompt and request.scored[0].logprob is None
+            assert [s.logprob for s in request.scored[1:]] == pytest.approx(wanted, abs=1e-4)
+            assert [s.top[0][0] for s in request.scored[1:]] == logs.argmax(-1)[:-1].tolist()
+    assert server.blocks.used == 0 and (server.scheduler.preemptions > 0) == ("blocks" in settings)
 
 
 def replayed(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Any]]:

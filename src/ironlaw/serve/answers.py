@@ -116,7 +116,10 @@ class CompletionAnswer(AnswerFormat):
             offset += gained
         self._ends[piece.index] = reader, offset
         # The drawn token is there, too, if it is not among the most likely ones.
-        tops = [{self.spelt(t): log for t, log in (*one.top, (one.token, one.logprob))} for one in piece.chosen]
+        tops = [
+            None if one.logprob is None else {self.spelt(t): log for t, log in (*one.top, (one.token, one.logprob))}
+            for one in piece.chosen
+        ]
         logs = [one.logprob for one in piece.chosen]
         return {"tokens": tokens, "token_logprobs": logs, "top_logprobs": tops, "text_offset": offsets}
 

@@ -296,10 +296,10 @@ class Engine:
     def _work(self, scheduled: Scheduled) -> RunnerWork:
         request = scheduled.request
         known = request.tokens[request.computed : request.computed + scheduled.count]
-        return RunnerWork(
-            request, known + request.drafted, request.computed,
-            1 + len(request.drafted) if scheduled.is_last_chunk else 0,
-        )  # fmt: skip
+        wanted = 1 + len(request.drafted) if scheduled.is_last_chunk else 0
+        if request.is_scoring:
+            wanted = len(known)
+        return RunnerWork(request, known + request.drafted, request.computed, wanted)
 
     def _record(self, step: Sequence[Scheduled], work: Sequence[RunnerWork]) -> StepRecord:
         decoding = [len(w.tokens) for w in work if w.request.is_decoding]
@@ -321,6 +321,10 @@ class Engine:
             if not w.wanted:
                 continue
             new, at = list(chosen[at : at + w.wanted]), at + w.wanted
+            if request.is_scoring:
+                new = request.score(new, w.start + 1)
+                if not new:
+                    continue
             stands = 0
             while stands < len(drafted) and new[stands].token == drafted[stands]:
                 stands += 1
@@ -337,8 +341,8 @@ class Engine:
 
     def _append(self, request: Request, new: list[SampledToken], now: float) -> int:
         sampling, taken = request.sampling, list[SampledToken]()
-        finish: FinishReason | None = None
-        for chosen in new:
+        finish: FinishReason | None = None if sampling.max_tokens else "length"
+        for chosen in new if sampling.max_tokens else ():
             request.tokens.append(chosen.token)
             taken.append(chosen)
             count = len(request.tokens) - request.prompt_length
@@ -354,18 +358,19 @@ class Engine:
                 finish = "length"
             if finish is not None:
                 break
+        told = taken
         if request.first_token is None:
-            request.first_token = now
+            request.first_token, told = now, request.scored + taken
             self.prompt_tokens += request.prompt_length
         request.last_token = now
         if finish is not None:
-            self._finish(request, finish, taken)
+            self._finish(request, finish, told)
             return len(taken)
         if not request.is_long and self._is_long(request):  # all rotary positions change: compute them again
             request.is_long, request.digests = True, []
             self.blocks.release(request)
             request.drafted_for = 0
-        request.on_output(request, taken)
+        request.on_output(request, told)
         return len(taken)
 
     def _finish(self, request: Request, finish: FinishReason, taken: list[SampledToken]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
@@ -134,6 +135,7 @@ class RequestBody(BaseModel):
 
 class CompletionRequest(RequestBody):
     prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     best_of: int | None = None
@@ -144,9 +146,13 @@ class CompletionRequest(RequestBody):
             raise ValueError("best_of is not supported by this server: use n")
         if len(self.prompt) == 0:
             raise ValueError("prompt is empty: send some text")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported by this server: leave one out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens = 0 asks for nothing: use 1 or more, or send echo = true and logprobs")
         return self
+
+    def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> SamplingParams:
+        found = super().sampling(max_tokens, logprobs, constraint)
+        return replace(found, scores_prompt=self.echo and logprobs is not None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+SCORED_AT_ONCE = 256  # tokens of a prompt whose logits exist at a time
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -14,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class SamplingParams:
     """Sampling parameters, in this order: penalties and biases, constraint, temperature, top-k, top-p, min-p."""
 
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: the prompt is read, and nothing follows
     temperature: float = 1.0  # 0: the most likely token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -28,6 +30,7 @@ class SamplingParams:
     ignore_end: bool = False  # the end of text is a token like any other
     min_tokens: int = 0  # of the answer, before which nothing ends it but its form
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
+    scores_prompt: bool = False  # report these of the prompt's tokens, too
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Callable[[], Any] | None = None  # creates the state of the answer's constraint: `constrain.State`
     keeps_stop: bool = False  # the stop string is part of the answer
@@ -102,6 +105,7 @@ class Request:
     is_at_fault: bool = False  # the same request would fail again
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
+    scored: list[SampledToken] = field(default_factory=list)  # the prompt's first tokens, if they are wanted
     state: Any = None  # of the constraint
     admitted: float | None = None  # time of the first scheduling
     first_token: float | None = None
@@ -120,7 +124,28 @@ class Request:
 
     @property
     def salt(self) -> bytes:
+        if self.sampling.scores_prompt:  # pages of others hold no logits
+            return b"%d" % self.number
         return b"long" if self.is_long else b""
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are still wanted."""
+        return self.sampling.scores_prompt and len(self.scored) < self.prompt_length
+
+    def left(self, computed: int) -> int:
+        """Return the tokens of the next step: all that follow those `computed`; of a prompt that is scored a part, for
+        its logits are in memory at once."""
+        left = len(self.tokens) - computed
+        return min(left, SCORED_AT_ONCE) if self.is_scoring else left
+
+    def score(self, found: list[SampledToken], place: int) -> list[SampledToken]:
+        """Keep the prompt's tokens among `found`, of which the first is at `place`, and return those of the answer."""
+        if not self.scored:
+            self.scored = [SampledToken(self.prompt[0])]  # nothing comes before it
+        inside = max(0, self.prompt_length - place)
+        self.scored += found[len(self.scored) - place : inside]  # after a preemption some come again
+        return found[inside:]
 
     @property
     def is_decoding(self) -> bool:

@@ -29,9 +29,14 @@ class Row:
     place: int
 
     @property
+    def known(self) -> int | None:
+        """The token at this position, if it is the prompt's: nothing is sampled."""
+        return self.request.tokens[self.place] if self.place < self.request.prompt_length else None
+
+    @property
     def is_early(self) -> bool:
         """Whether the answer has too few tokens to end."""
-        return self.place < self.request.prompt_length + self.request.sampling.min_tokens
+        return 0 <= self.place - self.request.prompt_length < self.request.sampling.min_tokens
 
 
 def uniform(seed: int, place: int) -> float:
@@ -65,7 +70,8 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     if drawn:
         some = torch.tensor(drawn, device=logits.device)
         tokens[some] = _draw(logits[some], [rows[number] for number in drawn])
-    chosen = [SampledToken(token) for token in tokens.tolist()]
+    known = (row.known for row in rows)
+    chosen = [SampledToken(t if k is None else k) for t, k in zip(tokens.tolist(), known, strict=True)]
     if wants_logprobs:
         _add_logprobs(original, chosen, [s.logprobs for s in asked])
     return chosen

@@ -62,7 +62,7 @@ class Scheduler:
             left -= 1
             if self.preemptions > preempted and request not in self.running:  # preempted for an earlier one
                 continue
-            known = len(request.tokens) - request.computed
+            known = request.left(request.computed)
             drafted = propose(request) if propose is not None and request.is_decoding else []
             request.drafted = drafted[: max(0, budget - known - left)]
             count = min(known, budget)
@@ -88,7 +88,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         found = self.blocks.find(request)
         computed = len(found[0]) * self.blocks.size
-        count = min(len(request.tokens) - computed, budget)
+        count = min(request.left(computed), budget)
         more = len(found) * (-(-(computed + count) // self.blocks.size) - len(found[0]))
         # Every running request may need a page next: do not admit a request that would be preempted a step later.
         if not self.blocks.can_take(found, more + min(len(found) * len(self.running), self.blocks.free // 8)):
