@@ -391,6 +391,22 @@ def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
         assert 0.3 < found["forward"] <= 1 and 0.2 < found["backward"] <= 1
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+def test_what_is_looked_at_before_a_backward_pass_is_no_loop_of_its_line(tmp_path: Path) -> None:
+    """Whether gradients of earlier passes have been cleared is asked for every parameter."""
+    model = Layers(again=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=2):
+        for _ in range(12):
+            for _ in range(4):
+                loss = model(torch.randn(200, 8)).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["line_slow"]
+    assert found is None or found["lines"] == ["Python without operations"]
+
+
 @pytest.mark.parametrize(("index", "work"), [(torch.arange(4), True), (torch.arange(4) > 2, False)])
 def test_rows_by_number_are_work_and_masks_are_not(index: torch.Tensor, work: bool) -> None:
     rows = torch.randn(4, 2)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -16,7 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_map_only
 
 from ironlaw.ledger import Phase
@@ -117,6 +122,14 @@ class CloseLook(TorchDispatchMode):
             self.__exit__(None, None, None)
             if _get_current_function_mode_stack()[-1] is self._attention:
                 self._attention.__exit__(None, None, None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done within is no doing of the loop's."""
+        began = time.thread_time()
+        with _disable_current_modes():
+            yield
+        self._since += time.thread_time() - began
 
     def pass_begins(self, roots: Any = ()) -> None:
         """A forward pass, or a backward pass from `roots`; what is repeated with every pass is no loop within one."""

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -165,7 +166,8 @@ class Habits:
 
     def backward_begins(self, roots: Any) -> None:
         self.work += 1
-        self.gradients.backward_begins(roots)
+        with self._closely.aside() if self._closely is not None else nullcontext():
+            self.gradients.backward_begins(roots)
         if self._closely is not None:
             self._closely.pass_begins(roots)
         self._backward_began = time.perf_counter()
