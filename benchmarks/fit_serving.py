@@ -16,6 +16,7 @@ import csv
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tomli_w
@@ -23,6 +24,7 @@ from scipy.linalg import cho_factor, cho_solve
 
 from ironlaw.plan.measured.inference import ServingRun, read_serving
 from ironlaw.plan.serving import rates as serving_rates
+from ironlaw.plan.serving import timing
 from ironlaw.plan.serving.demand import Demand
 from ironlaw.plan.serving.rates import NAMES, Rates, effect_names, link
 from ironlaw.plan.serving.timing import System, at_concurrency, decode_seconds, prompt_seconds, room_tokens, unlimited
@@ -181,8 +183,10 @@ class Problem:
                     part[np.arange(len(at)), self.index[constant, effect][1][at]] += slope
         return np.concatenate([*(part[:, :-1] for part in found), np.diag(1 / self.spread)])
 
+    @mock.patch.object(timing, "HOST_SHARED", 1.0)
     def fit(self, used: np.ndarray, start: np.ndarray | None = None, steps: int = 60) -> np.ndarray:
-        """Levenberg-Marquardt with a soft L1 loss of the rows and a square one of the effects."""
+        """Levenberg-Marquardt with a soft L1 loss of the rows and a square one of the effects. A prompt's host time
+        stops all requests here: else rates say little of it, and a source that is left out is planned worse."""
         x = self.start.copy() if start is None else start.copy()
         damping, residual = 1e-3, self.residuals(x, used)
         for _ in range(steps):
