@@ -30,8 +30,9 @@ class Row:
 
     @property
     def known(self) -> int | None:
-        """The token at this position, if it is the prompt's: nothing is sampled."""
-        return self.request.tokens[self.place] if self.place < self.request.prompt_length else None
+        """The token at this position, if it is one of a prompt that is scored: nothing is sampled."""
+        scored = self.request.sampling.scores_prompt and self.place < self.request.prompt_length
+        return self.request.tokens[self.place] if scored else None
 
     @property
     def is_early(self) -> bool:
