@@ -70,4 +70,4 @@ def calibrate(
     }
     answer(json, document, calibration_view)
     if not json:
-        messages().print(f"Kept in {path}. Use it: ironlaw plan ... --profile {name}")
+        messages().print(f"Kept in {path}. Use it: ironlaw plan ... --engine {name}")
