@@ -177,10 +177,14 @@ def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str)
 
 
 def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSystem, precision: str) -> Array:
-    """Return the seconds of a matrix product alone."""
+    """Return the seconds of a matrix product alone. A newer library is no faster than full tiles in all units."""
     hardware = system.hardware
-    newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
-    return newer * np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
+    seconds = np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
+    newer = NEWER_LIBRARY.get(hardware.efficiency.generation)
+    if newer is None:
+        return seconds
+    rate = hardware.peak(precision) * hardware.efficiency.matmul_for(precision).attainable_fraction
+    return np.maximum(newer * seconds, 2.0 * batch * m * n * k / rate)
 
 
 def _attention(
