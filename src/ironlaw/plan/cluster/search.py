@@ -79,7 +79,8 @@ UNWALKED = "slower than what was found, whatever their memory"
 
 
 def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
-    """Plan every layout and keep the fastest that fit. Raises UserError if no layout can be formed.
+    """Plan every layout and keep the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
+    Raises UserError if no layout can be formed.
 
     Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
     out: a third of the work for hardly slower layouts.
@@ -253,7 +254,7 @@ class _Search:
     def _worst_wanted(self) -> float:
         """Return the seconds beyond which a layout changes neither the ranking nor the safest one."""
         ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
-        return max(ranked, self.safest[0] if self.safest else np.inf)
+        return ranked if self.keep == 1 else max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> SearchResult:
         found, passed = SearchResult([], self.planned, self.fitting, self.constraints), self.passed + len(self.waiting)
