@@ -217,12 +217,10 @@ def assumed_records(records: list[Record]) -> list[Record]:
         constants = replace(hopper_stream.constants, fraction=fraction)
         note = "bandwidth seen in this generation's skinny matmuls; kinds of kernel relative to it as on Hopper"
         out.append(_assumed(hopper_stream, generation, constants, note, 0.25))
-    racks = [r for r in records if r.operation == "collectives_nvl72"]
-    for r in records:
-        if r.operation == "collectives" and r.generation == "blackwell_ultra" and racks:
-            constants = replace(r.constants, switch_fraction=racks[0].constants.switch_fraction)
-            note = "in-switch share of GB200 in a rack of 72"
-            out.append(replace(_assumed(r, r.generation, constants, note, 0.25), operation="collectives_nvl72"))
+    of_island = {r.generation: r for r in records if r.operation == "collectives"}
+    rack = of_island["blackwell"].constants.wide_switch_fraction  # GB200's, in a rack of 72
+    ultra = of_island["blackwell_ultra"]
+    ultra.constants = replace(ultra.constants, wide_switch_fraction=rack)
     for generation, (level, joules, best) in BEST.items():
         constants = replace(hopper_matmul.constants, attainable_fraction=level, joules_per_flop=joules)
         note = (

@@ -11,7 +11,7 @@ Online softmax and the counts: Dao et al., arXiv 2205.14135; tiles over the sequ
 five matmuls: FlashAttention-2, arXiv 2307.08691, which reaches 73% of peak forward and 63% backward on
 A100, hence the backward's relative rate of 0.86; FlashAttention-3 (arXiv 2407.08608) shows the same ratio
 on H100. That exponentials, not matmuls, bound short heads is section 3 of the latter.
-Backward has not been measured here: its interval is widened by `BACKWARD_LOG_ERROR`.
+Backward has not been measured here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ QUERY_TILE = 128
 THROTTLE_SECONDS = 2e-3
 BACKWARD_FLOPS_RATIO = 2.5
 BACKWARD_TRAFFIC_RATIO = 2.0  # reads q k v o do, writes dq dk dv, against q k v read and o written
-BACKWARD_LOG_ERROR = 0.25
 
 
 def mean_keys(sequence: Number, causal: bool, window: Number | None = None) -> Number:

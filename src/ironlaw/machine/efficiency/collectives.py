@@ -93,7 +93,8 @@ def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_
     constants = fabric.island
     link = _link(fabric, n)
     if in_switch:
-        return s * (1.0 + 1.0 / n) / (constants.switch_fraction * link)
+        wide = constants.wide_switch_fraction or constants.switch_fraction
+        return s * (1.0 + 1.0 / n) / (np.where(n > 8, wide, constants.switch_fraction) * link)
     direct = kind in ("all_to_all", "send_recv") and constants.direct_fraction > 0
     attained = (constants.direct_fraction if direct else constants.ring_fraction) * link
     own = np.where(kind == "send_recv", 0.0, s / n / constants.local_copy_ratio)

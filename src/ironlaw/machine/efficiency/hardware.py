@@ -95,6 +95,7 @@ class CollectiveConstants:
     switch_fraction: float = 0.0  # same, for reduction inside the switch (NVLS); 0: there is none
     direct_fraction: float = 0.0  # same, for all-to-all and send/recv; 0: the ring's fraction
     sharing_exponent: float = 0.0  # a bus shared by n ranks: bandwidth x (2/n)^exponent
+    wide_switch_fraction: float = 0.0  # `switch_fraction` for more than 8 ranks; 0: not measured, as for 8
     evidence: Evidence | None = None
 
 
@@ -180,8 +181,6 @@ class Hardware:
     compute_units: int  # SMs, CUs, Xe cores, matrix units
     power_watts: float  # power limit of the board
     efficiency: Efficiency
-    l2_bytes: float = 0.0
-    clock_hertz: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of a format in FLOP/s; a block-scaled format has that of its plain format."""

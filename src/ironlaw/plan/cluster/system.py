@@ -219,8 +219,6 @@ def hardware_of(acc: Accelerator) -> Hardware:
         # Without a known limit there is no throttling.
         power_watts=effective_power_watts(acc.measured_generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
         efficiency=_efficiency(acc.measured_generation),
-        l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
-        clock_hertz=acc.clock_hz.value if acc.clock_hz else None,
     )
 
 
