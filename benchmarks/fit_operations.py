@@ -135,7 +135,7 @@ def predict_attention(table: Table, constants: AttentionConstants) -> Array:
     """Seconds of every row of an attention table: causal, forward, half precision."""
 
     def one(part: Table, name: str) -> Array:
-        return np.asarray(attention_seconds(**part.columns, hardware=device(name, attention={"trial": constants})))
+        return np.asarray(attention_seconds(**part.columns, hardware=device(name, attention=constants)))
 
     return by_accelerator(table, one)
 
@@ -171,7 +171,7 @@ def attention_records(folder: Path, only: str | None) -> list[Record]:
             continue
         held = table.held_out()
         train, test = subsample(table.pick(~held)), table.pick(held)
-        constants = fit_attention(train, min(softmax.get(generation, 20.0), 25.0))
+        constants = replace(fit_attention(train, min(softmax.get(generation, 20.0), 25.0)), kernel=kernel)
         softmax.setdefault(generation, constants.softmax_head_elements)
         record = summarise(
             "attention",

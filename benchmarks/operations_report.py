@@ -188,13 +188,13 @@ def write_tomls(records: list[Record]) -> None:
         if generation in INHERITS:
             parent, note = INHERITS[generation]
             lines += [f'inherits = "{parent}"', f"inherits_note = {_value(note)}"]
-        kernels = [r.key for r in mine if r.operation == "attention"]
-        lines += [f'default_attention = "{k}"' for k in ORDER if k in kernels][:1]
+        kernels = sorted((r for r in mine if r.operation == "attention"), key=lambda r: ORDER.index(r.key))
+        mine = [r for r in mine if r not in kernels[1:]]  # plans take one kernel
         libraries = {r.key.split("/")[0]: r.key.split("/")[1] for r in mine if "/" in r.key}
         libraries.update({k: v for k, v in PREFERRED.items() if any(r.key == f"{k}/{v}" for r in mine)})
         lines += [f"default_library = {_value(libraries)}"] * bool(libraries)
         for r in mine:
-            title = {"matmul": f'matmul."{r.key}"', "attention": f"attention.{r.key}"}.get(r.operation, r.operation)
+            title = f'matmul."{r.key}"' if r.operation == "matmul" else r.operation
             lines += _section(title, r)
         for name, reference in REFERENCES.items():
             if reference.generation == generation:

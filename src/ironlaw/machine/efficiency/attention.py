@@ -70,7 +70,6 @@ def attention_seconds(
     *,
     hardware: Hardware,
     direction: str = "forward",
-    kernel: str | None = None,
     window: Number | None = None,
     sustained: bool = False,
     value_size: Number | None = None,
@@ -82,7 +81,7 @@ def attention_seconds(
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is forward or backward, not {direction}")
-    constants = hardware.efficiency.attention_for(kernel)
+    constants = hardware.efficiency.attention
     b, s, h, kv, d = broadcast(batch, sequence, heads, kv_heads, head_size)
     keys = np.asarray(mean_keys(s, causal, window))
     v = d if value_size is None else np.broadcast_to(np.asarray(value_size, dtype=np.float64), d.shape)

@@ -58,7 +58,7 @@ class MatmulConstants:
 
 @dataclass(frozen=True)
 class AttentionConstants:
-    """Constants of one attention kernel on one generation (`attention.py`)."""
+    """Constants of the attention kernel that most training stacks use on one generation (`attention.py`)."""
 
     attainable_fraction: float  # of dense peak, at infinite head size and length
     softmax_head_elements: float  # exponentials cost as much as this many more head elements
@@ -69,6 +69,7 @@ class AttentionConstants:
     joules_per_flop: float
     memory_fraction: float
     backward_relative_fraction: float = 0.86  # rate of backward over forward, see attention.py
+    kernel: str = ""
     evidence: Evidence | None = None
 
 
@@ -117,8 +118,7 @@ class Efficiency:
 
     generation: str
     matmul: Mapping[str, MatmulConstants]  # by dtype, or dtype/library where libraries differ
-    attention: Mapping[str, AttentionConstants]  # by kernel
-    default_attention: str
+    attention: AttentionConstants
     streaming: StreamingConstants
     collectives: CollectiveConstants | None
     default_library: Mapping[str, str] = field(default_factory=dict)
@@ -155,17 +155,10 @@ class Efficiency:
         name = self._measured(dtype)
         return tuple(key.split("/")[1] for key in self.matmul if key.startswith(f"{name}/"))
 
-    def attention_for(self, kernel: str | None = None) -> AttentionConstants:
-        """Return the constants of an attention kernel, by default the one that most training stacks use."""
-        name = kernel or self.default_attention
-        if name not in self.attention:
-            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
-        return self.attention[name]
-
     def assumptions(self) -> tuple[str, ...]:
         """Return the groups of constants that are assumed instead of measured, each with its note."""
         groups = [(f"matmul {key}", value.evidence) for key, value in self.matmul.items()]
-        groups += [(f"attention {key}", value.evidence) for key, value in self.attention.items()]
+        groups += [(f"attention {self.attention.kernel}", self.attention.evidence)]
         groups += [("streaming", self.streaming.evidence)]
         groups += [("collectives", self.collectives.evidence if self.collectives else None)]
         return tuple(f"{name}: {e.note or e.source}" for name, e in groups if e is not None and e.assumed)
