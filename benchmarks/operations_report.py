@@ -165,7 +165,7 @@ def _section(title: str, record: Record) -> list[str]:
     lines = ["", f"[{title}]"]
     for f in fields(record.constants):
         value = getattr(record.constants, f.name)
-        if f.name != "evidence" and value is not None:
+        if f.name != "evidence" and not f.name.startswith("cast_") and value is not None:
             lines.append(f"{f.name} = {_value(value)}")
     lines += [f"[{title}.evidence]", f"source = {_value(record.sources)}", f"rows = {record.rows}"]
     lines += [f"log_error_p10 = {record.percentiles[0]:.3f}", f"log_error_p90 = {record.percentiles[1]:.3f}"]

@@ -51,8 +51,6 @@ class MatmulConstants:
     launch_seconds: float  # shortest time of a kernel inside a graph or a full queue (no host time)
     joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
     throttle_seconds: float  # for a kernel this long in a benchmark loop, half of the power limit's effect applies
-    cast_traffic: float = 0.0  # passes over the left operand if the library quantises it first
-    cast_seconds: float = 0.0  # launch of that cast
     evidence: Evidence | None = None
 
 
