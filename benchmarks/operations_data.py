@@ -72,6 +72,10 @@ NETWORKS = {
     "infiniband": (("InfiniBand NDR", "8x400Gb IB", "2x NVL72"), 50.0),
     "tcpx": (("a3-mega",), 25.0),
 }
+NOT_PLANNED = (
+    "efa_playbook",
+    "roce_rocm6",
+)  # measured once each, on clusters that no fabric of a catalogued node names
 NETWORK_RATE = {("roce", "B300-SXM"): 100.0}
 """Nominal GB/s per accelerator where a node has faster cards than the rest of its group."""
 

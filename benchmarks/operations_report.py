@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from operations_data import REFERENCES, Array, Table
+from operations_data import NOT_PLANNED, REFERENCES, Array, Table
 
 from ironlaw.machine.efficiency.store import load_efficiency
 
@@ -250,5 +250,6 @@ def write_networks(records: list[Record]) -> None:
     """All networks between islands in one file."""
     lines = ["# Networks between islands: written by benchmarks/fit_operations.py, do not edit."]
     for r in records:
-        lines += _section(r.generation, r)
+        if r.generation not in NOT_PLANNED:
+            lines += _section(r.generation, r)
     (FOLDER / "networks.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
