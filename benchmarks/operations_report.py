@@ -169,12 +169,7 @@ def _section(title: str, record: Record) -> list[str]:
             lines.append(f"{f.name} = {_value(value)}")
     lines += [f"[{title}.evidence]", f"source = {_value(record.sources)}", f"rows = {record.rows}"]
     lines += [f"log_error_p10 = {record.percentiles[0]:.3f}", f"log_error_p90 = {record.percentiles[1]:.3f}"]
-    if record.note:
-        return [*lines, "assumed = true", f"note = {_value(record.note)}"]
-    lines.append(f"median_absolute_error = {record.inside[0]:.3f}")
-    if record.outside:
-        lines.append(f"held_out_median_absolute_error = {record.outside[0]:.3f}")
-    return lines
+    return [*lines, "assumed = true", f"note = {_value(record.note)}"] if record.note else lines
 
 
 def write_tomls(records: list[Record]) -> None:

@@ -32,8 +32,6 @@ class Evidence:
     rows: int
     log_error_p10: float
     log_error_p90: float
-    median_absolute_error: float | None = None
-    held_out_median_absolute_error: float | None = None
     assumed: bool = False
     note: str = ""
 
