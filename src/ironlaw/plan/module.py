@@ -23,11 +23,10 @@ from ironlaw.machine import interference
 from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO, attention_seconds
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.hardware import Fabric, Hardware
-from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.machine.timing import Machine, MeasuredForModules, Timing, element_type, is_narrow
-from ironlaw.plan.cluster.step_costs import FLASH2_SLOWDOWN
+from ironlaw.plan.cluster.step_costs import kernel_slowdown, product_seconds
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework
@@ -71,8 +70,8 @@ class CataloguedAccelerator:
         seconds, bound = 0.0, "memory"
         if op.matmul is not None and not is_narrow(op):
             m, n, k = op.matmul
-            product = matmul_seconds(m, n, k, op.batch, dtype, hardware=self.hardware, sustained=True)
-            seconds, bound = float(product) * self.engine.matmul_slowdown, "compute"
+            product = product_seconds(m, n, k, op.batch, self.hardware, dtype).item()
+            seconds, bound = product * self.engine.matmul_slowdown, "compute"
         elif op.attention is not None:
             seconds, bound = self._attention(op, dtype), "compute"
         elif op.bytes_moved:
@@ -100,9 +99,7 @@ class CataloguedAccelerator:
         if dtype not in ("bf16", "fp16"):  # no flash kernel: limited by half of the fp32 peak
             flops = (op.flops or 0) * (BACKWARD_FLOPS_RATIO / 2 if direction == "backward" else 1.0)
             return max(float(seconds), flops / (0.5 * self.hardware.peak("fp32")))
-        old = FLASH2_SLOWDOWN.get(self.hardware.efficiency.generation, 1.0)
-        old = old if self.engine.attention_kernel == "flash2" else 1.0
-        return float(seconds) * old * self.engine.attention_slowdown
+        return float(seconds) * kernel_slowdown(self.engine, self.hardware) * self.engine.attention_slowdown
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
         return max(0.0, calls * HOST_SECONDS_PER_CALL - busy_seconds)
