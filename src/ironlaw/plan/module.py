@@ -382,7 +382,7 @@ def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunCon
     batch = options.global_batch or train.global_batch
     if batch % replicas:
         why = f"{batch} do not divide among {replicas} replicas"
-        assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--batch"))
+        assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--global-batch"))
         batch = replicas
     micro = train.micro_batch or 1
     if train.micro_batch is None:
