@@ -11,7 +11,7 @@ Deterministic: one seed, 60% of the shapes to fit (at most 1,200 rows a group), 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +38,25 @@ SUMMARY = Path(__file__).parent / "results" / "operations.md"  # shown by accura
 # --- matmul ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class CastingConstants(MatmulConstants):
+    """Of a library that quantises the left operand from 2 bytes in the call, which plans time by itself."""
+
+    cast_traffic: float = 1.0  # passes over the operand
+    cast_seconds: float = 3e-6  # launch
+
+
 def predict_matmul(table: Table, constants: MatmulConstants, dtype: str) -> Array:
     """Seconds of every row of a matmul table."""
 
     def one(part: Table, name: str) -> Array:
         hardware = device(name, matmul={dtype: constants})
-        cast = constants.cast_traffic > 0 or constants.cast_seconds > 0
-        return np.asarray(matmul_seconds(**part.columns, dtype=dtype, hardware=hardware, include_cast=cast))
+        seconds = np.asarray(matmul_seconds(**part.columns, dtype=dtype, hardware=hardware))
+        if not isinstance(constants, CastingConstants):
+            return seconds
+        moved = part.columns["m"] * part.columns["k"] * (2 + number_format(dtype).bytes_per_element())
+        cast = constants.cast_traffic * part.columns.get("batch", 1.0) * moved / hardware.memory_bytes_per_second
+        return np.asarray(seconds + constants.cast_seconds + cast)
 
     return by_accelerator(table, one)
 
@@ -87,7 +99,7 @@ def fit_matmul(table: Table, key: str, most: float = np.inf) -> MatmulConstants:
     names = ["attainable_fraction", "operand_elements", "fill_elements", "wave_rigidity", "memory_fraction"]
     names += ["split_traffic", "launch_seconds", "joules_per_flop", "throttle_seconds"]
     if dtype != "bf16":
-        start = replace(start, cast_traffic=1.0, cast_seconds=3e-6)
+        start = CastingConstants(**vars(start))
         names += ["cast_traffic", "cast_seconds"]
     upper = {"joules_per_flop": most}
     return fit(start, names, lambda c: predict_matmul(table, c, dtype), table.seconds, upper=upper)
@@ -135,7 +147,7 @@ def predict_attention(table: Table, constants: AttentionConstants) -> Array:
     """Seconds of every row of an attention table: causal, forward, half precision."""
 
     def one(part: Table, name: str) -> Array:
-        return np.asarray(attention_seconds(**part.columns, hardware=device(name, attention={"trial": constants})))
+        return np.asarray(attention_seconds(**part.columns, hardware=device(name, attention=constants)))
 
     return by_accelerator(table, one)
 
@@ -171,7 +183,7 @@ def attention_records(folder: Path, only: str | None) -> list[Record]:
             continue
         held = table.held_out()
         train, test = subsample(table.pick(~held)), table.pick(held)
-        constants = fit_attention(train, min(softmax.get(generation, 20.0), 25.0))
+        constants = replace(fit_attention(train, min(softmax.get(generation, 20.0), 25.0)), kernel=kernel)
         softmax.setdefault(generation, constants.softmax_head_elements)
         record = summarise(
             "attention",

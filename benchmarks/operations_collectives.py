@@ -26,11 +26,7 @@ def predict_collectives(
     names = np.array(table.accelerator)
     for name in dict.fromkeys(table.accelerator):
         reference = REFERENCES[name]
-        if isinstance(island, CollectiveConstants):
-            constants = island
-        else:
-            rack = f"{reference.generation} nvl72"
-            constants = island[rack if name == "GB200" and rack in island else reference.generation]
+        constants = island if isinstance(island, CollectiveConstants) else island[reference.generation]
         ranks = 72 if name in ("GB200", "GB300") else 8
         nominal = NETWORKS[table.name][1] if table.name in NETWORKS else 0.0
         nominal = NETWORK_RATE.get((table.name, name), nominal) * 1e9
@@ -76,6 +72,9 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
             3,
             collective_weights(train),
         )
+        if len(rack.seconds):  # in a whole rack only the share that in-switch reduction attains differs
+            start = replace(constants, wide_switch_fraction=constants.switch_fraction)
+            constants = fit(start, ["wide_switch_fraction"], lambda c, t=rack: predict_collectives(t, c), rack.seconds)
         islands[generation] = constants
         record = summarise(
             "collectives", generation, "island", constants, train, test, table.pick(~noisy),
@@ -88,29 +87,8 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
                 "CUDA graph": float(np.median(np.abs(predict_collectives(rest, constants) / rest.seconds - 1)))
             }
         records.append(record)
-        if len(rack.seconds):
-            records.append(rack_record(rack, constants, generation))
-            islands[f"{generation} nvl72"] = records[-1].constants
     networks = network_records(between, islands)
     return ([r for r in records if not only or r.generation == only], networks)
-
-
-def rack_record(rack: Table, island: CollectiveConstants, generation: str) -> Record:
-    """An island of a whole rack: only the share that in-switch reduction attains differs."""
-    constants = fit(island, ["switch_fraction"], lambda c: predict_collectives(rack, c), rack.seconds)
-    none = rack.pick(np.zeros(len(rack.seconds), dtype=bool))
-    record = summarise(
-        "collectives_nvl72",
-        generation,
-        "rack",
-        constants,
-        rack,
-        none,
-        rack,
-        lambda t: predict_collectives(t, constants),
-    )
-    record.baseline = collective_baseline(rack)
-    return record
 
 
 def collective_weights(table: Table) -> Array:

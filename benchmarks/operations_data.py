@@ -25,8 +25,6 @@ class Reference:
     memory_gb_per_second: float
     compute_units: int
     power_watts: float
-    l2_mb: float
-    clock_mhz: float
     link_gb_per_second: float  # per accelerator, one direction
     topology: str = "switch"
 
@@ -37,8 +35,6 @@ class Reference:
             "memory_bytes_per_second": self.memory_gb_per_second * 1e9,
             "compute_units": self.compute_units,
             "power_watts": self.power_watts,
-            "l2_bytes": self.l2_mb * 1e6,
-            "clock_hertz": self.clock_mhz * 1e6,
         }
 
 
@@ -46,24 +42,22 @@ def _peaks(bf16: float, fp8: float = 0.0, nvfp4: float = 0.0) -> dict[str, float
     return {k: v for k, v in {"bf16": bf16, "fp8": fp8, "nvfp4": nvfp4}.items() if v}
 
 
-# Dense peaks: NVIDIA datasheets; Blackwell as NVIDIA states for MFU (dgxc-benchmarking README); units, L2,
-# clocks: XLA device descriptions and datasheets; power: module limits (HGX B300 1,100 W).
+# Dense peaks: NVIDIA datasheets; Blackwell as NVIDIA states for MFU (dgxc-benchmarking README); units: XLA
+# device descriptions and datasheets; power: module limits (HGX B300 1,100 W).
 REFERENCES = {
-    "V100-PCIE-16GB": Reference("volta", _peaks(112), 900, 80, 250, 6, 1380, 16, "bus"),
-    "A100-SXM-80GB": Reference("ampere", _peaks(312), 2039, 108, 400, 40, 1410, 300),
-    "A40": Reference("ampere_graphics", _peaks(149.7), 696, 84, 300, 6, 1740, 32, "bus"),
-    "L40S": Reference("ada", _peaks(362, 733), 864, 142, 350, 96, 2520, 32, "bus"),
-    "H100-SXM-80GB": Reference("hopper", _peaks(989.4, 1978.8), 3350, 132, 700, 50, 1830, 450),
-    "H200-SXM-141GB": Reference("hopper", _peaks(989.4, 1978.8), 4800, 132, 700, 50, 1830, 450),
-    "B200-SXM": Reference("blackwell", _peaks(2250, 4500, 9000), 8000, 148, 1000, 126, 1965, 900),
-    "GB200": Reference("blackwell", _peaks(2450, 4900, 9800), 8000, 152, 1200, 126, 2062, 900),
-    "B300-SXM": Reference("blackwell_ultra", _peaks(2250, 4500, 13500), 8000, 148, 1100, 129, 2032, 900),
-    "GB300": Reference("blackwell_ultra", _peaks(2450, 4900, 14700), 8000, 152, 1400, 129, 2070, 900),
-    "RTX PRO 6000 Server": Reference(
-        "blackwell_graphics", _peaks(503.8, 1007.6, 2015.2), 1597, 188, 600, 128, 2617, 64, "bus"
-    ),
-    "Intel Arc Pro B60": Reference("xe2", _peaks(98.3, 98.3), 456, 20, 200, 18, 2400, 32, "bus"),
-    "MI300X": Reference("cdna3", _peaks(1307.4, 2614.9), 5300, 304, 750, 256, 2100, 448, "mesh"),
+    "V100-PCIE-16GB": Reference("volta", _peaks(112), 900, 80, 250, 16, "bus"),
+    "A100-SXM-80GB": Reference("ampere", _peaks(312), 2039, 108, 400, 300),
+    "A40": Reference("ampere_graphics", _peaks(149.7), 696, 84, 300, 32, "bus"),
+    "L40S": Reference("ada", _peaks(362, 733), 864, 142, 350, 32, "bus"),
+    "H100-SXM-80GB": Reference("hopper", _peaks(989.4, 1978.8), 3350, 132, 700, 450),
+    "H200-SXM-141GB": Reference("hopper", _peaks(989.4, 1978.8), 4800, 132, 700, 450),
+    "B200-SXM": Reference("blackwell", _peaks(2250, 4500, 9000), 8000, 148, 1000, 900),
+    "GB200": Reference("blackwell", _peaks(2450, 4900, 9800), 8000, 152, 1200, 900),
+    "B300-SXM": Reference("blackwell_ultra", _peaks(2250, 4500, 13500), 8000, 148, 1100, 900),
+    "GB300": Reference("blackwell_ultra", _peaks(2450, 4900, 14700), 8000, 152, 1400, 900),
+    "RTX PRO 6000 Server": Reference("blackwell_graphics", _peaks(503.8, 1007.6, 2015.2), 1597, 188, 600, 64, "bus"),
+    "Intel Arc Pro B60": Reference("xe2", _peaks(98.3, 98.3), 456, 20, 200, 32, "bus"),
+    "MI300X": Reference("cdna3", _peaks(1307.4, 2614.9), 5300, 304, 750, 448, "mesh"),
 }
 DTYPES = {"bfloat16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "nvfp4"}
 COLLECTIVES = {"alltoall": "all_to_all"}
@@ -78,6 +72,10 @@ NETWORKS = {
     "infiniband": (("InfiniBand NDR", "8x400Gb IB", "2x NVL72"), 50.0),
     "tcpx": (("a3-mega",), 25.0),
 }
+NOT_PLANNED = (
+    "efa_playbook",
+    "roce_rocm6",
+)  # measured once each, on clusters that no fabric of a catalogued node names
 NETWORK_RATE = {("roce", "B300-SXM"): 100.0}
 """Nominal GB/s per accelerator where a node has faster cards than the rest of its group."""
 

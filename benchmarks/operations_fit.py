@@ -55,10 +55,10 @@ def fit(
     return at(best.x)
 
 
-def device(name: str, matmul: Mapping[str, Any] | None = None, attention: Mapping[str, Any] | None = None) -> Hardware:
+def device(name: str, matmul: Mapping[str, Any] | None = None, attention: Any = None) -> Hardware:
     """A reference accelerator carrying trial constants."""
     reference = REFERENCES[name]
-    efficiency = Efficiency(reference.generation, matmul or {}, attention or {}, "trial", NO_STREAM, None)
+    efficiency = Efficiency(reference.generation, matmul or {}, attention, NO_STREAM, None)
     return Hardware(name=name, efficiency=efficiency, **reference.toml())  # type: ignore[arg-type]
 
 

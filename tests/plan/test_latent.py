@@ -26,7 +26,8 @@ from ironlaw.workload.blocks import Shape
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.operations import total_flops
-from ironlaw.workload.program import training_operations
+from ironlaw.workload.program import step, training_operations
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.sharding import stage_parameters
 
 NAMES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2")
@@ -186,3 +187,9 @@ def test_selective_recomputation_in_nemo_widens_again():
     other = plan_candidates(both, system_of(parse_cluster("1024xh100-sxm-80gb"), engine("megatron-core"), "bf16"))
     more = [plan.times.backward[1] - plan.times.backward[0] for plan in (plans, other)]
     assert more[1] > 2 * more[0]  # attention again
+
+
+def test_only_ranks_that_share_a_sequence_pad_its_values():
+    for text, pads in (("dp=1", False), ("dp=2 zero=3", False), ("cp=2 micro_batch=2", True)):
+        program = step(DENSE, StepBatch(4, 512), parse_layout(text), Recipe("bf16", cuda=True))
+        assert any(op.kernel == "pad" for op, _ in program.operations()) is pads

@@ -73,7 +73,7 @@ def test_a_link_costs_its_bytes_and_its_latency(machine_profile: Profile) -> Non
     slow = Link(latency_seconds=1e-3, bytes_per_second=1e6)
     apart = RankFabric(COSTS, ranks_per_host=1, between=slow)
     near, far = planned(machine_profile, "dp=2 zero=3"), planned(machine_profile, "dp=2 zero=3", apart)
-    found = {t.name: t for t in far.stages[0].communication}
+    found = {f"{t.dimension} {t.kind}": t for t in far.stages[0].communication}
     gather = found["shard all_gather"]
     # Half of every gathered buffer comes over the link, half as much again waits for its turn; a round has its latency.
     assert gather.seconds == pytest.approx(1.5 * gather.bytes / 2 / 1e6 + gather.count * (1e-3 + 1e-4), rel=0.01)

@@ -5,11 +5,13 @@ import resource
 import subprocess
 import sys
 import time
+from inspect import signature
 
 import pytest
 
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.cli.plan import plan as command
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
@@ -373,6 +375,37 @@ def test_names_that_stand_for_others_and_devices_of_which_too_little_is_known():
         plan("qwen3-0.6b", on="snapdragon-8-elite-npu")
     with pytest.raises(UserError, match="holds 8: use 1, 2, 4 or 8"):
         plan(per_node=3)
+
+
+def test_adapters_multiply_in_formats_that_the_trainer_has_and_mfu_is_of_that_formats_peak() -> None:
+    def adapted(precision):
+        lora = ["finetune.method=lora"]
+        return plan_request("gpt2", on="a100-sxm-80gb", overrides=lora, options=Options(precision=precision))
+
+    for precision in ("bf16", "tf32", "fp32"):
+        assert 0 < adapted(precision).ledger.totals["mfu"].value < 0.75, precision
+    with pytest.raises(UserError, match="16 bits or more"):
+        adapted("fp8")
+
+
+def test_what_is_asked_of_adapters_is_planned_or_refused() -> None:
+    def adapted(**asked):
+        return plan_request("gpt2", on="a100-sxm-80gb", overrides=["finetune.method=lora"], options=Options(**asked))
+
+    usual, paged = (adapted(optimizer=name, tokens="1M").ledger for name in ("adamw", "adam8bit"))
+    assert paged.memory_bytes()["optimizer"] < 0.5 * usual.memory_bytes()["optimizer"]
+    assert usual.facts["steps"] == 977  # of one sequence of 1,024 tokens, rounded up
+    for asked in ({"engine": "nemo"}, {"network": "400 Gb/s RoCE"}, {"per_node": 4}):
+        with pytest.raises(UserError, match="leave --layout"):
+            adapted(**asked)
+
+
+def test_what_sets_an_assumption_is_an_option_of_the_command() -> None:
+    options = {f"--{name.strip('_').replace('_', '-')}" for name in signature(command).parameters}
+    adapters = plan_request("gpt2", on="3xrtx-4090", overrides=["finetune.method=lora"])
+    for answer in (adapters, plan("gpt2", "h200")):
+        words = [word for one in answer.more["assumed"] for word in one["how_to_set"].split() if word.startswith("--")]
+        assert words and set(words) <= options
 
 
 def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:

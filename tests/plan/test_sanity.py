@@ -9,14 +9,15 @@ import pytest
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
 from ironlaw.catalog.models import model_names
-from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.catalog.nodes import node, parse_cluster
 from ironlaw.errors import UserError
+from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates
-from ironlaw.plan.cluster.layout_space import possible_layouts, saving, savings
+from ironlaw.plan.cluster.layout_space import lacked, possible_layouts, saving, savings
 from ironlaw.plan.cluster.search import hiding, search
-from ironlaw.plan.cluster.system import system_of
+from ironlaw.plan.cluster.system import fabric_of, system_of
 from ironlaw.plan.engines.named import engine, engines
 
 CASES = [
@@ -132,14 +133,9 @@ FORMATS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4"
 """A precision, and the peak without which an accelerator does not compute in it."""
 
 
-ALIKE = {"mi250x-gcd", "levanter"}
-"""Not drawn: half of a package that is, and software with the constants of other software that is."""
-
-
 def drawn(draw: random.Random):
     """A model on a cluster under some software, 40 of its layouts, and what plans them; None where it cannot be."""
-    names = (model_names(), accelerator_names(), engines())
-    name, on, software = (draw.choice([one for one in of if one not in ALIKE]) for of in names)
+    name, on, software = (draw.choice(list(of)) for of in (model_names(), accelerator_names(), engines()))
     count, sequence = draw.choice((2, 4, 8, 32, 128, 1024)), draw.choice((512, 2048, 8192, 32768))
     model = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)})
     batch = count * draw.choice((1, 4, 16))
@@ -151,6 +147,7 @@ def drawn(draw: random.Random):
         table = possible_layouts(model, count, sequence, batch, {})
     except UserError:
         return None
+    table = table[~np.any([np.zeros(len(table), bool), *lacked(where.engine, table).values()], axis=0)]
     if not len(table):
         return None
     table = table[draw.sample(range(len(table)), min(40, len(table)))]
@@ -162,7 +159,7 @@ def drawn(draw: random.Random):
     return f"{name} on {count}x{on}, {software} {precision} {sequence}", cluster, where, table, planned
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", (0, 1, 11, 14, 19, 23))  # the last four found absurd plans
 def test_no_plan_of_a_random_sample_is_absurd(seed):
     """Weights that do not fit what is planned, more of a peak than anybody reached, more replicas that make each one's
     work another, fewer bits that are slower where products bind."""
@@ -194,3 +191,11 @@ def test_no_plan_of_a_random_sample_is_absurd(seed):
             if bound.any() and 0 < 1.5 * rates[0] < rates[1]:
                 slow, fast = (planned(system_of(cluster, where.engine, word))[1].times for word in (wide, narrow))
                 assert (fast.step_seconds <= 1.02 * slow.step_seconds)[bound].all(), (said, narrow)
+
+
+def test_nvlink_is_not_timed_by_what_a_bus_attains():
+    nvlink, bus = (
+        collective_seconds("all_reduce", 2**28, 4, fabric=fabric_of(accelerator(name), node(where)))
+        for name, where in (("v100-sxm-32gb", "dgx-1-v100"), ("v100-pcie-32gb", "pcie-workstation"))
+    )
+    assert 2**28 * 1.5 / nvlink > 0.6 * 150e9 > 2**28 * 1.5 / bus  # bytes that a rank sends, of NVLink's rate

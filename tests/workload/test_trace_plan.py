@@ -8,17 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from ironlaw.catalog.accelerators import accelerator
+from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
 from ironlaw.machine.timing import AS_MATMUL, COPY_RATE
 from ironlaw.plan import module as traced_plan
-from ironlaw.plan.module import plan_module, plan_traced
+from ironlaw.plan.cluster.system import hardware_of
+from ironlaw.plan.module import accelerator_target, plan_module, plan_traced
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import Options
 from ironlaw.plan.totals import fits
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
-from ironlaw.workload.operations import line_name
+from ironlaw.workload.operations import line_name, product
 from ironlaw.workload.program import replicated, step_of_trace
 from ironlaw.workload.trace_store import ModuleTrace
 
@@ -265,6 +269,13 @@ def test_what_was_assumed_of_inputs_is_said(package: str) -> None:
     answer = plan_request(f"{package}:build", on="h200", options=Options(inputs=tuple(TOKENS)))
     assert [one["name"] for one in answer.more["assumed"]] == ["values of tokens", "values of targets"]
     assert answer.more["assumed"][0]["how_to_set"] == "--input tokens=2x64:int64:VALUES"
+
+
+def test_a_newer_library_multiplies_faster_on_a_v100_in_a_traced_plan_too() -> None:
+    machine = accelerator_target(parse_cluster("v100-sxm-32gb"), "fp16").machine
+    hardware, shape = hardware_of(accelerator("v100-sxm-32gb")), (2048, 1024, 1024)
+    alone = matmul_seconds(*shape, dtype="fp16", hardware=hardware, sustained=True)
+    assert machine.time(product("out", shape, 2)).seconds < alone
 
 
 def test_on_several_accelerators(package: str) -> None:

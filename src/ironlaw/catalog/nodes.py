@@ -64,11 +64,6 @@ class Cluster:
         """Hosts needed; the last may be partly filled."""
         return -(-self.count // self.node.accelerators)
 
-    @property
-    def per_node(self) -> int:
-        """Accelerators in use on a full host of this cluster."""
-        return min(self.count, self.node.accelerators)
-
     def __str__(self) -> str:
         return f"{self.count}x{self.accelerator.name}@{self.node.name}"
 

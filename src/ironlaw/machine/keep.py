@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ironlaw.data.tokenizer import rate as tokenizer_rate
@@ -17,9 +17,8 @@ Say = Callable[[str], Any]
 ShowProgress = Callable[[str], AbstractContextManager[Any]]  # label -> context of a callback(fraction, text)
 
 
-@contextmanager
-def _no_progress(label: str) -> Iterator[Any]:
-    yield lambda fraction, what="": None
+def _no_progress(label: str) -> AbstractContextManager[Any]:
+    return nullcontext(lambda fraction, what="": None)
 
 
 def this_machine(say: Say = lambda text: None, progress: ShowProgress = _no_progress) -> Profile:

@@ -22,7 +22,7 @@ from ironlaw.files import cache_folder
 from ironlaw.machine.profile import Curve, store, stored
 
 SCHEMA_VERSION = 2
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 MEASURED_RANKS = 2
 REDUCE_ALL = ("all_reduce", "reduce_scatter")
 """PyTorch's reduce-scatter on gloo is an all-reduce and a scatter: both kinds send 2 (n - 1) / n of a buffer."""
@@ -108,7 +108,7 @@ class RankFabric:
     @staticmethod
     def wire_bytes(kind: str, size: float, ranks: int) -> float:
         """Return the bytes that a rank sends."""
-        if kind in ("send", "broadcast"):
+        if kind == "send":
             return size
         return size * (ranks - 1) / ranks * (2 if kind in REDUCE_ALL else 1)
 
@@ -117,7 +117,7 @@ def rounds(kind: str, ranks: int) -> int:
     """Return the number of sequential messages."""
     if kind in REDUCE_ALL:
         return 2 * (ranks - 1)
-    return {"send": 1, "broadcast": (ranks - 1).bit_length()}.get(kind, ranks - 1)
+    return 1 if kind == "send" else ranks - 1
 
 
 def costs_path() -> Path:

@@ -68,11 +68,6 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
         seconds = np.minimum.accumulate([best[f"{kind} {size}"] for size in reversed(SIZES)])[::-1]
         seconds = seconds / (2 if kind == "send" else 1)
         curves[kind] = Curve(tuple(float(size) for size in SIZES), tuple(float(s) for s in seconds))
-    costs = RankCosts(
-        profile.machine, profile.created, found[0]["cores"], curves,
-        {kind: max(1.0, best[f"{kind} shared"] / best[f"{kind} alone"]) for kind in ("compute", "memory")},
-        0.0, 0.0, 0.0,
-    )  # fmt: skip
     work = {
         name: float(np.percentile([s for rank in found for s in rank["processor"][name]], QUANTILE))
         for name in found[0]["processor"]
@@ -82,11 +77,14 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
         talking = sum(count * work[f"{name} {SIZES[0]}"] for name, count in collectives.items())
         return max(0.0, work[kind] - work[plain] - talking) / calls
 
-    fsdp = own("fsdp", "plain", {"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}, 3 * BLOCKS)
-    tensor = own("tensor", "plain", {"all_reduce": 2 * BLOCKS}, 2 * BLOCKS)
-    # Each rank sends and receives one message per micro-batch, as in a round trip.
-    passes = own("pipeline", "passes", {"send": MICRO_BATCHES}, 2 * MICRO_BATCHES)
-    return RankCosts(**vars(costs) | {"unit_seconds": fsdp, "dtensor_seconds": tensor, "pass_seconds": passes})
+    return RankCosts(
+        profile.machine, profile.created, found[0]["cores"], curves,
+        {kind: max(1.0, best[f"{kind} shared"] / best[f"{kind} alone"]) for kind in ("compute", "memory")},
+        unit_seconds=own("fsdp", "plain", {"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}, 3 * BLOCKS),
+        dtensor_seconds=own("tensor", "plain", {"all_reduce": 2 * BLOCKS}, 2 * BLOCKS),
+        # Each rank sends and receives one message per micro-batch, as in a round trip.
+        pass_seconds=own("pipeline", "passes", {"send": MICRO_BATCHES}, 2 * MICRO_BATCHES),
+    )  # fmt: skip
 
 
 # -- in the two processes ------------------------------------------------------------------------------------------
@@ -162,7 +160,6 @@ def _collectives(rank: int) -> dict[str, Call]:
             "all_gather": lambda: dist.all_gather_into_tensor(buffer, half),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, buffer),
             "all_to_all": lambda: dist.all_to_all_single(buffer, buffer.clone()),
-            "broadcast": lambda: dist.broadcast(buffer, 0),
             "send": send,
         }[kind]
 

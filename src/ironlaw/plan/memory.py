@@ -93,9 +93,9 @@ class _Rank:
         self.last_gather = 0.0  # bytes of the last forward gather's buffer
         # PyTorch's schedules with several chunks or a split backward pass wait for their sends only at the end.
         self.sends_late = layout.pp > 1 and not (layout.virtual_stages == 1 and layout.schedule in ("1f1b", "gpipe"))
-        # After every pass has followed every other, further micro-batches cannot raise the peak.
+        # Once as many are in flight as ever will be, beside gradients, further micro-batches cannot raise the peak.
         steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
-        self.walked = min(self.micro_batches, 2 * layout.pp + 1) if steady else self.micro_batches
+        self.walked = min(self.micro_batches, layout.pp - position + 2) if steady else self.micro_batches
         self.after: dict[Hashable, frozenset[str]] = {}  # units that a pass leaves gathered
         self.waiting: dict[int, float] = {}  # by stage: bytes kept for a split backward pass's weight gradients
         self.ahead: dict[tuple[int, str], float] = {}  # bytes of prefetch buffers in the backward pass

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from ironlaw.ledger import MemoryLine
 from ironlaw.workload.operations import Operation
@@ -31,10 +30,10 @@ class Peak:
 
     where: str
     components: dict[str, float]
+    total: float = field(init=False)
 
-    @cached_property
-    def total(self) -> float:
-        return sum(self.components.values())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(self.components.values()))
 
     def lines(self, notes: dict[str, str]) -> list[MemoryLine]:
         """Returns memory lines for the ledger: the components always shown, then the other nonzero ones."""

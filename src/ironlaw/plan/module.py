@@ -16,24 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, parse_cluster
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO, attention_seconds
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.hardware import Fabric, Hardware
-from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.machine.timing import Machine, MeasuredForModules, Timing, element_type, is_narrow
-from ironlaw.plan.cluster.step_costs import FLASH2_SLOWDOWN
+from ironlaw.plan.cluster.step_costs import kernel_slowdown, product_seconds
 from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
-from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, assume_unsaid, settle
 from ironlaw.plan.stage_costs import collective_costs, fold
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
@@ -71,8 +70,8 @@ class CataloguedAccelerator:
         seconds, bound = 0.0, "memory"
         if op.matmul is not None and not is_narrow(op):
             m, n, k = op.matmul
-            product = matmul_seconds(m, n, k, op.batch, dtype, hardware=self.hardware, sustained=True)
-            seconds, bound = float(product) * self.engine.matmul_slowdown, "compute"
+            product = product_seconds(m, n, k, op.batch, self.hardware, dtype).item()
+            seconds, bound = product * self.engine.matmul_slowdown, "compute"
         elif op.attention is not None:
             seconds, bound = self._attention(op, dtype), "compute"
         elif op.bytes_moved:
@@ -100,9 +99,7 @@ class CataloguedAccelerator:
         if dtype not in ("bf16", "fp16"):  # no flash kernel: limited by half of the fp32 peak
             flops = (op.flops or 0) * (BACKWARD_FLOPS_RATIO / 2 if direction == "backward" else 1.0)
             return max(float(seconds), flops / (0.5 * self.hardware.peak("fp32")))
-        old = FLASH2_SLOWDOWN.get(self.hardware.efficiency.generation, 1.0)
-        old = old if self.engine.attention_kernel == "flash2" else 1.0
-        return float(seconds) * old * self.engine.attention_slowdown
+        return float(seconds) * kernel_slowdown(self.engine, self.hardware) * self.engine.attention_slowdown
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
         return max(0.0, calls * HOST_SECONDS_PER_CALL - busy_seconds)
@@ -167,6 +164,10 @@ def plan_module(
     """
     from ironlaw.workload.trace import trace
 
+    if precision not in ("auto", "as is", "fp32", "bf16", "fp16"):
+        raise UserError(
+            f"precision {precision}: a module is traced in its own types, or under autocast: use bf16 or fp16"
+        )
     target = (
         _this_machine(load_profile(), precision) if on == "this" else accelerator_target(parse_cluster(on), precision)
     )
@@ -298,14 +299,12 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
         raise UserError(f"the memory of {found.name} is not known: choose another accelerator")
     half = next((d for d in ("bf16", "fp16") if d in hardware.peak_flops_per_second), "as is")
     wanted = half if precision == "auto" else precision
-    dtype = wanted if wanted in ("bf16", "fp16") else "fp32"
+    dtype = "fp32" if wanted == "as is" else wanted
     reason = f"autocast: matrix units of {found.name} want 16 bits" if precision == "auto" else "asked for"
     peak = hardware.peak(dtype)
     engine = engine_of_framework(EAGER_FRAMEWORK).on(found.generation)
     return PlannedTarget(
-        machine=CataloguedAccelerator(
-            hardware, engine, "fp32" if wanted == "as is" else wanted, fabric_of(found, cluster.node)
-        ),
+        machine=CataloguedAccelerator(hardware, engine, dtype, fabric_of(found, cluster.node)),
         system=PlannedOn(
             found.name,
             found.memory_bytes.value,
@@ -345,6 +344,7 @@ def _types(traced: ModuleTrace) -> str:
 # -- adapters --------------------------------------------------------------------------------------------------------
 
 USUAL_SEQUENCE = 2048
+OURS = "ironlaw"  # the engine of our own trainer
 
 
 def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
@@ -357,15 +357,18 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
     assert requested.config is not None
     if requested.model.latent is not None or requested.model.moe is not None:
         raise UserError("adapters of latent attention and experts are not planned: give a dense model")
-    if options.layout or options.emit:
-        raise UserError("adapters are planned on replicas alone here: leave --layout and --emit out")
+    if options.layout or options.emit or options.network or options.per_node or options.engine not in (None, OURS):
+        raise UserError(
+            "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
+            "--network and --per-node out"
+        )
     cluster = parse_cluster(on)
     config, assumed = _settled(requested.config, options, cluster.count)
     modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
     choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
     for mode, zero in choices:
         config = config.model_copy(update={"recompute": config.recompute.model_copy(update={"mode": mode})})
-        ledger = _ledger(config, cluster, zero, options.precision or config.train.precision)
+        ledger = _ledger(config, cluster, zero)
         if fits(ledger):
             break
     if cluster.count > 1:
@@ -376,26 +379,29 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
 
 
 def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
-    assumed: list[Assumption] = []
-    train = config.train
-    sequence = options.sequence or train.sequence
-    if sequence is None:
-        sequence = min(config.model.context, USUAL_SEQUENCE)
-        assumed.append(Assumption("sequence", f"{sequence:,} tokens", "usual for fine-tuning", "--seq"))
-    batch = options.global_batch or train.global_batch
+    train, usual = config.train, min(config.model.context, USUAL_SEQUENCE)
+    said = options.sequence or train.sequence
+    work = settle(config.model, replace(options, sequence=said or usual), replicas, config)
+    assumed = assume_unsaid("usual for fine-tuning", ("sequence", said, f"{usual:,} tokens", "--seq"))
+    batch = work.global_batch
     if batch % replicas:
         why = f"{batch} do not divide among {replicas} replicas"
-        assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--batch"))
+        assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--global-batch"))
         batch = replicas
     micro = train.micro_batch or 1
     if train.micro_batch is None:
         assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
-    update = {"sequence": sequence, "global_batch": batch, "micro_batch": min(micro, batch // replicas)}
-    return config.model_copy(update={"train": train.model_copy(update=update)}), assumed
+    document = config.model_dump(exclude_none=True)
+    document["train"] |= {
+        "sequence": work.sequence, "global_batch": batch, "micro_batch": min(micro, batch // replicas),
+        "steps": work.steps, "precision": options.precision or train.precision,
+    }  # fmt: skip
+    document["optimizer"]["name"] = options.optimizer or config.optimizer.name
+    return build_config(document, where="the options"), assumed
 
 
-def _ledger(config: RunConfig, cluster: Cluster, zero: int, precision: str) -> Ledger:
-    target = accelerator_target(cluster, precision)
+def _ledger(config: RunConfig, cluster: Cluster, zero: int) -> Ledger:
+    target = accelerator_target(cluster, config.train.precision)
     recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
     layout = Layout(dp=cluster.count, zero=zero, micro_batch=config.micro_batch)
     program = step(config.model, batch_of(config), layout, recipe)

@@ -50,9 +50,9 @@ def batch_of(config: RunConfig) -> StepBatch:
     )  # fmt: skip
 
 
-def layout_of(layout: LayoutConfig, micro_batch: int, dp: int = 1) -> Layout:
-    """Returns the config's layout with the micro-batch size (sequences) and, if it leaves `dp` open, `dp` replicas."""
-    return Layout(**layout.model_dump() | {"dp": layout.dp or dp}, micro_batch=micro_batch)
+def layout_of(layout: LayoutConfig, micro_batch: int) -> Layout:
+    """Returns the config's layout with the micro-batch size (sequences) and, if it leaves `dp` open, one replica."""
+    return Layout(**layout.model_dump() | {"dp": layout.dp or 1}, micro_batch=micro_batch)
 
 
 def micro_batch_of(config: RunConfig, share: int, stages: int | None = None) -> int:

@@ -84,9 +84,10 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
         build, context = causal_decoder(path)
     except (UserError, ValueError, OSError) as error:
         raise UserError(f"{refusal} ({error}); {own}") from None
-    if options.ranks or options.layout or options.emit:
+    unread = ("ranks", "layout", "emit", "engine", "network", "per_node", "optimizer", "tokens", "steps")
+    if given := [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]:
         raise UserError(
-            f"{refusal}; by tracing it is planned on replicas alone: leave --layout, --emit and --ranks out"
+            f"{refusal}; by tracing one AdamW step is planned, on replicas alone: leave {' and '.join(given)} out"
         )
     replicas = 1 if on == "this" else parse_cluster(on).count
     sequence = options.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)

@@ -32,10 +32,6 @@ class CollectiveCost:
     seconds: float
     exposed_seconds: float
 
-    @property
-    def name(self) -> str:
-        return f"{self.dimension} {self.kind}"
-
     def line(self, aliases: Mapping[str, str] | None = None) -> Line:
         name = f"{(aliases or {}).get(self.dimension, self.dimension)} {self.kind}"
         return Line(

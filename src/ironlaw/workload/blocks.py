@@ -30,9 +30,14 @@ class Division:
     split_qkv: bool = False  # query, key and value have three layers instead of one
 
     @property
+    def divides_attention(self) -> bool:
+        """Whether several ranks compute one micro-batch's attention."""
+        return several(self.tp) or several(self.cp)
+
+    @property
     def is_whole(self) -> bool:
         """Whether a single rank computes the micro-batch with a fused qkv layer."""
-        return not (several(self.tp) or several(self.cp) or self.split_qkv)
+        return not (self.divides_attention or self.split_qkv)
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class Shape:
         if self.model.latent is None or self.conventions.fused:
             return False
         narrower = self.model.size_of_value < self.model.size_of_head
-        return narrower and not self.composes_attention and (not self.fused_rmsnorm or not self.division.is_whole)
+        return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division.divides_attention)
 
     @property
     def value_width(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, unfilled
 from ironlaw.workload.sections import KEPT, Recompute
 
 OFFLOAD = ("none", "optimizer", "activations", "both")
@@ -199,14 +199,7 @@ class Layout:
         if self.accumulation is not None and per_round * self.accumulation != global_batch:
             batch = self.global_batch()
             return f"dp x micro_batch x accumulation is {batch} sequences, the global batch is {global_batch}"
-        count = global_batch // per_round
-        if self.virtual_stages > 1 and self.schedule not in V_SHAPED and count % self.pp:
-            return f"interleaving needs the {count} micro-batches divisible by pp = {self.pp}"
-        if self.schedule in V_SHAPED and count < 2 * self.pp:
-            return f"schedule={self.schedule} needs 2 pp = {2 * self.pp} micro-batches or more, there are {count}"
-        if self.schedule == "zb" and count % max(1, count // self.pp):  # PyTorch's schedule runs them in equal rounds
-            return f"schedule=zb needs the {count} micro-batches divisible by pp = {self.pp}"
-        return None
+        return unfilled(self.schedule, self.pp, self.virtual_stages, global_batch // per_round)
 
     def check(self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None) -> None:
         """Raise UserError if the layout cannot run."""

@@ -48,10 +48,6 @@ class Input:
     dtype: str = "float32"
     values: str = ""
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
 
 def parse_input(text: str) -> Input:
     """Parse `NAME=SIZExSIZE:DTYPE:VALUES`. The default dtype is float32; the shape "scalar" is a single number.

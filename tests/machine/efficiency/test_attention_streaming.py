@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ironlaw.errors import UserError
 from ironlaw.machine.efficiency.attention import attention_flops, attention_seconds, mean_keys
 from ironlaw.machine.efficiency.store import reference_hardware
 from ironlaw.machine.efficiency.streaming import streaming_seconds
@@ -48,7 +47,7 @@ def test_below_peak_and_monotone() -> None:
 
 
 def test_shapes_order_as_physics_says() -> None:
-    assert attained(H100, 4, 4096, 32, 64, kernel="trtllm") < attained(H100, 4, 4096, 32, 128, kernel="trtllm")
+    assert attained(H100, 4, 4096, 32, 64) < attained(H100, 4, 4096, 32, 128)
     assert attained(H100, 1, 1024, 8, 128) < attained(H100, 16, 1024, 32, 128) < attained(H100, 2, 16384, 32, 128)
     full = attention_seconds(1, 32768, 32, 8, 128, hardware=H100)
     window = attention_seconds(1, 32768, 32, 8, 128, hardware=H100, window=4096)
@@ -67,8 +66,6 @@ def test_causal_halves_long_attention() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="forward or backward"):
         attention_seconds(1, 128, 1, 1, 64, hardware=H100, direction="sideways")
-    with pytest.raises(UserError, match="flash_attention"):
-        attention_seconds(1, 128, 1, 1, 64, hardware=H100, kernel="flash_atention")
 
 
 def test_streaming_is_launch_then_bandwidth() -> None:
@@ -88,6 +85,4 @@ def test_residual_add_as_vidur_measured() -> None:
 
 
 def test_fusion_pays() -> None:
-    assert streaming_seconds(1e8, H100, "fused") < 0.6 * streaming_seconds(1e8, H100, "norm")
-    with pytest.raises(UserError, match="elementwise"):
-        streaming_seconds(1e8, H100, "element")
+    assert streaming_seconds(1e8, H100, "elementwise") < 0.6 * streaming_seconds(1e8, H100, "norm")

@@ -70,6 +70,15 @@ def test_published_bus_bandwidth(fabric: Fabric, bus: float) -> None:
     assert traffic_bytes("all_reduce", 2.0**34, 8) / seconds == pytest.approx(bus, rel=0.12)
 
 
+def test_a_rack_reduces_in_its_switches_at_its_own_share() -> None:
+    rack, board = (replace(B200, island_ranks=72, island=island) for island in (
+        B200.island, replace(B200.island, wide_switch_fraction=0.0)))  # fmt: skip
+    seconds = [
+        [collective_seconds("all_reduce", 2.0**34, n, fabric=fabric) for n in (8, 72)] for fabric in (rack, board)
+    ]
+    assert seconds[0][0] == seconds[1][0] and 1.1 < seconds[0][1] / seconds[1][1] < 1.2
+
+
 def test_switch_reduction_beats_the_ring() -> None:
     size = 2.0**32
     auto = collective_seconds("all_reduce", size, 8, fabric=H100)

@@ -11,7 +11,7 @@ Online softmax and the counts: Dao et al., arXiv 2205.14135; tiles over the sequ
 five matmuls: FlashAttention-2, arXiv 2307.08691, which reaches 73% of peak forward and 63% backward on
 A100, hence the backward's relative rate of 0.86; FlashAttention-3 (arXiv 2407.08608) shows the same ratio
 on H100. That exponentials, not matmuls, bound short heads is section 3 of the latter.
-Backward has not been measured here: its interval is widened by `BACKWARD_LOG_ERROR`.
+Backward has not been measured here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ QUERY_TILE = 128
 THROTTLE_SECONDS = 2e-3
 BACKWARD_FLOPS_RATIO = 2.5
 BACKWARD_TRAFFIC_RATIO = 2.0  # reads q k v o do, writes dq dk dv, against q k v read and o written
-BACKWARD_LOG_ERROR = 0.25
 
 
 def mean_keys(sequence: Number, causal: bool, window: Number | None = None) -> Number:
@@ -71,7 +70,6 @@ def attention_seconds(
     *,
     hardware: Hardware,
     direction: str = "forward",
-    kernel: str | None = None,
     window: Number | None = None,
     sustained: bool = False,
     value_size: Number | None = None,
@@ -83,7 +81,7 @@ def attention_seconds(
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is forward or backward, not {direction}")
-    constants = hardware.efficiency.attention_for(kernel)
+    constants = hardware.efficiency.attention
     b, s, h, kv, d = broadcast(batch, sequence, heads, kv_heads, head_size)
     keys = np.asarray(mean_keys(s, causal, window))
     v = d if value_size is None else np.broadcast_to(np.asarray(value_size, dtype=np.float64), d.shape)

@@ -10,7 +10,6 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
     reduce_scatter  (n-1)/n S             n-1
     all_to_all      (n-1)/n S             1 + log2 n
     send_recv       S                     2
-    broadcast       S                     n-1
 
 The link attains ring_fraction (direct_fraction for all_to_all and send_recv) of its nominal bandwidth, and a
 rank's own share S / n is copied local_copy_ratio times faster. The logarithm fits measurements from 1 MiB to 16 GiB:
@@ -32,16 +31,15 @@ import numpy as np
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.efficiency.hardware import Array, Fabric, NetworkConstants, Number, broadcast, unwrap
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
 def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     """Return the bytes that each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
     known(kind)
-    share = {"all_reduce": 2.0, "send_recv": 0.0, "broadcast": 0.0}.get(kind, 1.0)
     s, n = broadcast(size, ranks)
-    moved = np.where(n > 1, s, 0.0) if share == 0.0 else share * s * (n - 1.0) / n
-    return unwrap(moved)
+    share = 2.0 if kind == "all_reduce" else 1.0
+    return unwrap(np.where(n > 1, s, 0.0) if kind == "send_recv" else share * s * (n - 1.0) / n)
 
 
 def collective_seconds(
@@ -95,10 +93,11 @@ def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_
     constants = fabric.island
     link = _link(fabric, n)
     if in_switch:
-        return s * (1.0 + 1.0 / n) / (constants.switch_fraction * link)
+        wide = constants.wide_switch_fraction or constants.switch_fraction
+        return s * (1.0 + 1.0 / n) / (np.where(n > 8, wide, constants.switch_fraction) * link)
     direct = kind in ("all_to_all", "send_recv") and constants.direct_fraction > 0
     attained = (constants.direct_fraction if direct else constants.ring_fraction) * link
-    own = np.where(kind in ("send_recv", "broadcast"), 0.0, s / n / constants.local_copy_ratio)
+    own = np.where(kind == "send_recv", 0.0, s / n / constants.local_copy_ratio)
     return (np.asarray(traffic_bytes(kind, s, n)) + own) / attained
 
 
@@ -121,8 +120,8 @@ def _network_seconds(kind: str, s: Array, n: Array, g: Array, fabric: Fabric, ne
     if kind in ("all_to_all", "send_recv"):
         return fixed + _direct_seconds(kind, s, n, g, fabric, network, share)
     candidates = []
-    for name in ("ring", "tree") if kind in ("all_reduce", "broadcast") else ("ring",):
-        switches = kind == "all_reduce" and name == "tree" and fabric.island.switch_fraction > 0
+    for name in ("ring", "tree") if kind == "all_reduce" else ("ring",):
+        switches = name == "tree" and fabric.island.switch_fraction > 0
         for in_switch in (False, True) if switches else (False,):
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
             crossings, hops, leaving = _crossing(kind, name, s, n, g)

@@ -32,8 +32,6 @@ class Evidence:
     rows: int
     log_error_p10: float
     log_error_p90: float
-    median_absolute_error: float | None = None
-    held_out_median_absolute_error: float | None = None
     assumed: bool = False
     note: str = ""
 
@@ -51,14 +49,12 @@ class MatmulConstants:
     launch_seconds: float  # shortest time of a kernel inside a graph or a full queue (no host time)
     joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
     throttle_seconds: float  # for a kernel this long in a benchmark loop, half of the power limit's effect applies
-    cast_traffic: float = 0.0  # passes over the left operand if the library quantises it first
-    cast_seconds: float = 0.0  # launch of that cast
     evidence: Evidence | None = None
 
 
 @dataclass(frozen=True)
 class AttentionConstants:
-    """Constants of one attention kernel on one generation (`attention.py`)."""
+    """Constants of the attention kernel that most training stacks use on one generation (`attention.py`)."""
 
     attainable_fraction: float  # of dense peak, at infinite head size and length
     softmax_head_elements: float  # exponentials cost as much as this many more head elements
@@ -69,6 +65,7 @@ class AttentionConstants:
     joules_per_flop: float
     memory_fraction: float
     backward_relative_fraction: float = 0.86  # rate of backward over forward, see attention.py
+    kernel: str = ""
     evidence: Evidence | None = None
 
 
@@ -95,6 +92,7 @@ class CollectiveConstants:
     switch_fraction: float = 0.0  # same, for reduction inside the switch (NVLS); 0: there is none
     direct_fraction: float = 0.0  # same, for all-to-all and send/recv; 0: the ring's fraction
     sharing_exponent: float = 0.0  # a bus shared by n ranks: bandwidth x (2/n)^exponent
+    wide_switch_fraction: float = 0.0  # `switch_fraction` for more than 8 ranks; 0: not measured, as for 8
     evidence: Evidence | None = None
 
 
@@ -116,8 +114,7 @@ class Efficiency:
 
     generation: str
     matmul: Mapping[str, MatmulConstants]  # by dtype, or dtype/library where libraries differ
-    attention: Mapping[str, AttentionConstants]  # by kernel
-    default_attention: str
+    attention: AttentionConstants
     streaming: StreamingConstants
     collectives: CollectiveConstants | None
     default_library: Mapping[str, str] = field(default_factory=dict)
@@ -154,17 +151,10 @@ class Efficiency:
         name = self._measured(dtype)
         return tuple(key.split("/")[1] for key in self.matmul if key.startswith(f"{name}/"))
 
-    def attention_for(self, kernel: str | None = None) -> AttentionConstants:
-        """Return the constants of an attention kernel, by default the one that most training stacks use."""
-        name = kernel or self.default_attention
-        if name not in self.attention:
-            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
-        return self.attention[name]
-
     def assumptions(self) -> tuple[str, ...]:
         """Return the groups of constants that are assumed instead of measured, each with its note."""
         groups = [(f"matmul {key}", value.evidence) for key, value in self.matmul.items()]
-        groups += [(f"attention {key}", value.evidence) for key, value in self.attention.items()]
+        groups += [(f"attention {self.attention.kernel}", self.attention.evidence)]
         groups += [("streaming", self.streaming.evidence)]
         groups += [("collectives", self.collectives.evidence if self.collectives else None)]
         return tuple(f"{name}: {e.note or e.source}" for name, e in groups if e is not None and e.assumed)
@@ -180,8 +170,6 @@ class Hardware:
     compute_units: int  # SMs, CUs, Xe cores, matrix units
     power_watts: float  # power limit of the board
     efficiency: Efficiency
-    l2_bytes: float = 0.0
-    clock_hertz: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of a format in FLOP/s; a block-scaled format has that of its plain format."""

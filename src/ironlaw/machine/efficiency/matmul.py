@@ -43,12 +43,10 @@ def matmul_seconds(
     *,
     hardware: Hardware,
     library: str | None = None,
-    include_cast: bool = False,
     sustained: bool = False,
 ) -> Number:
     """Return the seconds of one matmul, launch included, host time not.
 
-    `include_cast` adds the quantisation of A from 2 bytes, for the libraries that do it in the call.
     `sustained` applies the full power limit at any duration, as in a long training step; without it the time is that
     of a benchmark loop over this one shape, as in the measurements. With `sustained` and no `library`, each shape takes
     the time of the fastest measured library, as a training library chooses among kernels of that quality.
@@ -66,13 +64,13 @@ def matmul_seconds(
     for start in range(0, out.size, BLOCK):
         part = slice(start, start + BLOCK)
         mm, nn, kk, bb = (a[part] for a in flat)
-        out[part] = _seconds(mm, nn, kk, bb, dtype, hardware, constants, include_cast, sustained)
+        out[part] = _seconds(mm, nn, kk, bb, dtype, hardware, constants, sustained)
     return unwrap(out.reshape(m_.shape))
 
 
 def _seconds(
     m: Array, n: Array, k: Array, batch: Array, dtype: str, hardware: Hardware, constants: MatmulConstants,
-    include_cast: bool, sustained: bool,
+    sustained: bool,
 ) -> Array:  # fmt: skip
     bandwidth = hardware.memory_bytes_per_second
     compute = _compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware, constants)
@@ -85,11 +83,7 @@ def _seconds(
     traffic = batch * ((m * k + k * n) * operand + m * n * result)
     memory = traffic / (bandwidth * constants.memory_fraction)
     seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
-    seconds = seconds + constants.launch_seconds
-    if include_cast:
-        seconds = seconds + constants.cast_seconds
-        seconds = seconds + constants.cast_traffic * batch * m * k * (2.0 + operand) / bandwidth
-    return seconds
+    return seconds + constants.launch_seconds
 
 
 def _compute_seconds(

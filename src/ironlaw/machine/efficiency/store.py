@@ -42,9 +42,8 @@ def load_efficiency(generation: str) -> Efficiency:
     parent = load_efficiency(document["inherits"]) if "inherits" in document else None
     note = document.get("inherits_note", "")
 
-    def each(kind: type, name: str) -> dict[str, Any]:
-        inherited = {key: _assumed(value, note) for key, value in getattr(parent, name, {}).items()}
-        return inherited | {key: _group(kind, value) for key, value in document.get(name, {}).items()}
+    matmul = {key: _assumed(value, note) for key, value in parent.matmul.items()} if parent else {}
+    matmul |= {key: _group(MatmulConstants, value) for key, value in document.get("matmul", {}).items()}
 
     def one(kind: type, name: str) -> Any:
         if name in document:
@@ -52,15 +51,11 @@ def load_efficiency(generation: str) -> Efficiency:
         inherited = getattr(parent, name, None)
         return _assumed(inherited, note) if inherited else None
 
-    streaming = one(StreamingConstants, "streaming")
-    if streaming is None:
-        raise ValueError(f"{generation}.toml has no [streaming]")
     return Efficiency(
         generation=generation,
-        matmul=each(MatmulConstants, "matmul"),
-        attention=each(AttentionConstants, "attention"),
-        default_attention=document.get("default_attention", parent.default_attention if parent else ""),
-        streaming=streaming,
+        matmul=matmul,
+        attention=one(AttentionConstants, "attention"),
+        streaming=one(StreamingConstants, "streaming"),
         collectives=one(CollectiveConstants, "collectives"),
         default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
     )

@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.efficiency.hardware import Hardware, Number, broadcast, unwrap
-
-KINDS = {
-    "elementwise": "elementwise",  # residual add, dropout, cast, fused optimizer: each byte once
-    "copy": "elementwise",  # device to device, read plus write counted
-    "fused": "elementwise",  # any mix of these fused into one kernel by a compiler
-    "norm": "norm",  # RMS or layer norm as one plain kernel per call
-    "gated_activation": "gated_activation",  # SwiGLU and the like as one plain kernel
-}
-"""Kind of kernel -> name of its fraction in the constants."""
 
 
 def streaming_seconds(moved_bytes: Number, hardware: Hardware, kind: str = "elementwise") -> Number:
-    """Return the seconds of a kernel that moves `moved_bytes` (reads plus writes), launch included."""
+    """Return the seconds of a kernel that moves `moved_bytes` (reads plus writes), launch included.
+
+    `kind`: "norm" or "gated_activation" as one plain kernel per call, or "elementwise": copies, casts, additions, and
+    any mix that a compiler fuses.
+    """
     constants = hardware.efficiency.streaming
-    if kind not in KINDS:
-        raise UserError(f"unknown kind of streaming kernel {kind}; {did_you_mean(kind, KINDS)}")
     (size,) = broadcast(moved_bytes)
-    rate = hardware.memory_bytes_per_second * constants.fraction[KINDS[kind]]
+    rate = hardware.memory_bytes_per_second * constants.fraction[kind]
     seconds = np.where(size > 0, constants.launch_seconds + (size + constants.ramp_bytes) / rate, 0.0)
     return unwrap(seconds)

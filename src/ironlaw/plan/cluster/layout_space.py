@@ -23,7 +23,7 @@ from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engines
 from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
-from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, unfilled
 from ironlaw.workload.sizes import divisors
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run shows how much would be hidden there
@@ -108,7 +108,7 @@ def possible_layouts(
                 _count(ruled_out, MICRO_BATCH_CONSTRAINT, len(chunks) * len(ways))
                 continue
             accumulation = per_replica // micro_batch
-            allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
+            allowed = [(v, name) for v, name in chunks if not unfilled(SCHEDULES[name], pp, v, accumulation)]
             _count(ruled_out, SCHEDULE_CONSTRAINT, (len(chunks) - len(allowed)) * len(ways))
             if ways and allowed:
                 fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}
@@ -201,16 +201,6 @@ def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
     even = [v for v in range(1, most + 1) if v == 1 or fewer_layers_at_ends(layers, pp * v) is not None]
     found = [(v, code("schedule", name)) for v in even for name in ("1f1b", "zb")]
     return found + [(2, code("schedule", name)) for name in V_SHAPED if 2 in even]
-
-
-def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
-    """Return whether the schedule can run this number of micro-batches."""
-    virtual, schedule = pair
-    if SCHEDULES[schedule] in V_SHAPED:
-        return accumulation >= 2 * pp
-    if SCHEDULES[schedule] == "zb" and accumulation % max(1, accumulation // pp):
-        return False
-    return virtual == 1 or accumulation % pp == 0
 
 
 # -- what software lacks --------------------------------------------------------------------------------------------

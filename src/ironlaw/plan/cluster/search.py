@@ -54,7 +54,6 @@ class RankedLayout:
     step_seconds: float
     peak_bytes: float
     why_slower: str = ""  # its extra time over the best layout, largest term first
-    terms: dict[str, float] = field(default_factory=dict)  # seconds of the step by term
 
 
 @dataclass
@@ -69,8 +68,8 @@ class SearchResult:
     safest: RankedLayout | None = None  # the fastest that fits even at the upper end of its memory interval
 
 
-Entry = tuple[float, float, np.void, dict[str, float]]
-"""Step seconds, peak bytes, row of a table of layouts, terms."""
+Entry = tuple[float, float, np.void, list[float]]
+"""Step seconds, peak bytes, row of a table of layouts, seconds of `_TERMS`."""
 
 BEATEN = "slower than what was found, before saving memory"
 """Reason that rules out recomputing and offloading variants of a layout."""
@@ -80,7 +79,8 @@ UNWALKED = "slower than what was found, whatever their memory"
 
 
 def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
-    """Plan every layout and keep the fastest that fit. Raises UserError if no layout can be formed.
+    """Plan every layout and keep the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
+    Raises UserError if no layout can be formed.
 
     Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
     out: a third of the work for hardly slower layouts.
@@ -254,7 +254,7 @@ class _Search:
     def _worst_wanted(self) -> float:
         """Return the seconds beyond which a layout changes neither the ranking nor the safest one."""
         ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
-        return max(ranked, self.safest[0] if self.safest else np.inf)
+        return ranked if self.keep == 1 else max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> SearchResult:
         found, passed = SearchResult([], self.planned, self.fitting, self.constraints), self.passed + len(self.waiting)
@@ -262,9 +262,9 @@ class _Search:
         found.ruled_out |= {reason: number for reason, number in counted.items() if number}
         if not self.best and self.nearest:
             nearest = self._nearest()
-            found.nearest_miss = _candidate(nearest, nearest[3])
-        found.best = [_candidate(entry, self.best[0][3]) for entry in self.best]
-        found.safest = _candidate(self.safest, self.best[0][3]) if self.safest else None
+            found.nearest_miss = _candidate(nearest, nearest)
+        found.best = [_candidate(entry, self.best[0]) for entry in self.best]
+        found.safest = _candidate(self.safest, self.best[0]) if self.safest else None
         return found
 
     def _nearest(self) -> Entry:
@@ -288,7 +288,7 @@ def _entries(outcome: PlannedCandidates, part: Table, index: np.ndarray) -> list
     times = {name: getattr(outcome.times, name)[index] for name in names}
     sums = np.stack([sum(times[name] for name in names) for names in _TERMS.values()], axis=1)
     columns = outcome.step_seconds[index].tolist(), outcome.peak.total[index].tolist(), part[index], sums.tolist()
-    return [(*one, dict(zip(_TERMS, terms, strict=True))) for *one, terms in zip(*columns, strict=True)]
+    return list(zip(*columns, strict=True))
 
 
 NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
@@ -339,8 +339,8 @@ _TERMS = {
 }
 
 
-def _candidate(entry: Entry, winner: dict[str, float]) -> RankedLayout:
+def _candidate(entry: Entry, winner: Entry) -> RankedLayout:
     seconds, peak, row, terms = entry
-    losses = sorted(((terms[word] - winner[word], word) for word in terms), reverse=True)
+    losses = sorted(zip(np.subtract(terms, winner[3]), _TERMS, strict=True), reverse=True)
     worse = [f"{word} +{1e3 * loss:.1f} ms" for loss, word in losses if loss > 1e-3 * seconds][:2]
-    return RankedLayout(layout_of(row), seconds, peak, ", ".join(worse), terms)
+    return RankedLayout(layout_of(row), seconds, peak, ", ".join(worse))

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.efficiency.attention import attention_seconds
+from ironlaw.machine.efficiency.hardware import Hardware
 from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
@@ -103,7 +104,7 @@ def seconds_by_part(
     if op.matmul is not None:
         precision, (m, n, k) = precision_of(op, system), op.matmul
         slower = _unaligned(*_weight_of(op), system, precision)
-        yield "matmul", slower * product_seconds(m, n, k, op.batch, system, precision)
+        yield "matmul", slower * product_seconds(m, n, k, op.batch, system.hardware, precision)
     elif op.kernel == "quantise":
         yield "matmul", np.asarray(streaming_seconds(op.bytes_moved, system.hardware))
     elif op.kind is Kind.ATTENTION:
@@ -176,11 +177,19 @@ def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str)
     return np.where(odd, UNALIGNED.get(system.hardware.efficiency.generation, 1.0), 1.0)
 
 
-def product_seconds(m: Size, n: Size, k: Size, batch: Size, system: ClusterSystem, precision: str) -> Array:
-    """Return the seconds of a matrix product alone."""
-    hardware = system.hardware
-    newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
-    return newer * np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
+def product_seconds(m: Size, n: Size, k: Size, batch: Size, hardware: Hardware, precision: str) -> Array:
+    """Return the seconds of a matrix product alone. A newer library is no faster than full tiles in all units."""
+    seconds = np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
+    newer = NEWER_LIBRARY.get(hardware.efficiency.generation)
+    if newer is None:
+        return seconds
+    rate = hardware.peak(precision) * hardware.efficiency.matmul_for(precision).attainable_fraction
+    return np.maximum(newer * seconds, 2.0 * batch * m * n * k / rate)
+
+
+def kernel_slowdown(engine: TrainingEngine, hardware: Hardware) -> float:
+    """Return the time of an engine's fused attention over that of the kernel measured on this generation."""
+    return FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if engine.attention_kernel == "flash2" else 1.0
 
 
 def _attention(
@@ -193,8 +202,8 @@ def _attention(
     backward = op.phase is Phase.BACKWARD
     if shape.materialised:  # every (query, key) pair is computed, masked or not
         batch, rows = sequences * heads, sequence / shape.cp
-        scores = product_seconds(rows, sequence, head_size, batch, system, precision)
-        seconds = scores + product_seconds(rows, shape.model.size_of_value, sequence, batch, system, precision)
+        scores = product_seconds(rows, sequence, head_size, batch, hardware, precision)
+        seconds = scores + product_seconds(rows, shape.model.size_of_value, sequence, batch, hardware, precision)
         # scale + mask + softmax read and write 16-bit scores; dropout reads and writes them and keeps a one-byte mask
         moved = batch * rows * sequence * (4 * engine.element_bytes + 1)
         traffic = np.asarray(streaming_seconds(moved, hardware))
@@ -206,13 +215,12 @@ def _attention(
     fewer, calls = np.where(swapped, candidates.cp, 1.0), np.where(swapped, 1.0, 1 / candidates.cp)
     # FlashAttention-2 needs values as wide as keys: trainers pad them with zeros.
     value = head_size if engine.attention_kernel == "flash2" else shape.model.size_of_value
-    old = FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if engine.attention_kernel == "flash2" else 1.0
     found = attention_seconds(
         sequences, sequence, heads / fewer, larger(kv_heads / fewer, 1.0), head_size, True, precision,
         hardware=hardware, direction="backward" if backward else "forward",
         window=sequence if window is None else smaller(window, sequence), sustained=True, value_size=value,
     )  # fmt: skip
-    return np.asarray(found) * calls * old, np.zeros(len(candidates))
+    return np.asarray(found) * calls * kernel_slowdown(engine, hardware), np.zeros(len(candidates))
 
 
 def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
@@ -221,7 +229,8 @@ def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[Operati
     (looked_up, added), (predicted, learned) = (both_passes(shape, end) for end in ("embedding", "head"))
     for op in [*looked_up, *predicted, *learned, *added]:
         if op.matmul is not None:
-            yield OperationCost(op, "matmul", 1.0, product_seconds(*op.matmul, 1.0, system, system.wide_precision))
+            seconds = product_seconds(*op.matmul, 1.0, system.hardware, system.wide_precision)
+            yield OperationCost(op, "matmul", 1.0, seconds)
         else:
             yield OperationCost(op, "stream" if op.group == "embedding" else "loss", 1.0, None)
 

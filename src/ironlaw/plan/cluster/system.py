@@ -155,6 +155,10 @@ def system_of(cluster: Cluster, engine: TrainingEngine, precision: str, update: 
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
     fabric = fabric_of(acc, cluster.node) if cluster.count > 1 else alone(acc)
     constants = engine.on(acc.generation).computing_in(precision, acc.generation)
+    if acc.vendor != "nvidia" and acc.generation not in engine.by_generation:
+        # Fitted to products of other chips: here they are no nearer to the kernels alone than is known of any software.
+        slowdown = max(constants.matmul_slowdown, TrainingEngine.matmul_slowdown)
+        constants = replace(constants, matmul_slowdown=slowdown)
     if update is not ADAMW:
         constants = replace(
             constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes
@@ -215,8 +219,6 @@ def hardware_of(acc: Accelerator) -> Hardware:
         # Without a known limit there is no throttling.
         power_watts=effective_power_watts(acc.measured_generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
         efficiency=_efficiency(acc.measured_generation),
-        l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
-        clock_hertz=acc.clock_hz.value if acc.clock_hz else None,
     )
 
 
@@ -240,7 +242,9 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
     efficiency = _efficiency(acc.measured_generation)
-    island = efficiency.collectives or assumed_efficiency(acc.generation).collectives
+    island = efficiency.collectives
+    if island is None or (acc.link_bytes_per_second and island.sharing_exponent):  # a bus says nothing of own links
+        island = assumed_efficiency(acc.generation).collectives
     assert island is not None
     ranks, rate, topology = max(node.scale_up_accelerators, 1), link.value, "mesh"
     if acc.link_bytes_per_second and acc.vendor in ALL_LINKS_TO_ONE:

@@ -142,10 +142,8 @@ def _recomputation(engine: TrainingEngine) -> Iterator[Attempt]:
 
 def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:
     """Evaluate a function that does not depend on hardware, and return one number per run."""
-    found, groups = np.zeros(len(runs)), dict[tuple[bool, ...], list[int]]()
-    for i, run in enumerate(runs):
-        groups.setdefault(structure(run.job), []).append(i)
-    for indices in groups.values():
+    found = np.zeros(len(runs))
+    for indices in alike(runs):
         found[indices] = function(candidates_of_jobs([runs[i].job for i in indices]))
     return found
 
