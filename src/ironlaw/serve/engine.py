@@ -11,6 +11,7 @@ Everything but `submit`, `cancel` and reading statistics happens in the thread t
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -165,12 +166,15 @@ class Engine:
             self._stopping = self.is_draining = True
             self._wake.notify()
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Request]:
-        """Answer all prompts in the calling thread, for `ironlaw generate`, tests and benchmarks."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, at_once: float = math.inf
+    ) -> list[Request]:
+        """Answer all prompts in the calling thread, at most `at_once` of them in progress, for `ironlaw generate`,
+        `ironlaw tune --serve`, tests and benchmarks."""
         requests = [Request(prompt, sampling) for prompt in prompts]
-        left = deque(requests)
+        left, most = deque(requests), min(at_once, self.config.batch + self.config.waiting)
         while left or self.running or self.waiting:
-            while left and self.waiting < max(1, self.config.waiting):
+            while left and self.running + self.waiting < most:
                 self.submit(left.popleft())
             self.step()
         return requests
