@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.catalog.accelerators import Accelerator, accelerator, taken_for
+from ironlaw.catalog.accelerators import Accelerator, accelerator
 from ironlaw.catalog.devices import lines
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
@@ -183,8 +183,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
 def _device(cells: Cells) -> Accelerator:
     """Return the row's device. One whose maker prints no peak gets those of the fastest of its generation: decoding
     reads weights, and little of its time hangs on them."""
-    name = cells.needed_text("accelerator")
-    device, note = accelerator_of((taken_for(name) or (name, ""))[0])
+    device, note = accelerator_of(cells.needed_text("accelerator"))
     cells.assumed += [note] if note else []
     if device.peak_flops_per_second:
         return device
