@@ -267,6 +267,12 @@ def test_a_command_that_starts_one_copy_says_so(target: str) -> None:
     assert "one of 2 copies" in emit_notes(target, two)[1] and (target != "llama.cpp" or "--parallel 3" in line)
 
 
+def test_of_several_forms_of_a_device_the_one_planned_is_said() -> None:
+    answer = answer_serving(ModelConfig.named("llama-3.2-1b"), "rtx-3080", "input=10 output=10", Options())
+    said = {one["name"]: one["value"] for one in answer.more["assumed"]}
+    assert said["accelerator"] == answer.more["served"]["device"] == "rtx-3080-10gb"
+
+
 def test_a_name_never_reaches_the_shell_as_a_command() -> None:
     one = replace(served(), model=LLAMA.model_copy(update={"name": "x; touch /tmp/owned"}))
     line = emit_serving("vllm", one, parse_request("input=10 output=10"))

@@ -19,7 +19,7 @@ from ironlaw.catalog.money import price
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import COMPUTING_SHARE
-from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome
+from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome, assume_accelerator
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
@@ -206,7 +206,7 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Optio
         raise UserError(
             f"--serve: input + output = {request.length:,} tokens, and {model.name} takes {model.context:,}"
         )
-    assumed: list[Assumption] = []
+    assumed = assume_accelerator(_place(on)[1]) if on is not None else []
     engine = _engine(options, on, assumed)
     formats = _formats(options, assumed, searched=on is None)
     draft = ModelConfig.named(request.draft) if request.draft else None
