@@ -87,7 +87,7 @@ class CompletionAnswer(AnswerFormat):
         super().__init__(model, body, text)
         self.max_tokens, self.logprobs, self.echo = body.max_tokens, body.logprobs, body.echo
         self._prompts = body.prompts
-        self._ends: dict[int, tuple[TokenReader, int]] = {}  # characters of each answer so far, for `text_offset`
+        self._ends: dict[int, int] = {}  # characters of each answer so far, for `text_offset`
 
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         for index in range(len(requests) if self.echo else 0):
@@ -108,13 +108,13 @@ class CompletionAnswer(AnswerFormat):
     def _logs(self, piece: OutputPiece) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        reader, offset = self._ends.get(piece.index) or (self.reader(), 0)
+        offset, read = self._ends.get(piece.index, 0), self.reader()
         tokens, offsets = [self.spelt(one.token) for one in piece.chosen], []
         for one, token in zip(piece.chosen, tokens, strict=True):
-            gained = len(reader(one.token))  # with what a broken character before has become
-            offsets.append(offset + max(0, gained - len(token)))
-            offset += gained
-        self._ends[piece.index] = reader, offset
+            text = read(one.token) if one.text is None else one.text  # the prompt's tokens are not decoded
+            offsets.append(offset + max(0, len(text) - len(token)))  # behind what a broken character has become
+            offset += len(text)
+        self._ends[piece.index] = offset
         # The drawn token is there, too, if it is not among the most likely ones.
         tops = [
             None if one.logprob is None else {self.spelt(t): log for t, log in (*one.top, (one.token, one.logprob))}
@@ -191,9 +191,10 @@ class TextDecoder:
         self._held = ""
         self._ready: list[str] = []
 
-    def __call__(self, token: int, may_stop: bool = True) -> bool:
+    def __call__(self, chosen: SampledToken, may_stop: bool = True) -> bool:
         """Decode a new token. Returns True if a stop string is complete, where one `may_stop` the answer."""
-        self._held += self.read(token)
+        chosen.text = self.read(chosen.token)
+        self._held += chosen.text
         ends = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0] if may_stop else []
         if ends:
             at, stop = min(ends)

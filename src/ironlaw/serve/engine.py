@@ -354,7 +354,7 @@ class Engine:
                 request.state.take(chosen.token)
             ends = chosen.token in request.ends
             if request.decode is not None and (sampling.keeps_stop or not ends):
-                ends |= request.decode(chosen.token, count > sampling.min_tokens)
+                ends |= request.decode(chosen, count > sampling.min_tokens)
             if ends:
                 finish = "stop"
             full = len(request.tokens) > self.longest_prompt

@@ -59,9 +59,10 @@ class SamplingParams:
 
 @dataclass
 class SampledToken:
-    """A token and, if requested, log-probabilities."""
+    """A token and, if requested, log-probabilities. `text` is what it adds to the answer, once it is decoded."""
 
     token: int
+    text: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
@@ -85,7 +86,7 @@ class Request:
     # Called with new tokens; the last call has `finish` set.
     on_output: Callable[[Request, list[SampledToken]], None] = lambda request, chosen: None
     # Decodes a new token. Returns whether its text ends the answer, which the second argument allows.
-    decode: Callable[[int, bool], bool] | None = None
+    decode: Callable[[SampledToken, bool], bool] | None = None
     priority: int = 0  # lower goes first, with policy "priority"
     number: int = 0  # in order of arrival
     seed: int = 0
