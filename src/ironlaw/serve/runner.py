@@ -76,6 +76,7 @@ class Runner:
         if config.latent is not None:  # values are the first elements of keys
             shapes = replace(shapes, value=config.latent.key_value_rank)
         activation = torch.bfloat16 if self.autocast else torch.float32
+        self.rounds = kept not in (activation, torch.float32)  # new keys and values are read as they are kept
         self.native = None
         if compiles and device.type == "cpu":
             self.native = compiled(shapes, kept, activation)
@@ -194,7 +195,8 @@ class Runner:
             count, each = len(part), len(part[0].tokens)
             rows = slice(row, row + count * each)
             row = rows.stop
-            blocks = None if part[0].start == 0 else self.stores[0].blocks(self._table(part, group))
+            reads = self.rounds or part[0].start > 0
+            blocks = self.stores[0].blocks(self._table(part, group)) if reads else None
             groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
         ordered = [*few, *(w for part in many for w in part)]
         return StepTokens(None if keeps else self._rows(ordered, positions, group), decode, groups)
