@@ -12,7 +12,7 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.serving.answer import answer_serving, search_serving
+from ironlaw.plan.serving.answer import answer_serving, frontier, search_serving
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
@@ -148,6 +148,24 @@ def test_experts_on_more_ranks_than_attention_exchange_tokens() -> None:
     assert 15 * 10e9 < copies < 15 * 25e9  # every rank has attention, the shared experts and the table
 
 
+def test_copies_of_attention_compute_prompts_side_by_side_when_played_as_in_closed_form() -> None:
+    model, request = ModelConfig.named("deepseek-v3"), parse_request("input=4096 output=512 rate=8/s")
+    layout = ServingLayout(devices=16, tp=1, attention_dp=16)
+    plan = plan_serving(Served(model, accelerator("h200"), serving_engine("vllm"), layout, Formats("fp8")), request)
+    assert plan.facts["keeps_up"] and plan.totals["ttft_seconds"].value < 1
+    assert plan.totals["output_tokens_per_second"].value < plan.totals["most_tokens_per_second"].value
+
+
+def test_a_shared_prefix_is_read_with_every_token_and_computed_by_none() -> None:
+    with_prefix = parse_request("input=8192 output=256 rate=4/s prefix=8000")
+    one, own = served(), replace(with_prefix, prefix=0)
+    shared, alone = (frontier(one, request)[-1] for request in (with_prefix, own))
+    read = decode_seconds(one.system, float(shared.requests), 8192.0)
+    assert read < shared.tpot_seconds < alone.tpot_seconds
+    plan = plan_serving(one, with_prefix)
+    assert plan.totals["most_tokens_per_second"].value > plan.totals["output_tokens_per_second"].value
+
+
 def test_prompts_apart_from_answers_do_not_delay_them_and_their_cache_is_sent() -> None:
     model, request = ModelConfig.named("llama3-70b"), parse_request("input=2048 output=256 rate=1.5")
     one = Served(model, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(4, 4), Formats("bf16"))
@@ -247,6 +265,11 @@ def test_the_search_holds_its_limits_and_takes_the_cheapest() -> None:
     assert all(limit["holds"] for limit in ledger.facts["limits"].values())
     assert chosen.usd_per_hour is not None
     assert all((other.usd_per_hour or 0) >= chosen.usd_per_hour for other in others)
+    large, slow = ModelConfig.named("llama3-70b"), parse_request("input=2048 output=512 rate=0.1 ttft=2s tpot=50ms")
+    formats, devices = [Formats("bf16"), Formats("fp8")], ("rtx-3090", "rtx-4090")
+    chosen, others, out = search_serving(large, serving_engine("vllm"), formats, slow, devices=devices)
+    assert out["limits, once played step by step"]  # what was tried and failed is not among the next ones
+    assert all((other.usd_per_hour or 0) >= (chosen.usd_per_hour or 0) for other in others)
     with pytest.raises(UserError, match="nothing serves this request"):
         search_serving(LLAMA, serving_engine("vllm"), [Formats("bf16")], replace(request, tpot=1e-5), devices=("l40s",))
 
@@ -271,6 +294,11 @@ def test_of_several_forms_of_a_device_the_one_planned_is_said() -> None:
     answer = answer_serving(ModelConfig.named("llama-3.2-1b"), "rtx-3080", "input=10 output=10", Options())
     said = {one["name"]: one["value"] for one in answer.more["assumed"]}
     assert said["accelerator"] == answer.more["served"]["device"] == "rtx-3080-10gb"
+
+
+def test_what_does_not_fit_is_told_of_the_largest_copy() -> None:
+    answer = answer_serving(ModelConfig.named("deepseek-v3"), "8xl4", "input=10 output=10", Options(weights="fp8"))
+    assert not answer.fits and answer.more["served"]["layout"] == "tp=8"
 
 
 def test_a_name_never_reaches_the_shell_as_a_command() -> None:

@@ -116,10 +116,10 @@ def search_serving(
         else:
             found.append(best)
     found.sort(key=lambda c: (c.usd_per_hour or math.inf, c.tpot_seconds))
-    for chosen in found[:TRIED]:
+    for number, chosen in enumerate(found[:TRIED], 1):
         ledger = plan_serving(chosen.served, request)
         if all(limit["holds"] for limit in ledger.facts["limits"].values()):
-            return chosen, _others(found, chosen), ruled_out
+            return chosen, _others(found[number:], chosen), ruled_out
         ruled_out["limits, once played step by step"] += 1
     what = ", ".join(f"{count} by {wall}" for wall, count in ruled_out.items()) or "no device is known"
     raise UserError(
@@ -177,7 +177,7 @@ def _within_limits(served: Served, request: ServeRequest, given_price: float | N
 
 def _candidate(served: Served, request: ServeRequest, requests: int, given_price: float | None) -> Candidate:
     inputs = 0 if served.layout.prefill else request.input - request.prefix  # prefill copies compute the prompts
-    steady = at_concurrency(served.system, float(requests), inputs, request.output, False)
+    steady = at_concurrency(served.system, float(requests), inputs, request.output, False, request.input - inputs)
     return Candidate(
         served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second),
         usd_per_hour(served.device, given_price),
@@ -283,16 +283,16 @@ def _given(
         if not engine.by_layers and model.heads % size:
             continue
         served = Served(model, device, engine, copies_on(engine, size, count // size), formats)
-        if best is None or (served.fits_request(request) and _better(served, best, request)):
+        if best is None or not best.fits_request(request) or _better(served, best, request):
             best = served
     assert best is not None
     return best
 
 
 def _better(served: Served, than: Served, request: ServeRequest) -> bool:
-    """Return whether `than` does not fit or is slower: in throughput under a rate without limits, else alone."""
-    if not than.fits_request(request):
-        return True
+    """Return whether `than`, which fits, is slower: in throughput under a rate without limits, else alone."""
+    if not served.fits_request(request):
+        return False
     if request.tpot is None and request.ttft is None and request.rate is not None:
         now, before = (frontier(s, request)[-1].tokens_per_second * s.layout.replicas for s in (served, than))
         return now > before

@@ -102,16 +102,17 @@ def plan_serving(served: Served, request: ServeRequest) -> Ledger:
     if not ledger.facts["fits"]:
         return ledger
     layout, most, lanes = served.layout, served.most_requests(request), served.lanes(request)
+    budget = served.budget * layout.attention_dp  # every copy of attention has its own
     one = replace(
         request,
         rate=request.rate / lanes if request.rate else None,
         concurrency=math.ceil(request.concurrency / lanes) if request.concurrency else None,
     )
     if layout.prefill:
-        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=served.budget)
+        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=budget)
     else:
         pp = lanes // layout.replicas
-        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=served.budget)
+        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=budget)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
@@ -174,7 +175,8 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
         moved, of = transfer_seconds(system, request.input), "all layers' keys and values over each rank's link"
         totals["kv_transfer_seconds"] = Estimate(moved, Origin.CALCULATED, of)
     else:
-        rate = float(unlimited(system, most, request.input, request.output)) * served.layout.replicas
+        each = unlimited(system, most, request.input - request.prefix, request.output, request.prefix)
+        rate = float(each) * served.layout.replicas
     totals["most_tokens_per_second"] = _estimate(rate, "unlimited", served, "as many at once as fit", rate=True)
 
 

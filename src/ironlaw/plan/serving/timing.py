@@ -159,16 +159,16 @@ def own_seconds(system: System) -> Number:
 
 
 def pass_parts(
-    system: System, decoding: Number, length: Number, new: Number = 0.0, cached: Number = 0.0
+    system: System, decoding: Number, length: Number, new: Number = 0.0, cached: Number = 0.0, side: Number = 1.0
 ) -> dict[str, Number]:
     """Return the seconds of one pass by part: a token for each of `decoding` sequences with `length` cached tokens, and
-    `new` prompt tokens with `cached` ones.
+    `new` prompt tokens with `cached` ones, which as many copies of attention as `side` divide.
 
     The sum is `decode_seconds` plus `prompt_seconds`, less what delays a prompt's own request alone: an upper bound
     where both share the reading of weights.
     """
     some = np.where(np.asarray(decoding) > 0, 1.0, 0.0)
-    prompts = prompt_seconds(system, 1.0, np.maximum(new, 1.0), cached) - own_seconds(system)
+    prompts = prompt_seconds(system, side, np.maximum(new / side, 1.0), cached) - own_seconds(system)
     prompts = np.where(np.asarray(new) > 0, prompts, 0.0)
     return {name: some * seconds for name, seconds in decode_parts(system, decoding, length).items()} | {
         "prompts": prompts
@@ -235,17 +235,20 @@ class Steady:
     tokens_per_second: Number
 
 
-def at_concurrency(system: System, requests: Number, inputs: Number, outputs: Number, together: bool) -> Steady:
-    """Return times and rate of `requests` at once. `together`: as one batch; else each starts when another ends."""
+def at_concurrency(
+    system: System, requests: Number, inputs: Number, outputs: Number, together: bool, cached: Number = 0.0
+) -> Steady:
+    """Return times and rate of `requests` at once. `together`: as one batch; else each starts when another ends.
+    `cached`: tokens before `inputs` whose keys and values are there."""
     new = np.maximum(outputs, 1.0)
     if together:
-        decode = decode_seconds(system, requests, inputs + outputs / 2)
-        prompts = prompt_seconds(system, requests, np.maximum(inputs, 1.0))
+        decode = decode_seconds(system, requests, cached + inputs + outputs / 2)
+        prompts = prompt_seconds(system, requests, np.maximum(inputs, 1.0), cached)
         return Steady(prompts, decode, requests * new / (prompts + new * decode))
     lane = np.maximum(requests / system.pp, 1.0)
-    decode = decode_seconds(system, lane, inputs + outputs / 2)
+    decode = decode_seconds(system, lane, cached + inputs + outputs / 2)
     side = np.clip(lane, 1.0, system.attention_dp)  # every copy of attention computes its own prompt
-    prompt, own = prompt_seconds(system, side, np.maximum(inputs, 1.0)), own_seconds(system)
+    prompt, own = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached), own_seconds(system)
     passes = lane * (prompt - own) / side
     seconds = own + passes + new * decode
     busy = passes / seconds  # share of the time spent on other prompts
@@ -260,11 +263,12 @@ def most_at_once(system: System, engine: ServingEngine, inputs: Number, outputs:
     return np.clip(room / np.maximum(kept, 1.0), 1.0, system.rates.most_requests * system.attention_dp)
 
 
-def unlimited(system: System, requests: Number, inputs: Number, outputs: Number) -> Number:
-    """Return the output tokens per second if more requests wait than fit; a pass takes prompts up to its budget."""
+def unlimited(system: System, requests: Number, inputs: Number, outputs: Number, cached: Number = 0.0) -> Number:
+    """Return the output tokens per second if more requests wait than fit; a pass takes prompts up to its budget.
+    `cached` as in `at_concurrency`."""
     side = np.maximum(1.0, BUDGET_TOKENS / np.maximum(inputs, 1.0)) * system.attention_dp
-    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0)) / side
+    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached) / side
     new = np.maximum(outputs, 1.0)
     lane = np.maximum(requests / system.pp, 1.0)
-    seconds = lane * prompt + new * decode_seconds(system, lane, inputs + outputs / 2)
+    seconds = lane * prompt + new * decode_seconds(system, lane, cached + inputs + outputs / 2)
     return requests * new / seconds * np.minimum(system.rates.throughput, 1.2)
