@@ -344,6 +344,8 @@ def test_a_request_that_makes_no_sense_is_refused(text: str, told: str) -> None:
         ("h100-sxm-80gb", "input=1 output=1", {"kv": "int5"}, "--kv"),
         ("h100-sxm-80gb", "input=1 output=1", {"engine": "vlm"}, "vllm"),
         ("h100-sxm-80gb", "input=1 output=1", {"emit": "triton"}, "triton"),
+        ("h100-sxm-80gb", "input=1 output=1", {"emit": "vllm", "kv": "int8"}, "no cache in int8: use --kv bf16"),
+        ("rtx-3090", "input=1 output=1", {"emit": "llama.cpp", "kv": "fp8", "weights": "q4_k_m"}, "no cache in fp8"),
         ("h100-sxm-80gb", "input=1 output=1", {"sequence": 9}, "--seq is for training a decoder"),
         ("h100-sxm-80gb", "input=1 output=1", {"network": "8x200 Gb/s"}, "--network is for clusters"),
         (None, "input=1 output=1", {}, "rate="),

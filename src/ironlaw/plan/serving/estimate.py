@@ -260,6 +260,7 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
         "name": served.model.name,
         **served.to_json(),
         "token_budget": served.budget,
+        "memory_bytes": float(served.system.memory) * served.layout.devices,  # of one copy's devices
         "request": {key: value for key, value in vars(request).items() if value is not None},
         "measured": is_measured(served.engine, served.device),
     }
