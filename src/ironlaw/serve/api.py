@@ -271,7 +271,8 @@ def create_app(engine: Engine) -> FastAPI:
     app = FastAPI(title="Ironlaw", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     app.add_middleware(RequestLimits, config=config)
-    _add_errors(app)
+    for kind in (HTTPException, ValidationError, RequestValidationError, ClientDisconnect, UserError, Exception):
+        app.add_exception_handler(kind, _refused)
     _add_answers(app, server)
     _add_figures(app, server)
     return app
@@ -379,25 +380,17 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
     return document
 
 
-def _add_errors(app: FastAPI) -> None:
-    """Report every error as one line in OpenAI's format."""
-    refusals: dict[type[Exception], Callable[[Any], Response]] = {
-        HTTPException: lambda error: _refusal(str(error.detail), error.status_code, error.headers),
-        ClientDisconnect: lambda error: _refusal("the client left before its request was whole", 400),
-        UserError: lambda error: _refusal(str(error), 400),
-        ValidationError: lambda error: _refusal(_explained(error.errors()), 400),
-        RequestValidationError: lambda error: _refusal(_explained(error.errors()), 400),
-        Exception: lambda error: _refusal(f"{type(error).__name__} in the server", 500),
-    }
-
-    def handler(refusal: Callable[[Any], Response]) -> Callable[[HttpRequest, Any], Any]:
-        async def answer(request: HttpRequest, error: Any) -> Response:
-            return refusal(error)
-
-        return answer
-
-    for kind, refusal in refusals.items():
-        app.add_exception_handler(kind, handler(refusal))
+async def _refused(http: HttpRequest, error: Exception) -> Response:
+    """Report an error as one line in OpenAI's format."""
+    if isinstance(error, HTTPException):
+        return _refusal(str(error.detail), error.status_code, error.headers)
+    if isinstance(error, ValidationError | RequestValidationError):
+        return _refusal(_explained(error.errors()), 400)
+    if isinstance(error, ClientDisconnect):
+        return _refusal("the client left before its request was whole", 400)
+    if isinstance(error, UserError):
+        return _refusal(str(error), 400)
+    return _refusal(f"{type(error).__name__} in the server", 500)
 
 
 def _explained(problems: Sequence[Any]) -> str:

@@ -73,7 +73,7 @@ def test_fewer_bits_and_more_ranks_are_no_slower_for_one_request(engine: str) ->
         alone = decode_seconds(one.system, 1.0, 512.0)
         assert decode_seconds(replace(one, formats=Formats(few)).system, 1.0, 512.0) < alone, device
         if engine != "llama.cpp":
-            assert decode_seconds(replace(one, layout=ServingLayout(8, 8)).system, 1.0, 512.0) < alone, device
+            assert decode_seconds(replace(one, layout=ServingLayout(8)).system, 1.0, 512.0) < alone, device
 
 
 def test_every_published_model_has_the_repository_that_engines_load() -> None:

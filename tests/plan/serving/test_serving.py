@@ -35,7 +35,7 @@ LLAMA = ModelConfig.named("llama3-8b")
 
 
 def served(device: str = "h100-sxm-80gb", weights: str = "bf16", engine: str = "vllm", devices: int = 1) -> Served:
-    layout = ServingLayout(devices=devices, tp=devices)
+    layout = ServingLayout(tp=devices)
     return Served(LLAMA, accelerator(device), serving_engine(engine), layout, Formats(weights))
 
 
@@ -112,7 +112,7 @@ def test_what_the_host_does_for_a_prompt_delays_itself_and_a_quarter_of_it_the_o
 
 def test_a_pipeline_with_room_for_fewer_requests_than_parts_serves_them() -> None:
     request = parse_request("input=100000 output=1000 rate=0.01")
-    small = replace(served("rtx-3060"), model=ModelConfig.named("llama-3.1-8b"), layout=ServingLayout(devices=4, pp=4))
+    small = replace(served("rtx-3060"), model=ModelConfig.named("llama-3.1-8b"), layout=ServingLayout(pp=4))
     assert 1 <= small.most_requests(request) < 4
     assert plan_serving(small, request).totals["ttft_seconds"].value > 0
 
@@ -137,7 +137,7 @@ def test_speculation_gives_what_stands_for_a_wider_pass_and_the_drafts() -> None
 
 def test_experts_on_more_ranks_than_attention_exchange_tokens() -> None:
     model = ModelConfig.named("deepseek-v3")
-    layout = ServingLayout(devices=16, tp=1, attention_dp=16)
+    layout = ServingLayout(tp=1, attention_dp=16)
     system = system_of(model, accelerator("h200"), serving_engine("vllm"), layout, Formats("fp8"))
     visited = 16 * (1 - (15 / 16) ** 8)  # of 16 ranks, by a token that chooses 8 experts
     sent = 64 / 16 * visited * 15 / 16 * 7168 * 2 / (0.7 * system.link)
@@ -150,7 +150,7 @@ def test_experts_on_more_ranks_than_attention_exchange_tokens() -> None:
 
 def test_copies_of_attention_compute_prompts_side_by_side_when_played_as_in_closed_form() -> None:
     model, request = ModelConfig.named("deepseek-v3"), parse_request("input=4096 output=512 rate=8/s")
-    layout = ServingLayout(devices=16, tp=1, attention_dp=16)
+    layout = ServingLayout(tp=1, attention_dp=16)
     plan = plan_serving(Served(model, accelerator("h200"), serving_engine("vllm"), layout, Formats("fp8")), request)
     assert plan.facts["keeps_up"] and plan.totals["ttft_seconds"].value < 1
     assert plan.totals["output_tokens_per_second"].value < plan.totals["most_tokens_per_second"].value
@@ -168,23 +168,23 @@ def test_a_shared_prefix_is_read_with_every_token_and_computed_by_none() -> None
 
 def test_prompts_apart_from_answers_do_not_delay_them_and_their_cache_is_sent() -> None:
     model, request = ModelConfig.named("llama3-70b"), parse_request("input=2048 output=256 rate=1.5")
-    one = Served(model, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(4, 4), Formats("bf16"))
+    one = Served(model, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(4), Formats("bf16"))
     held = 80 * 2 * 8 * 128 * 2 * 2048  # bytes, of which each of four ranks sends a quarter
     assert transfer_seconds(one.system, 2048) == pytest.approx(held / 4 / (0.7 * one.system.link))
-    apart = plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), request)
+    apart = plan_serving(replace(one, layout=ServingLayout(4, prefill=1)), request)
     mixed = plan_serving(one, request)
     assert apart.totals["tpot_seconds"].value < 0.8 * mixed.totals["tpot_seconds"].value
     assert apart.facts["keeps_up"] and apart.totals["kv_transfer_seconds"].value < 0.01
-    assert not plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), replace(request, rate=9.0)).facts[
+    assert not plan_serving(replace(one, layout=ServingLayout(4, prefill=1)), replace(request, rate=9.0)).facts[
         "keeps_up"
     ]
     with pytest.raises(UserError, match="rate="):
-        plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), parse_request("input=2048 output=256"))
+        plan_serving(replace(one, layout=ServingLayout(4, prefill=1)), parse_request("input=2048 output=256"))
 
 
 def test_parts_of_a_pipeline_work_on_different_requests_and_copies_share_what_comes() -> None:
     """Four parts pass a token no sooner than one device does, and four times as many at once."""
-    layouts = (ServingLayout(), ServingLayout(devices=4, tp=1, pp=4))
+    layouts = (ServingLayout(), ServingLayout(tp=1, pp=4))
     one, four = (replace(served(), layout=layout).system for layout in layouts)
     assert decode_seconds(four, 8.0, 100.0) == decode_seconds(one, 8.0, 100.0)
     rates = [float(unlimited(system, n, 128.0, 128.0)) for system, n in ((one, 16.0), (four, 64.0))]
@@ -234,7 +234,7 @@ def test_a_request_longer_than_the_cache_never_fits() -> None:
     ],
 )
 def test_the_cache_holds_what_vllm_printed(model: str, device: str, tp: int, weights: str, tokens: float) -> None:
-    one = Served(ModelConfig.named(model), accelerator(device), serving_engine("vllm"), ServingLayout(tp, tp),
+    one = Served(ModelConfig.named(model), accelerator(device), serving_engine("vllm"), ServingLayout(tp),
                  Formats(weights))  # fmt: skip
     off = room_error(one.system, one.kv_tokens)
     assert tokens == pytest.approx(one.kv_tokens, rel=off) and (off < 0.06) == (tp < 4)

@@ -221,10 +221,10 @@ def _layout(cells: Cells, experts: bool, by_layers: bool) -> ServingLayout:
     # Copies of attention that share experts: dp counts beside tp in vLLM, within tp in TensorRT-LLM and SGLang.
     if experts and rest > 1 and wide > 1 and ep != tp:
         wide = wide if rest % wide == 0 else rest
-        return ServingLayout(devices=tp * pp * wide, tp=tp, pp=pp, attention_dp=wide, replicas=rest // wide)
+        return ServingLayout(tp, pp, attention_dp=wide, replicas=rest // wide)
     within = tp if "attention-dp enabled" in cells.lower("notes") else dp or 1
     within = within if experts and tp % within == 0 else 1
-    return ServingLayout(devices=tp * pp, tp=tp // within, pp=pp, attention_dp=within, replicas=rest)
+    return ServingLayout(tp // within, pp, attention_dp=within, replicas=rest)
 
 
 def _guessing(cells: Cells, system: System) -> System:

@@ -150,8 +150,9 @@ def _forms(
 
 def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
     """Return the layout of copies on `devices` each: every matrix divided, or a pipeline of layers."""
-    tp, pp = (1, devices) if engine.by_layers else (devices, 1)
-    return ServingLayout(devices=devices, tp=tp, pp=pp, replicas=replicas)
+    return (
+        ServingLayout(pp=devices, replicas=replicas) if engine.by_layers else ServingLayout(devices, replicas=replicas)
+    )
 
 
 def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
@@ -314,7 +315,7 @@ def _layout(text: str, count: int) -> ServingLayout:
     needed = ep * pp * (copies + prefill)
     if needed != count:
         raise UserError(f"--layout '{text}' needs {needed} devices, and --on gives {count}")
-    return ServingLayout(ep * pp, tp, pp, ep // tp, copies, prefill)
+    return ServingLayout(tp, pp, ep // tp, copies, prefill)
 
 
 def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict[str, Any]:

@@ -54,7 +54,6 @@ class System:
 
     demand: Demand
     rates: Rates
-    devices: Number  # of the copy; experts are divided over `devices / pp`
     tp: Number  # ranks that divide every matrix
     pp: Number  # pipeline stages
     attention_dp: Number  # copies of attention, each with its own sequences
@@ -74,8 +73,12 @@ class System:
 
     @property
     def together(self) -> Number:
-        """Devices that work on the same token at the same time."""
-        return np.maximum(self.devices / self.pp, 1.0)
+        """Devices that work on the same token at the same time, over which experts are divided."""
+        return self.tp * self.attention_dp
+
+    @property
+    def devices(self) -> Number:
+        return self.together * self.pp
 
     @property
     def weight_bytes(self) -> Number:
@@ -87,7 +90,7 @@ class System:
     @property
     def cache_parts(self) -> Number:
         """Ranks that divide a sequence's cache: at most as many as it has heads."""
-        return np.minimum(self.tp, np.maximum(self.demand.heads_cached, 1.0))
+        return np.minimum(self.tp, self.demand.heads_cached)
 
     @property
     def workspace_bytes(self) -> Number:
@@ -118,7 +121,7 @@ def decode_parts(system: System, sequences: Number, length: Number) -> dict[str,
     kept = sequences * d.cached_tokens(length) * d.cached * system.cache_bytes
     parts = {
         "weights": _longer(reading, multiplying),
-        "cache": kept / system.cache_parts / np.maximum(system.attention_dp, 1.0) / (system.bandwidth * r.cache),
+        "cache": kept / system.cache_parts / system.attention_dp / (system.bandwidth * r.cache),
         "collectives": _sums(system, rows) + _exchanges(system, rows),
         "launches": d.layers * r.layer_seconds,
         "host": r.step_seconds,
@@ -142,7 +145,7 @@ def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Nu
     reading = _weights_read(system, all_tokens) / (system.bandwidth * r.weights)
     pairs = sequences * tokens * (d.cached_tokens(tokens) / 2 + d.cached_tokens(cached))
     products = _product_flops(system, all_tokens) / (system.peak * r.products) * (1.0 + r.ramp_tokens / all_tokens)
-    copies = np.clip(sequences, 1.0, np.maximum(system.attention_dp, 1.0))  # of attention, each with its own sequences
+    copies = np.clip(sequences, 1.0, system.attention_dp)  # of attention, each with its own sequences
     attention = pairs * d.pair_flops / system.tp / copies / (system.wide_peak * r.attention)
     return (
         r.prompt_seconds
@@ -202,8 +205,7 @@ def _weights_read(system: System, tokens: Number) -> Number:
 def _product_flops(system: System, tokens: Number) -> Number:
     """Return the FLOPs of one device: 2 per weight and token."""
     d = system.demand
-    dense = d.dense / (system.tp * np.maximum(system.attention_dp, 1.0))
-    return 2.0 * tokens * (dense + d.experts * d.expert_share / system.together)
+    return 2.0 * tokens * (d.dense + d.experts * d.expert_share) / system.together
 
 
 def _sums(system: System, tokens: Number) -> Number:
@@ -217,7 +219,7 @@ def _exchanges(system: System, tokens: Number) -> Number:
     """Return the seconds to send 16-bit tokens to their experts and back, if copies of attention share the experts."""
     d = system.demand
     ranks = system.together
-    share = tokens / np.maximum(system.attention_dp, 1.0)
+    share = tokens / system.attention_dp
     visited = ranks * (1.0 - (1.0 - 1.0 / ranks) ** d.chosen)  # devices, if experts are chosen independently
     sent = share * visited * (ranks - 1.0) / ranks * d.hidden * 2.0 / (LINK_FRACTION * system.link)
     apart = (system.attention_dp > 1) & (d.expert_layers > 0)
