@@ -188,13 +188,13 @@ def _forms_of(text: str) -> list[str]:
         if chip and its_chip == chip and brand in ("", its_brand) and _agrees(name, own, said):
             found[name] = len(said.keys() & own.keys()), name in accelerator_names()
     best = [name for name, rank in found.items() if rank == max(found.values())]
-    return list(dict.fromkeys((devices.taken(name) or (name,))[0] for name in best))
+    return list(dict.fromkeys(map(resolve, best)))
 
 
 def _agrees(name: str, own: dict[str, str], said: dict[str, str]) -> bool:
     """Whether the configuration of a name, or its memory where it tells none, is the `said` one."""
     if "memory" in said.keys() - own.keys():
-        memory, asked = _load((devices.taken(name) or (name,))[0]).memory_bytes, float(said["memory"])
+        memory, asked = accelerator(name).memory_bytes, float(said["memory"])
         if memory and all(abs(memory.value / unit - asked) > 0.1 * asked for unit in (1e9, 2**30)):
             return False
     return all(own.get(kind, "" if kind == "cores" else value) == value for kind, value in said.items())
