@@ -77,14 +77,6 @@ def usd_per_million(usd_per_hour: float | None, tokens_per_second: float) -> flo
     return usd_per_hour / 3600 / tokens_per_second * 1e6 if usd_per_hour and tokens_per_second else None
 
 
-def joules_per_million(served: Served, tokens_per_second: float) -> float | None:
-    """Return the devices' joules per million tokens, at the share of their power limit that kernels draw; or None."""
-    watts = served.device.tdp_watts
-    if watts is None or tokens_per_second <= 0:
-        return None
-    return watts.value * COMPUTING_SHARE[0] * served.devices / tokens_per_second * 1e6
-
-
 def frontier(served: Served, request: ServeRequest, given_price: float | None = None) -> list[Candidate]:
     """Return candidates with 1, 2, 4, ... requests at once, up to those that fit: waiting against throughput."""
     found, requests, most = [], 1, served.most_requests(request)
@@ -319,11 +311,13 @@ def _layout(text: str, count: int) -> ServingLayout:
 
 
 def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict[str, Any]:
-    each = usd_per_hour(served.device, price)
+    """Return the cost of tokens in dollars, and in joules at the share of the power limit that kernels draw."""
+    each, watts = usd_per_hour(served.device, price), served.device.tdp_watts
     dollars = None if each is None else each * served.devices
+    joules = watts.value * COMPUTING_SHARE[0] * served.devices / tokens_per_second * 1e6 if watts else None
     return {
         "usd_per_hour": dollars,
         "usd_per_million_tokens": usd_per_million(dollars, tokens_per_second),
-        "joules_per_million_tokens": joules_per_million(served, tokens_per_second),
+        "joules_per_million_tokens": joules,
         "source": "--price-per-hour" if price else "lowest catalogued rent",
     }
