@@ -126,21 +126,20 @@ class Server:
         return max(1, min(60, math.ceil(each * self.engine.waiting / self.config.batch)))
 
     def _job(self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat) -> Job:
-        grammar = body.grammar()
-        constraint = None
-        if grammar is not None:
-            constraint = partial(State, grammar_of(*grammar), self._token_table)
-        if (body.stops or grammar) and self.text is None:
+        asked = body.grammar()
+        if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
+        grammar = None if asked is None else grammar_of(*asked)
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
             if not 0 <= token < self.engine.model_config.vocab:
                 raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
         job = Job()
         for prompt in prompts:
-            sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
+            sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs)
             for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
                 request = Request(prompt, replace(sampling, seed=seed), priority=body.priority)
+                request.state = None if grammar is None else State(grammar, self._token_table)
                 self._connect(request, job, form.reader())
         return job
 
@@ -159,8 +158,6 @@ class Server:
         sampling = request.sampling
         reader = TextDecoder(read, sampling.stop, sampling.keeps_stop)
         index = len(job.requests)
-        if sampling.constraint is not None:
-            request.state = sampling.constraint()
 
         def on_output(request: Request, chosen: list[SampledToken]) -> None:
             finish = request.finish
@@ -171,8 +168,7 @@ class Server:
 
     @cached_property
     def _token_table(self) -> Any:
-        if self.text is None:
-            raise UserError("this model has no tokenizer: forms of answers need one")
+        assert self.text is not None
         return token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
 
     async def _stream(self, job: Job, form: AnswerFormat) -> AsyncIterator[str]:

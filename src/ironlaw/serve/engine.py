@@ -288,7 +288,9 @@ class Engine:
                 self._finish(request, "cancelled", [])
 
     def _propose(self, request: Request) -> list[int]:
-        drafted = self.proposer.propose(request) if request.sampling.can_speculate else []
+        # Drafted tokens are verified by the model's own logits, which nothing may change or mask.
+        is_own = request.state is None and not request.sampling.changes_logits
+        drafted = self.proposer.propose(request) if is_own else []
         if not self.model_config.rope_long or request.is_long:
             return drafted
         # Beyond the original context all tokens are computed again, so a step must not cross its end.

@@ -32,7 +32,6 @@ class SamplingParams:
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     scores_prompt: bool = False  # report these of the prompt's tokens, too
     logit_bias: tuple[tuple[int, float], ...] = ()
-    constraint: Callable[[], Any] | None = None  # creates the state of the answer's constraint: `constrain.State`
     keeps_stop: bool = False  # the stop string is part of the answer
 
     @property
@@ -50,11 +49,6 @@ class SamplingParams:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
-
-    @property
-    def can_speculate(self) -> bool:
-        """Whether drafted tokens can be verified by the model's own logits, which nothing may change or mask."""
-        return not self.changes_logits and self.constraint is None
 
 
 @dataclass
@@ -107,7 +101,7 @@ class Request:
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
     scored: list[SampledToken] = field(default_factory=list)  # the prompt's first tokens, if they are wanted
-    state: Any = None  # of the constraint
+    state: Any = None  # of the answer's constraint: `constrain.State`
     admitted: float | None = None  # time of the first scheduling
     first_token: float | None = None
     last_token: float | None = None
