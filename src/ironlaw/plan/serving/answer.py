@@ -78,12 +78,8 @@ def usd_per_million(usd_per_hour: float | None, tokens_per_second: float) -> flo
 
 
 def frontier(served: Served, request: ServeRequest, given_price: float | None = None) -> list[Candidate]:
-    """Return candidates with 1, 2, 4, ... requests at once, up to those that fit: waiting against throughput."""
-    found, requests, most = [], 1, served.most_requests(request)
-    while requests <= most:
-        found.append(_candidate(served, request, requests, given_price))
-        requests *= 2
-    return found
+    """Return candidates with 1, 2, 4, ... requests at once: waiting against throughput."""
+    return list(_candidates(served, request, given_price, 2))
 
 
 def search_serving(
@@ -149,15 +145,13 @@ def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> Serving
 
 def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
     """Return the candidate with the most requests at once within the limits, and as many copies as the rate needs."""
-    best, requests, most = None, 1, served.most_requests(request)
-    while requests <= most:
-        candidate = _candidate(served, request, requests, given_price)
+    best = None
+    for candidate in _candidates(served, request, given_price, 1.3):
         if (request.tpot and candidate.tpot_seconds > request.tpot) or (
             request.ttft and candidate.ttft_seconds > request.ttft
         ):
             break
         best = candidate
-        requests = max(requests + 1, int(requests * 1.3))
     if best is None:
         return None
     copies = 1
@@ -168,13 +162,15 @@ def _within_limits(served: Served, request: ServeRequest, given_price: float | N
     return replace(best, served=replace(best.served, layout=replace(best.served.layout, replicas=copies)))
 
 
-def _candidate(served: Served, request: ServeRequest, requests: int, given_price: float | None) -> Candidate:
+def _candidates(served: Served, request: ServeRequest, given_price: float | None, growth: float) -> Iterator[Candidate]:
+    """Yield candidates with 1 request at once and `growth` times as many each time, up to those that fit."""
     inputs = 0 if served.layout.prefill else request.input - request.prefix  # prefill copies compute the prompts
-    steady = at_concurrency(served.system, float(requests), inputs, request.output, False, request.input - inputs)
-    return Candidate(
-        served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second),
-        usd_per_hour(served.device, given_price),
-    )  # fmt: skip
+    each, requests, most = usd_per_hour(served.device, given_price), 1, served.most_requests(request)
+    while requests <= most:
+        steady = at_concurrency(served.system, float(requests), inputs, request.output, False, request.input - inputs)
+        ttft, tpot, rate = map(float, (steady.ttft_seconds, steady.tpot_seconds, steady.tokens_per_second))
+        yield Candidate(served, requests, ttft, tpot, rate, each)
+        requests = max(requests + 1, int(requests * growth))
 
 
 def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> list[Candidate]:
