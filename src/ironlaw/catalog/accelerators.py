@@ -30,9 +30,6 @@ BEFORE_FLASH = ("volta", "turing")
 USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
 """The forms that most published runs used, for chips sold in several; the first that agrees with a text is taken."""
 
-SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
-"""Chips without their own figures: the catalogued chip they resemble, and the difference."""
-
 _SILENT = {
     "nvidia", "amd", "intel", "google", "apple", "tesla", "geforce", "instinct", "radeon", "gpu", "graphics", "card",
     "accelerator", "tensor", "core", "cloud", "data", "center", "dgx", "hgx", "generation", "edition", "with", "w",
@@ -142,15 +139,13 @@ def closest(text: str) -> tuple[str, str | None]:
         name = resolve(text)
         return name, None if name == _typed(text) else (taken_for(text) or ("", ""))[1]
     except UserError:
-        chip = _read(text)[1]
-        same, difference = SAME_CHIP.get(chip, (chip, ""))
-        found = _forms_of(text.lower().replace(chip, same) if difference else text)
-        found = [name for name in found if "power" not in _read(name)[2]] or found  # a power limit is never implied
+        found = _forms_of(text)
         if not found:
             raise
-        taken = next((name for name in USUAL if name in found), found[0])
+        plain = [name for name in found if "power" not in _read(name)[2]]  # a power limit is never implied
+        taken = next((name for name in (*USUAL, *plain) if name in found), found[0])
         others = ", ".join(name for name in found if name != taken)
-        return taken, difference or (f"the form is not said; not {others}" if others else "")
+        return taken, f"the form is not said; not {others}"
 
 
 def catalogued(text: str) -> str:
