@@ -62,10 +62,6 @@ class Served:
         return float(room_tokens(self.system, self.engine.memory_fraction, self.engine.of_free))
 
     @property
-    def fits(self) -> bool:
-        return self.kv_tokens >= BLOCK_TOKENS
-
-    @property
     def devices(self) -> int:
         return self.layout.devices * (self.layout.replicas + self.layout.prefill)
 
@@ -84,7 +80,7 @@ class Served:
         return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests) * self.layout.attention_dp))
 
     def fits_request(self, request: ServeRequest) -> bool:
-        return self.fits and self.most_requests(request) >= 1
+        return self.most_requests(request) >= 1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -225,7 +221,7 @@ def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
         "weight_bytes": Estimate(float(system.weight_bytes), calculated, _stored(served.formats)),
         "kv_tokens": Estimate(tokens, calculated, of, tokens * max(0.0, 1 - off), tokens * (1 + off)),
         "most_requests": Estimate(
-            float(max(served.most_requests(request), 0)) if served.fits else 0.0, calculated,
+            float(max(served.most_requests(request), 0)), calculated,
             f"at once, {request.length:,} tokens each",
         ),
     }  # fmt: skip
