@@ -290,6 +290,15 @@ def test_a_command_that_starts_one_copy_says_so(target: str) -> None:
     assert "one of 2 copies" in emit_notes(target, two)[1] and (target != "llama.cpp" or "--parallel 3" in line)
 
 
+@pytest.mark.parametrize(
+    ("device", "engine"), [("cpu-ryzen-7950x", "llama.cpp"), ("gaudi3", "vllm"), ("trainium1", "vllm"), ("l4", "vllm"),
+                           ("m4-8c", "llama.cpp"), ("rx-7900-xtx", "vllm"), ("arc-b580", "llama.cpp")],
+)  # fmt: skip
+def test_an_engine_that_runs_on_the_device_is_assumed(device: str, engine: str) -> None:
+    answer = answer_serving(ModelConfig.named("llama-3.2-1b"), device, "input=10 output=10", Options())
+    assert answer.more["served"]["engine"] == engine
+
+
 def test_of_several_forms_of_a_device_the_one_planned_is_said() -> None:
     answer = answer_serving(ModelConfig.named("llama-3.2-1b"), "rtx-3080", "input=10 output=10", Options())
     said = {one["name"]: one["value"] for one in answer.more["assumed"]}

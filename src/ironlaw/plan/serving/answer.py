@@ -22,7 +22,7 @@ from ironlaw.plan.budget import COMPUTING_SHARE
 from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome, assume_accelerator
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
-from ironlaw.plan.serving.rates import ServingEngine, serving_engine
+from ironlaw.plan.serving.rates import ServingEngine, serving_engine, vendor
 from ironlaw.plan.serving.request import ServeRequest, parse_request
 from ironlaw.plan.serving.systems import CACHE_BYTES, Formats, ServingLayout
 from ironlaw.plan.serving.timing import at_concurrency
@@ -184,7 +184,6 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
 
 DEFAULT_ENGINE = "vllm"
 GGUF_ENGINE = "llama.cpp"
-GAUDI = ("gaudi2", "gaudi3")
 
 
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
@@ -232,8 +231,8 @@ def _engine(options: Options, on: str | None, assumed: list[Assumption]) -> Serv
         return serving_engine(said)
     weights = (options.weights or "").lower()
     device = accelerator(_place(on)[1]) if on is not None else None
-    # Devices that vLLM does not support: processors, Apple's chips, neural units.
-    small = device and device.vendor not in ("nvidia", "amd", "google") and device.generation not in GAUDI
+    # Devices for which vLLM is not usual: processors, graphics of Apple and Intel, neural units of phones.
+    small = device and (vendor(device) in ("cpu", "apple", "intel") or device.generation.startswith("hexagon"))
     name = GGUF_ENGINE if re.match(r"i?q\d|.*gguf", weights) or small else DEFAULT_ENGINE
     assumed.append(Assumption("engine", name, "usual for such weights and devices", "--engine"))
     return serving_engine(name)
