@@ -305,6 +305,16 @@ def test_of_several_forms_of_a_device_the_one_planned_is_said() -> None:
     assert said["accelerator"] == answer.more["served"]["device"] == "rtx-3080-10gb"
 
 
+@pytest.mark.parametrize(
+    ("load", "layout"),
+    [("rate=100/s tpot=30ms", "tp=1 replicas=8"), ("rate=1/s tpot=30ms", "tp=8"), ("concurrency=1", "tp=8")],
+)
+def test_devices_are_divided_so_that_the_limits_hold(load: str, layout: str) -> None:
+    """And so that one request alone is answered soonest, where several layouts hold them."""
+    answer = answer_serving(LLAMA, "8xh100-sxm-80gb", f"input=1024 output=256 {load}", Options())
+    assert answer.fits and answer.more["served"]["layout"] == layout
+
+
 def test_what_does_not_fit_is_told_of_the_largest_copy() -> None:
     answer = answer_serving(ModelConfig.named("deepseek-v3"), "8xl4", "input=10 output=10", Options(weights="fp8"))
     assert not answer.fits and answer.more["served"]["layout"] == "tp=8"

@@ -261,31 +261,26 @@ def _place(on: str) -> tuple[int, str]:
 def _given(
     model: ModelConfig, on: str, engine: ServingEngine, formats: Formats, layout: str | None, request: ServeRequest
 ) -> Served:
-    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each that fit."""
+    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each, or the largest if none fits."""
     count, name = _place(on)
     device = accelerator(name)
     if layout:
         return Served(model, device, engine, _layout(layout, count), formats)
-    best: Served | None = None
-    for size in [n for n in DEVICES_OF_A_COPY if n <= count and count % n == 0] or [count]:
-        if not engine.by_layers and model.heads % size:
-            continue
-        served = Served(model, device, engine, copies_on(engine, size, count // size), formats)
-        if best is None or not best.fits_request(request) or _better(served, best, request):
-            best = served
-    assert best is not None
-    return best
+    sizes = [n for n in DEVICES_OF_A_COPY if count % n == 0 and (engine.by_layers or model.heads % n == 0)]
+    found = [Served(model, device, engine, copies_on(engine, size, count // size), formats) for size in sizes]
+    fitting = [served for served in found if served.fits_request(request)]
+    return max(fitting, key=lambda served: _worth(served, request)) if fitting else found[-1]
 
 
-def _better(served: Served, than: Served, request: ServeRequest) -> bool:
-    """Return whether `than`, which fits, is slower: in throughput under a rate without limits, else alone."""
-    if not served.fits_request(request):
-        return False
+def _worth(served: Served, request: ServeRequest) -> tuple[float, float]:
+    """Return by what a layout is better than another: throughput under a rate without limits, else the share of the
+    load that it serves within the limits, and its speed for one request alone."""
+    points = frontier(served, request)
     if request.tpot is None and request.ttft is None and request.rate is not None:
-        now, before = (frontier(s, request)[-1].tokens_per_second * s.layout.replicas for s in (served, than))
-        return now > before
-    now, before = (frontier(s, request)[0].tpot_seconds for s in (served, than))
-    return now < before
+        return points[-1].tokens_per_second * served.layout.replicas, 0.0
+    within = _within_limits(served, request, None)
+    share = 0.0 if within is None else min(1.0, served.layout.replicas / within.served.layout.replicas)
+    return share, -points[0].tpot_seconds
 
 
 def _layout(text: str, count: int) -> ServingLayout:
