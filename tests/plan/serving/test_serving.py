@@ -274,6 +274,14 @@ def test_the_search_holds_its_limits_and_takes_the_cheapest() -> None:
         search_serving(LLAMA, serving_engine("vllm"), [Formats("bf16")], replace(request, tpot=1e-5), devices=("l40s",))
 
 
+@pytest.mark.parametrize(("more", "devices"), [("", 8), (" speculate=4 accept=0.8", 1)])
+def test_the_search_counts_on_speculation(more: str, devices: int) -> None:
+    request = parse_request("input=1024 output=256 rate=1/s tpot=6ms" + more)
+    model, engine = ModelConfig.named("llama3-70b"), serving_engine("vllm")
+    chosen, _, _ = search_serving(model, engine, [Formats("fp8")], request, devices=("b200-sxm",))
+    assert chosen.served.devices == devices
+
+
 @pytest.mark.parametrize("target", ["vllm", "sglang", "tensorrt-llm", "llama.cpp"])
 def test_command_lines_say_what_was_planned(target: str) -> None:
     one = served(engine=target, weights="fp8" if target != "llama.cpp" else "q4_k_m")

@@ -92,7 +92,7 @@ def search_serving(
     """
     ruled_out: Counter[str] = Counter()
     found = []
-    for served in _forms(model, engine, formats, devices, given_price):
+    for served in _forms(model, engine, formats, request, devices, given_price):
         if not served.fits_request(request):
             ruled_out["memory"] += 1
             continue
@@ -116,8 +116,8 @@ def search_serving(
 
 
 def _forms(
-    model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], devices: Iterable[str] | None,
-    given_price: float | None,
+    model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], request: ServeRequest,
+    devices: Iterable[str] | None, given_price: float | None,
 ) -> Iterator[Served]:  # fmt: skip
     for name in devices if devices is not None else accelerator_names():
         device = accelerator(name)
@@ -128,12 +128,26 @@ def _forms(
         for form in formats:
             if form.weights.startswith("fp8") and "fp8" not in device.peak_flops_per_second:
                 continue
-            for count in DEVICES_OF_A_COPY:
-                if count > 1 and (
-                    model.heads % count or (model.key_value_heads % count and count % model.key_value_heads)
-                ):
-                    continue
-                yield Served(model, device, engine, copies_on(engine, count), form)
+            for count in _sizes(model, engine):
+                yield _served(model, device, engine, copies_on(engine, count), form, request)
+
+
+def _sizes(model: ModelConfig, engine: ServingEngine) -> list[int]:
+    """Return the numbers of devices that a copy may have: those that divide its heads, or any if layers are divided."""
+    heads, shared = model.heads, model.key_value_heads
+    divides = [n for n in DEVICES_OF_A_COPY if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+    return list(DEVICES_OF_A_COPY) if engine.by_layers else divides
+
+
+def _served(
+    model: ModelConfig, device: Accelerator, engine: ServingEngine, layout: ServingLayout, formats: Formats,
+    request: ServeRequest,
+) -> Served:  # fmt: skip
+    """Return the model on devices, with the request's speculation."""
+    draft = ModelConfig.named(request.draft) if request.draft else None
+    return Served(
+        model, device, engine, layout, formats, drafted=request.speculate, acceptance=request.accept, draft=draft
+    )
 
 
 def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
@@ -197,7 +211,6 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Optio
     assumed = assume_accelerator(_place(on)[1]) if on is not None else []
     engine = _engine(options, on, assumed)
     formats = _formats(options, assumed, searched=on is None)
-    draft = ModelConfig.named(request.draft) if request.draft else None
     price = options.prices.usd_per_hour
     more: dict[str, Any] = {}
     if on is None:
@@ -210,7 +223,6 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Optio
         more |= {"chosen": chosen.to_json(), "candidates": [c.to_json() for c in others], "ruled_out": constraints}
     else:
         served = _given(model, on, engine, formats[0], options.layout, request)
-    served = replace(served, drafted=request.speculate, acceptance=request.accept, draft=draft)
     ledger = plan_serving(served, request)
     fits = bool(ledger.facts["fits"]) and all(limit["holds"] for limit in ledger.facts.get("limits", {}).values())
     more |= {
@@ -265,9 +277,9 @@ def _given(
     count, name = _place(on)
     device = accelerator(name)
     if layout:
-        return Served(model, device, engine, _layout(layout, count), formats)
-    sizes = [n for n in DEVICES_OF_A_COPY if count % n == 0 and (engine.by_layers or model.heads % n == 0)]
-    found = [Served(model, device, engine, copies_on(engine, size, count // size), formats) for size in sizes]
+        return _served(model, device, engine, _layout(layout, count), formats, request)
+    layouts = [copies_on(engine, size, count // size) for size in _sizes(model, engine) if count % size == 0]
+    found = [_served(model, device, engine, layout, formats, request) for layout in layouts]
     fitting = [served for served in found if served.fits_request(request)]
     return max(fitting, key=lambda served: _worth(served, request)) if fitting else found[-1]
 
