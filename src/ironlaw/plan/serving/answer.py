@@ -196,10 +196,6 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
     return list(best.values())[:shown]
 
 
-DEFAULT_ENGINE = "vllm"
-GGUF_ENGINE = "llama.cpp"
-
-
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
     """Plan a `--serve` request. Raises UserError if it cannot be planned; `fits` is False if limits or memory fail."""
     options.refuse_beside(SERVED)
@@ -245,7 +241,7 @@ def _engine(options: Options, on: str | None, assumed: list[Assumption]) -> Serv
     device = accelerator(_place(on)[1]) if on is not None else None
     # Devices for which vLLM is not usual: processors, graphics of Apple and Intel, neural units of phones.
     small = device and (vendor(device) in ("cpu", "apple", "intel") or device.generation.startswith("hexagon"))
-    name = GGUF_ENGINE if re.match(r"i?q\d|.*gguf", weights) or small else DEFAULT_ENGINE
+    name = "llama.cpp" if re.match(r"i?q\d|.*gguf", weights) or small else "vllm"
     assumed.append(Assumption("engine", name, "usual for such weights and devices", "--engine"))
     return serving_engine(name)
 
