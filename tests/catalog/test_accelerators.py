@@ -205,7 +205,14 @@ def test_asking_for_one_opens_one_file_and_nothing_heavy() -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"), ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
         ("NVIDIA RTX A6000", "rtx-a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
-        ("NVIDIA TITAN V", "titan-v"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA L40", "l40"),
+        ("NVIDIA TITAN V", "titan-v"), ("NVIDIA GH200 480GB", "gh200-480gb"), ("NVIDIA L40", "l40"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx-4060-ti"), ("RTX 4060 Ti 16GB", "rtx-4060-ti"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx-4060-laptop"), ("NVIDIA GeForce RTX 4090 D", "rtx-4090-d"),
+        ("NVIDIA GeForce GTX 1660 SUPER", "gtx-1660-super"), ("NVIDIA GB10", "dgx-spark-gb10"),
+        ("NVIDIA GeForce GTX 1070 with Max-Q Design", "gtx-1070-max-q"), ("RTX4060Ti", "rtx-4060-ti"),
+        ("NVIDIA H200 NVL", "h200-nvl-141gb"), ("Intel(R) Arc(TM) A770 Graphics", "arc-a770"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-blackwell-max-q"),
+        ("AMD Radeon RX 7900 XTX", "rx-7900-xtx"), ("Apple M3 Max", "m3-max-30c"),
     ],
 )  # fmt: skip
 def test_what_drivers_print_is_the_card_itself_not_another_of_its_brand(said: str, name: str) -> None:
@@ -215,7 +222,9 @@ def test_what_drivers_print_is_the_card_itself_not_another_of_its_brand(said: st
 @pytest.mark.parametrize(
     "said",
     ["AMD EPYC 7B13", "Intel(R) Xeon(R) Platinum 8581C CPU @ 2.10GHz", "AMD Ryzen 9 7950X 16-Core Processor",
-     "AMD Radeon Graphics", "NVIDIA RTX"],
+     "AMD Radeon Graphics", "NVIDIA RTX", "RTX 4060 Super", "RTX 4060 Ti 8GB", "NVIDIA GeForce RTX 4080 Laptop GPU",
+     "NVIDIA GeForce RTX 5090 D", "RX 6700", "RX 580", "GTX 1660 Ti", "RTX 6000", "RTX PRO 5000", "H100 CNX",
+     "M4 Ultra", "M4 9c", "GTX 4090", "Quadro P5000", "Ryzen AI Max 390", "GH200 144GB"],
 )  # fmt: skip
 def test_what_drivers_print_of_others_is_no_card(said: str) -> None:
     with pytest.raises(UserError, match="accelerator"):

@@ -257,7 +257,7 @@ def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
     [
         ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"), ("a100", "a100-sxm-80gb"), ("A100 40GB", "a100-sxm-40gb"),
         ("h200-sxm-141gb", "h200"), ("GB200 NVL72", "gb200"), ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
-        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("a800", "a100-sxm-80gb"),
+        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("a800", "a800-sxm-80gb"),
         ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"), ("v5p-256", "tpu-v5p"), ("Trillium", "tpu-v6e"),
     ],
 )  # fmt: skip

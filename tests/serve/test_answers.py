@@ -14,6 +14,7 @@ from ironlaw.data.chat import Text
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import TextDecoder, TokenReader
 from ironlaw.serve.constrain import token_table
+from ironlaw.serve.request import SampledToken
 
 WORDS = "the model serves the page, naïve and größer: 日本語 🎉"
 
@@ -94,8 +95,8 @@ def test_bytes_of_no_character_fail_no_answer_and_take_no_other_characters_away(
 def test_a_stop_string_among_the_first_tokens_stays_in_the_answer(tmp_path: Path) -> None:
     text = text_of(byte_level(), tmp_path)
     decode = TextDecoder(TokenReader(text), stop=["the"])
-    assert not any(decode(token, False) for token in text.encode("the a"))
-    assert any(decode(token, True) for token in text.encode(" the"))
+    assert not any(decode(SampledToken(token), False) for token in text.encode("the a"))
+    assert any(decode(SampledToken(token), True) for token in text.encode(" the"))
     assert decode.take(True) == "the a "
 
 

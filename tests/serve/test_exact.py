@@ -132,6 +132,16 @@ def test_a_prompt_is_scored_as_by_transformers(
     assert server.blocks.used == 0 and (server.scheduler.preemptions > 0) == ("blocks" in settings)
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "int4"])
+def test_narrow_keys_and_values_are_read_as_they_are_kept(
+    llama: tuple[Transformer, list[list[int]], list[list[int]]], kv: str
+) -> None:
+    """Otherwise an answer depended on how its prompt was divided, which its neighbours decide."""
+    model, prompts, _ = llama
+    whole, parts = (engine(model, kv=kv, token_budget=budget, compiled=False) for budget in (512, 12))
+    assert answers(whole.generate(prompts, greedy(8))) == answers(parts.generate(prompts, greedy(8)))
+
+
 def replayed(step: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Any]]:
     """As CUDA graphs take steps, but run anew where those would be replayed."""
     logits = step().clone()

@@ -18,7 +18,6 @@ from serving import write_server_directory
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.report.serving_view import load_view
-from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.load import Client, Report, RequestOutcome, poisson, read_trace, run, summary
 from ironlaw.serve.measured import serving_ledger
 from ironlaw.serve.recording import Recording
@@ -203,9 +202,8 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
 def test_a_trial_measures_settings_on_the_same_load(tmp_path: Path) -> None:
     """The loss comes through pages: formats that round change it a little, others not at all."""
     directory = write_server_directory(tmp_path / "tiny")
-    load = Load(
-        directory, ServeConfig(device="cpu", blocks=60), [list(range(5 + n, 25 + n)) for n in range(4)], 5, 2, 0.0
-    )
-    plain, other, rounded = load({}), load({"block": 4, "token_budget": 9}), load({"kv": "int8"})
+    load = Load(directory, [list(range(5 + n, 25 + n)) for n in range(4)], 5, 2, 0.0)
+    base = {"device": "cpu", "blocks": 60}
+    plain, other, rounded = (load(base | more) for more in ({}, {"block": 4, "token_budget": 9}, {"kv": "int8"}))
     assert plain.seconds_per_token > 0 and plain.step_seconds > 0
     assert plain.loss == pytest.approx(other.loss, abs=1e-5) and 0 < abs(plain.loss - rounded.loss) < 0.01

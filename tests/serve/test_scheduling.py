@@ -190,6 +190,21 @@ def test_narrow_keys_and_values_answer_nearly_alike(model: Transformer, kv: str,
     assert same >= alike * 120
 
 
+def test_so_many_requests_are_there_as_a_load_asks_for(model: Transformer) -> None:
+    server = engine(model, batch=8)
+    server.generate([[number, 7, 9] for number in range(9)], greedy(4), at_once=3)
+    assert [step.requests for step in server.trace.steps if step.phase == "decode"] == [3] * 9
+
+
+def test_settings_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "tuned.toml").write_text('[serve]\nkv = "int8"\nbatch = 3\n')
+    found = serve_config(["serve.batch=5"], tmp_path / "tuned.toml", port=1)
+    assert (found.kv, found.batch, found.port) == ("int8", 5, 1)
+    (tmp_path / "tuned.toml").write_text("[serve]\nbach = 3\n")
+    with pytest.raises(UserError, match="did you mean serve"):
+        serve_config([], tmp_path / "tuned.toml")
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("serve.bach=3", "did you mean serve.batch"), ("batch", "not serve.key=value"), ("batch=0", "serve.batch = 0"),
     ("kv=fp7", "serve.kv"), ("speculation=draft", "serve.draft"),

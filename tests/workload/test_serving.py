@@ -9,16 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.request import Request, SamplingParams
-from ironlaw.serve.runner import Runner, RunnerWork
-from ironlaw.workload.layout import Layout
+from ironlaw.serve.runner import Runner, RunnerWork, kv_bytes_per_token
 from ironlaw.workload.program import Program
-from ironlaw.workload.recipe import StepBatch
-from ironlaw.workload.serving import Chunk, cache_bytes, decode, forward_pass, kept_elements, prefill, scores
+from ironlaw.workload.serving import Chunk, forward_pass, scores
 
 SIZES: dict[str, Any] = {
     "name": "llama", "layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 72, "vocab": 101, "context": 128,
@@ -67,18 +64,18 @@ def unmasked(program: Program, all_scores: int) -> int:
 
 def test_prefill_chunks_of_it_and_decoding_have_the_counters_flops() -> None:
     counted = WithCache(sequences=3)
-    assert unmasked(prefill(LLAMA, StepBatch(3, 20)), 3 * 20 * 20) == counted.flops(20)
-    assert unmasked(prefill(LLAMA, StepBatch(3, 12), cached=20), 3 * 12 * 32) == counted.flops(12)
+    assert unmasked(forward_pass(LLAMA, [Chunk(20)] * 3), 3 * 20 * 20) == counted.flops(20)
+    assert unmasked(forward_pass(LLAMA, [Chunk(12, 20)] * 3), 3 * 12 * 32) == counted.flops(12)
     # A single query sees all that is there: nothing is masked.
-    assert decode(LLAMA, 3, cached=32).flops() == counted.flops(1)
+    assert forward_pass(LLAMA, [Chunk(1, 32)] * 3).flops() == counted.flops(1)
 
 
 def test_chunks_of_a_prompt_compute_what_the_whole_prompt_does_but_for_logits() -> None:
     def attention(program: Program) -> int:
         return sum((op.flops or 0) * times for op, times in program.operations() if op.attention is not None)
 
-    whole = prefill(LLAMA, StepBatch(1, 64))
-    parts = [prefill(LLAMA, StepBatch(1, 16), cached=done) for done in range(0, 64, 16)]
+    whole = forward_pass(LLAMA, [Chunk(64)] * 1)
+    parts = [forward_pass(LLAMA, [Chunk(16, done)] * 1) for done in range(0, 64, 16)]
     assert attention(whole) == sum(map(attention, parts))
     head = 2 * LLAMA.hidden * LLAMA.vocab
     assert sum(part.flops() for part in parts) - 3 * head == whole.flops()
@@ -86,32 +83,24 @@ def test_chunks_of_a_prompt_compute_what_the_whole_prompt_does_but_for_logits() 
 
 def test_one_pass_takes_sequences_of_many_lengths() -> None:
     mixed = forward_pass(LLAMA, [Chunk(16, 32), Chunk(1, 7), Chunk(1, 90)])
-    apart = [prefill(LLAMA, StepBatch(1, 16), cached=32), decode(LLAMA, 1, 7), decode(LLAMA, 1, 90)]
+    apart = [
+        forward_pass(LLAMA, [Chunk(16, 32)] * 1),
+        forward_pass(LLAMA, [Chunk(1, 7)] * 1),
+        forward_pass(LLAMA, [Chunk(1, 90)] * 1),
+    ]
     assert mixed.flops() == sum(one.flops() for one in apart)
-    cache = {t.component: t.bytes for t in mixed.tensors[0]}["cache"]
-    assert cache == 2 * 2 * LLAMA.key_value_size * LLAMA.layers * (48 + 8 + 91)
 
 
-def test_a_window_limits_scores_and_cache() -> None:
+def test_a_window_limits_scores() -> None:
     for tokens, cached, window in [(5, 0, 3), (4, 9, 6), (7, 2, 4), (1, 30, 8), (6, 1, 50)]:
         expected = sum(min(window, cached + i + 1) for i in range(tokens))
         assert scores(Chunk(tokens, cached), window) == expected
-    windowed = ModelConfig(**SIZES | {"sliding_window": 8})
-    assert cache_bytes(windowed, [5, 20], 2) == 2 * 2 * windowed.key_value_size * windowed.layers * (5 + 8)
 
 
 def test_nothing_waits_for_a_backward_pass_and_everything_dies() -> None:
-    for layer in decode(LLAMA, 4, 10).stages[0].layers:
+    for layer in forward_pass(LLAMA, [Chunk(1, 10)] * 4).stages[0].layers:
         assert not any(op.saved_bytes or op.gradient_bytes for op in layer.forward) and not layer.backward
         assert sum(op.temporary_bytes - op.frees_temporary_bytes for op in layer.forward) == 0
-
-
-def test_tensor_parallel_ranks_divide_a_pass_and_add_up_their_parts() -> None:
-    alone, half = (forward_pass(LLAMA, [Chunk(1, 50)] * 8, Layout(tp=tp)) for tp in (1, 2))
-    head = 2 * 8 * LLAMA.hidden * (2 * 51 - 101)  # the vocabulary is padded
-    assert 2 * half.flops() == alone.flops() + head
-    sent = {(c.dimension, c.kind): (c.calls, c.bytes) for c in half.collectives[0]}
-    assert sent["tp", "all_reduce"] == (7, 7 * 8 * LLAMA.hidden * 2)
 
 
 LATENT = {"query_rank": 20, "key_value_rank": 12, "plain_size": 8, "rotary_size": 6, "value_size": 10}
@@ -141,19 +130,13 @@ def test_our_own_engine_computes_what_is_planned(more: dict[str, Any]) -> None:
         seen, every = scores(Chunk(tokens, cached), None), tokens * (tokens + cached)
         attention = sum((op.flops or 0) * times for op, times in planned.operations() if op.attention is not None)
         assert planned.flops() - attention + attention * every // seen == counter.get_total_flops()
-    kept = {t.component: t.bytes for t in planned.tensors[0]}["cache"]
-    assert kept == 2 * 16 * model.layers * kept_elements(model) * 4
+    assert kv_bytes_per_token(model, "fp32") == 4 * model.cached_size
 
 
 def test_a_small_batch_reads_the_experts_that_it_touches() -> None:
     model = ModelConfig(**SIZES | {"moe": {"experts": 64, "experts_per_token": 2}})
     few, many = (
-        next(op for op, _ in decode(model, sequences, 8).operations() if op.name == "expert_up")
+        next(op for op, _ in forward_pass(model, [Chunk(1, 8)] * sequences).operations() if op.name == "expert_up")
         for sequences in (1, 1000)
     )
     assert (few.batch, few.matmul[0], many.batch) == (2, 1, 64) and few.bytes_moved < many.bytes_moved / 20
-
-
-def test_other_layouts_are_refused() -> None:
-    with pytest.raises(UserError, match="tp ranks"):
-        forward_pass(LLAMA, [Chunk(1, 8)], Layout(dp=2))

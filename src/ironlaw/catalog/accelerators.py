@@ -5,15 +5,14 @@
     acc.memory_bytes_per_second     # Figure(3.35e12, "nvidia-h100-datasheet", ...)
 
 A name is a file name, or a line of `devices/` (`devices.py`): cards, laptops, phones and processors for serving. A
-shorter form works if it matches only one accelerator (`h200`, `b200`, `4090`); if it matches several (`h100`, `a100`),
-the error lists them, because their figures differ. What drivers and tables of measurements print is matched more
-freely (`closest`).
+name may leave out what tells forms of one chip apart, if only one form is known (`h200`, `b200`, `4090`); if there are
+several (`h100`, `a100`), the error lists them, because their figures differ. For what drivers and tables of
+measurements print, the usual form is taken (`closest`). Another chip is never taken: an RTX 4060 Ti is no RTX 4060.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,19 +27,21 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 BEFORE_FLASH = ("volta", "turing")
 """Generations without FlashAttention-2 and PyTorch's flash kernels, which need Ampere or newer."""
 
-_BRANDS = frozenset({"rtx", "gtx", "apple", "jetson", "tpu"})
-"""First words of names that users may leave out: `4090`, `m4-max`, `v5p`."""
-
 USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
 """The forms that most published runs used, for chips sold in several; the first that agrees with a text is taken."""
 
-SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
-"""Chips without their own figures: the catalogued chip they resemble, and the difference."""
+_SILENT = {
+    "nvidia", "amd", "intel", "google", "apple", "tesla", "geforce", "instinct", "radeon", "gpu", "graphics", "card",
+    "accelerator", "tensor", "core", "cloud", "data", "center", "dgx", "hgx", "generation", "edition", "with", "w",
+    "design",
+}  # fmt: skip
+"""Words of names that tell no device from another."""
 
-_MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
-_NO_CHIPS = _BRANDS | {"cpu", "radeon", "ryzen", "titan"}  # first words that name no chip alone
-_FORM = re.compile(r"(sxm|pcie|nvl|oam)\d*")
-_MEMORY = re.compile(r"(\d+)(gb|gib|g)")
+_BRAND = re.compile(r"(rtx|gtx|rx|jetson|tpu|)(.*)")
+"""First words that users may leave out: `4090`, `v5p`."""
+
+_CONFIGURATION = re.compile(r"(?P<form>sxm|pcie|nvl|oam)\d*|(?P<memory>\d+)g(?:i?b)?|(?P<power>\d+)w|(?P<cores>\d+)c")
+"""Words that tell forms of one chip apart. All others tell chips apart: Ti, Super, Laptop, Max-Q, D."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,56 +111,41 @@ def peak(acc: Accelerator, dtype: str) -> Figure:
 
 def resolve(name: str) -> str:
     """Return the full name for what the user typed. UserError if none or several match."""
-    names = accelerator_names()
-    typed = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if typed in names:
+    typed = _typed(name)
+    if typed in accelerator_names():
         return typed
-    matches = _answering(typed, names)
-    if not matches:
-        if other := devices.taken(typed):
-            return other[0]
-        if typed in devices.lines():
-            return typed
-        matches = _answering(typed, devices.lines())
+    if other := devices.taken(typed):
+        return other[0]
+    matches = [typed] if typed in devices.lines() else _forms_of(name)
     if len(matches) == 1:
-        return resolve(matches[0])
+        return matches[0]
     if matches:
         raise UserError(f"accelerator '{name}' is ambiguous: write one of {', '.join(matches)}")
-    raise unknown("accelerator", name, (*names, *devices.device_names()))
-
-
-def _answering(typed: str, names: Iterable[str]) -> list[str]:
-    """Return the names with this short form, or only the one that equals it except for the brand, if there is one."""
-    squeezed = typed.replace("-", "")
-    found = [full for full in names if squeezed in _short_forms(full)]
-    whole = [full for full in found if full.replace("-", "").endswith(squeezed)]
-    return whole if len(whole) == 1 else found
+    raise unknown("accelerator", name, (*accelerator_names(), *devices.device_names()))
 
 
 def taken_for(name: str) -> tuple[str, str] | None:
     """Return the catalogue's name for an alias, and why it was chosen among several; None if `name` is no alias."""
-    return devices.taken(name.strip().lower().replace("_", "-").replace(" ", "-"))
+    return devices.taken(_typed(name))
 
 
 def closest(text: str) -> tuple[str, str | None]:
     """Return the name of the accelerator that a driver's or a table's text means, such as "NVIDIA H100 80GB HBM3", and
-    how it differs; None instead if the text is its name or a short form. Raises UserError if none is similar.
+    how it differs; None instead if the text is its name. Raises UserError if it means none.
 
-    The catalogue's own names come first. Otherwise the chip decides, and a stated form or memory must agree.
+    Of several forms of a chip that agree with the text, the usual one is taken.
     """
     try:
-        return resolve(text), (taken_for(text) or (None, None))[1]
+        name = resolve(text)
+        return name, None if name == _typed(text) else (taken_for(text) or ("", ""))[1]
     except UserError:
-        words = _joined([word for word in re.split(r"[^a-z0-9]+", text.lower()) if word and word not in _MAKERS])
-        chip = next((word for word in words if word in SAME_CHIP or _names_of(word)), "")
-        same, difference = SAME_CHIP.get(chip, (chip, ""))
-        form = next((match[1] for word in words if (match := _FORM.fullmatch(word))), "")
-        memory = next((match[1] for word in words if (match := _MEMORY.fullmatch(word))), "")
-        good = [name for name in _names_of(same) if _agrees(name, form, "" if difference else memory)]
-        good = [n for n in good if not re.search(r"-\d+w$", n)] or good  # a special power limit is never implied
-        if not good:
+        found = _forms_of(text)
+        if not found:
             raise
-        return next((name for name in USUAL if name in good), good[0]), difference
+        plain = [name for name in found if "power" not in _read(name)[2]]  # a power limit is never implied
+        taken = next((name for name in (*USUAL, *plain) if name in found), found[0])
+        others = ", ".join(name for name in found if name != taken)
+        return taken, f"the form is not said; not {others}"
 
 
 def catalogued(text: str) -> str:
@@ -167,42 +153,46 @@ def catalogued(text: str) -> str:
     return closest(text)[0]
 
 
-def _joined(words: list[str]) -> list[str]:
-    """Join words: `80 gb` to `80gb`, `tpu v5p` to `tpu-v5p`, `rtx 4090` to `rtx-4090`."""
-    result: list[str] = []
-    for word in words:
-        if result and word in ("gb", "gib") and result[-1].isdigit():
-            result[-1] += "gb"
-        elif result and result[-1] in _NO_CHIPS:
-            result[-1] += "-" + word
-        else:
-            result.append(word)
-    return result
+def _typed(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
-def _names_of(chip: str) -> list[str]:
-    """Return the catalogue's names of one chip: its name alone, or followed by form and memory. The `v5p` of a slice
-    `v5p-128` is a TPU."""
-    if not chip or chip in _NO_CHIPS:
-        return []
-    names = (*accelerator_names(), *devices.lines())
-    return [name for name in names if name in (chip, f"tpu-{chip}") or name.startswith(chip + "-")]
+@cache
+def _read(text: str) -> tuple[str, str, dict[str, str]]:
+    """Return brand, chip and configuration of a name: ("rtx", "4060ti", {"memory": "16"}) of "RTX 4060 Ti 16 GB"."""
+    text = re.sub(r"\((?:r|tm)\)", " ", text.lower())
+    text = re.sub(r"(\d) (gi?b)\b", r"\1\2", text)
+    text = re.sub(r"\b(v\d[a-z])-\d+\b", r"\1", text)  # a slice of TPUs
+    chip, said = "", {}
+    for word in re.findall(r"[a-z0-9]+", text):
+        if match := _CONFIGURATION.fullmatch(word):
+            said[str(match.lastgroup)] = match[str(match.lastgroup)]
+        elif word not in _SILENT and not re.fullmatch(r"(hbm|gddr)\w+", word):
+            chip += word
+    brand, chip = re.fullmatch(_BRAND, chip).groups()  # type: ignore[union-attr]
+    return brand, chip, said
 
 
-def _agrees(name: str, form: str, memory: str) -> bool:
-    said = name.split("-")[1:]
-    forms = [match[1] for word in said if (match := _FORM.fullmatch(word))]
-    memories = [match[1] for word in said if (match := _MEMORY.fullmatch(word))]
-    return (not form or not forms or form in forms) and (not memory or not memories or memory in memories)
+def _forms_of(text: str) -> list[str]:
+    """Return the accelerators of exactly the chip that `text` names, in the forms that agree with it: those that say
+    most of what it says, and of these the ones with their own file."""
+    brand, chip, said = _read(text)
+    found = dict[str, tuple[int, bool]]()
+    for name in (*accelerator_names(), *devices.device_names()):
+        its_brand, its_chip, own = _read(name)
+        if chip and its_chip == chip and brand in ("", its_brand) and _agrees(name, own, said):
+            found[name] = len(said.keys() & own.keys()), name in accelerator_names()
+    best = [name for name, rank in found.items() if rank == max(found.values())]
+    return list(dict.fromkeys(map(resolve, best)))
 
 
-def _short_forms(full: str) -> set[str]:
-    """Return the leading words of a name, joined: h100-sxm-80gb has h100, h100sxm and h100sxm80gb."""
-    words = full.split("-")
-    starts = (0, 1) if words[0] in _BRANDS and len(words) > 1 else (0,)
-    ends = range(1, len(words) + 1)
-    forms = {"".join(words[start:end]) for start in starts for end in ends if end > start}
-    return forms - (_BRANDS if len(words) > 1 else set())
+def _agrees(name: str, own: dict[str, str], said: dict[str, str]) -> bool:
+    """Whether the configuration of a name, or its memory where it tells none, is the `said` one."""
+    if "memory" in said.keys() - own.keys():
+        memory, asked = accelerator(name).memory_bytes, float(said["memory"])
+        if memory and all(abs(memory.value / unit - asked) > 0.1 * asked for unit in (1e9, 2**30)):
+            return False
+    return all(own.get(kind, "" if kind == "cores" else value) == value for kind, value in said.items())
 
 
 @cache

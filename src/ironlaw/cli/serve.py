@@ -21,31 +21,32 @@ def serve(
     port: Annotated[int | None, typer.Option(help="0: any free one; 8000 unless given.", min=0, max=65535)] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="serve.key=value, as often as needed.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A file of settings, as `tune --serve` writes it.")] = None,
     engine: Annotated[str, typer.Option(help="ironlaw, or vllm in its own process.")] = "ironlaw",
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
     from ironlaw.serve.server import bound, require_extra
 
+    if engine not in ("ironlaw", "vllm"):
+        raise UserError(f"no engine {engine!r}: write ironlaw or vllm")
     given = {key: value for key, value in (("port", port), ("host", host)) if value is not None}
+    asked = serve_config(settings or (), config, **given)
     if engine == "vllm":
         from ironlaw.serve.vllm import become_vllm
 
-        become_vllm(path, serve_config(settings or (), **given))
-    if engine != "ironlaw":
-        raise UserError(f"no engine {engine!r}: write ironlaw or vllm")
+        become_vllm(path, asked)
     require_extra()
-    config = serve_config(settings or (), **given)
-    address = bound(config)
+    address = bound(asked)
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.server import serve as run
     from ironlaw.serve.warmup import warm_up
 
-    served = load_served(path, config)
+    served = load_served(path, asked)
     if served.note:
         messages().print(served.note)
-    made = Engine(served, config)
+    made = Engine(served, asked)
     warm_up(made)
     about = {
         "model": served.name, "device": str(served.device), "weights": served.weights, "kv": served.kv,
@@ -60,7 +61,7 @@ def serve(
             print(encoder.dumps({"url": url} | about), flush=True)
         messages().print(
             f"{served.name} at {url}: {served.weights} weights, {about['kv_tokens']:,} tokens of {served.kv} keys and "
-            f"values, {config.batch} requests at once; Ctrl-C ends it",
+            f"values, {asked.batch} requests at once; Ctrl-C ends it",
         )
 
     run(made, ready, address)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json as encoder
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,8 +73,10 @@ def tune(
     keep(result)
     answer(json, result.to_json(), lambda found: tuned_view(found, str(out / "tuned.toml")))
     if serve is not None and not json:
-        flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
-        output().print(f"ironlaw serve {serve} {flags}", soft_wrap=True)
+        words = ["ironlaw", "serve", str(serve)]
+        for key, value in result.config.items():
+            words += ["--set", f"serve.{key}={value if isinstance(value, str) else encoder.dumps(value)}"]
+        output().print(shlex.join(words), soft_wrap=True)
     if result.stopped == INTERRUPTED:
         raise KeyboardInterrupt(result.signal)
 
@@ -87,18 +91,22 @@ def _tune_serving(
     from ironlaw.serve.trials import Load, prompts_of, resolved
 
     start = serve_config(set_)
-    prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=say)
-    load = Load(path, start, prompts, tokens, at_once, seconds=min(4.0, seconds / 20))
-    base = resolved(path, start)
-    formats = () if "weights" in start.model_fields_set or not is_text else ("bf16", "int8", "int4")
+    base, given = resolved(path, start), start.model_dump(exclude_unset=True)
+    if input + tokens > base["context"]:
+        raise UserError(
+            f"--input {input} and --output {tokens} are {input + tokens} tokens together, and this model takes "
+            f"{base['context']}: give fewer"
+        )
+    prompts, is_text = prompts_of(path, 2 * at_once, input, base["vocab"], data, say=say)
+    load = Load(path, prompts, tokens, at_once, seconds=min(4.0, seconds / 20))
+    formats = ("bf16", "int8", "int4") if is_text else ()
     tried = candidates(base["cores"], at_once, input + tokens, formats, exact, is_text)
-    tried = [one for one in tried if not one.settings.keys() & start.model_fields_set]  # given settings stay fixed
 
     def measure(settings: dict[str, Any], name: str) -> Measured:
         found = load(settings)
         return Measured(found.seconds_per_token, found.step_seconds, (found.loss,) if is_text else (), name)
 
-    return tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep, say=say)
+    return tune_serving(tried, measure, base, given, budget_seconds=seconds, keep=keep, say=say)
 
 
 def seconds_of(text: str) -> float:

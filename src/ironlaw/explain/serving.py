@@ -101,14 +101,9 @@ def _planned(
         clock = MeasuredClock(ModelConfig(**facts["model"]), profile, weights, passes)
         sums = dict.fromkeys(_PARTS.values(), 0.0)
         for step in steps:
-            decoding = int(step["decode_tokens"])
-            length = step["kv_tokens"] / max(1, decoding)
-            parts = clock.parts(
-                decoding,
-                length,
-                int(step["prefill_tokens"]),
-                prompts=max(1, int(step["requests"]) - int(step.get("decode_requests", decoding))),
-            )
+            decoding, new = int(step["decode_tokens"]), int(step["prefill_tokens"])
+            prompts = max(1, int(step["requests"]) - int(step.get("decode_requests", decoding)))
+            parts = clock.parts(decoding, step["kv_tokens"] / max(1, decoding), new, prompts=prompts)
             for part, phase in _PARTS.items():
                 sums[phase] += parts.get(part, math.nan)
         is_played = facts.get("request_seconds") and facts["speculation"] == "none"

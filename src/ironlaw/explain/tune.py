@@ -130,7 +130,7 @@ def tune(
     tried: set[tuple[Any, ...]] = set()
 
     def following(result: Tuned) -> Change | None:
-        remedy = _composed(config, profile, exact) if not result.trials else None
+        remedy = _composed(config, profile, exact) if not tried else None
         remedy = remedy or _next(result.config, profile, tried, exact)
         if remedy is None:
             return None
@@ -179,6 +179,9 @@ def search(
             try:
                 trial = measure(after, f"trial-{number}-{change.name}")
                 control = measure(result.config, f"control-{number}")
+            except UserError as error:
+                say(f"{change.name:<10} {change.apply}: not possible: {error}")
+                continue
             except KeyboardInterrupt as stop:
                 result.stopped, result.signal = INTERRUPTED, stop.args[0] if stop.args else "SIGINT"
                 break

@@ -1,7 +1,7 @@
 """Tuning of a server: settings tried one by one on a measured load, each between two runs of the unchanged ones.
 
-    result = tune_serving(candidates(cores=2, at_once=16, context=1024), measure, base, budget_seconds=300)
-    result.config                     # the settings that were kept
+    result = tune_serving(candidates(cores=2, at_once=16, context=1024), measure, base, given, budget_seconds=300)
+    result.config                     # the settings given and those that were kept
 
 A change counts only as in `tune.py`: quicker than both controls by more than they differ. What rounds otherwise (the
 formats of weights and cache) must also leave the loss of held-out text, computed through the engine, where it was.
@@ -34,18 +34,18 @@ def candidates(cores: int, at_once: int, context: int, formats: Sequence[str] = 
 
 
 def tune_serving(
-    tried: Sequence[Change], measure: Measure, base: Settings, *, budget_seconds: float,
+    tried: Sequence[Change], measure: Measure, base: Settings, given: Settings, *, budget_seconds: float,
     say: Say = lambda message: None, clock: Callable[[], float] = time.monotonic,
     keep: Callable[[Tuned], None] = lambda result: None,
 ) -> Tuned:  # fmt: skip
-    """Candidates in turn, as `tune.search`; `base`: what the unchanged settings are."""
-    left = iter(tried)
+    """Candidates in turn, as `tune.search`; `given`: settings that stay; `base`: those and all others, unchanged."""
+    left = iter(one for one in tried if not one.settings.keys() & given.keys())
 
     def following(result: Tuned) -> Change | None:
         return next((one for one in left if not one.settings.items() <= (base | result.config).items()), None)
 
     return search(
-        {}, following, measure, lambda config, settings: config | settings,
+        given, following, measure, lambda config, settings: config | settings,
         lambda start: f"{1 / start.seconds_per_token:,.0f} output tokens/s", budget_seconds=budget_seconds, say=say,
         clock=clock, keep=keep,
     )  # fmt: skip

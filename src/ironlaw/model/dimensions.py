@@ -107,6 +107,11 @@ class Dimensions(Switches):
         return self.key_value_heads * self.size_of_head
 
     @property
+    def cached_size(self) -> int:
+        """Elements of a token in the cache of one layer: keys and values, or latent attention's narrow vector."""
+        return 2 * self.key_value_size if self.latent is None else self.latent.down_size
+
+    @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Rows of query, key and value in the qkv matrix."""
         return self.query_size, self.key_value_size, self.key_value_size

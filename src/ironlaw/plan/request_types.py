@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ironlaw.catalog.accelerators import taken_for
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.ledger import Ledger
@@ -46,6 +47,12 @@ class Assumption:
 
     def to_json(self) -> dict[str, str]:
         return asdict(self)
+
+
+def assume_accelerator(name: str) -> list[Assumption]:
+    """Returns which of several forms is planned where `name` does not tell them apart; nothing where it does."""
+    taken, why = taken_for(name) or (name, "")
+    return [Assumption("accelerator", taken, f"'{name}': {why}", "--on")] if why else []
 
 
 def assume_unsaid(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:

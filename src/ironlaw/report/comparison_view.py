@@ -103,9 +103,9 @@ def tuned_view(found: Found, path: str) -> Document:
     if found["trials"]:
         columns = ["remedy", "<change", "planned", "measured", "noise", "loss", "<"]
         made.table(columns, map(_trial, found["trials"]))
-    kept = _settings(found["settings"])
+    kept, verdict = _settings(found["settings"]), "Nothing pays" if found["trials"] else "Nothing was tried"
     made.text(strong(f"{units.percent(found['gain'])} less time per token: {kept}." if kept else
-                     "Nothing pays: kept as it is."))  # fmt: skip
+                     f"{verdict}: kept as it is."))  # fmt: skip
     made.text(
         f"{found['runs']} short runs in {units.seconds(found['seconds'])}; {found['stopped']}. Gains are fractions of "
         f"the time per token, each against the unchanged config run before and after it. {path}", role="dim",

@@ -49,8 +49,12 @@ def serving_view(ledger: Ledger, more: dict[str, Any]) -> Document:
     title += f": {served['layout']}, weights {served['weights']}, cache {served['kv']}"
     made.title(title, below=asked)
     if not ledger.facts["fits"]:
-        needed, has = ledger.totals["weight_bytes"].value, ledger.memory[-1].bytes
-        made.text(f"does not fit: weights take {units.bytes_(needed)} of all devices ({units.bytes_(has)} free)")
+        needed, tokens = ledger.totals["weight_bytes"].value, ledger.totals["kv_tokens"].value
+        has, request = ledger.facts["memory_bytes"], ledger.facts["request"]
+        made.text(
+            f"does not fit: weights take {units.bytes_(needed)} of {units.bytes_(has)}, which leaves a cache of "
+            f"{tokens:,.0f} tokens for requests of {request['input'] + request['output']:,}"
+        )
         return made
     _limits(made, ledger)
     _totals(made, ledger, more["cost"])

@@ -42,8 +42,7 @@ class AnswerFormat:
         self._begun.add(piece.index)
         if not (piece.text or first or piece.finish or self.logprobs is not None):
             return  # an incomplete character, or the possible start of a stop string
-        choice = {"index": piece.index, "finish_reason": piece.finish} | self.gained(piece)
-        yield self.document(self.chunk_kind, [choice])
+        yield self.document(self.chunk_kind, [self.choice(piece)])
 
     def end(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         if self.wants_usage:
@@ -54,13 +53,14 @@ class AnswerFormat:
         for index, found in enumerate(pieces):
             text, finish = "".join(piece.text for piece in found), found[-1].finish
             all_of = OutputPiece(index, text, [one for piece in found for one in piece.chosen], finish)
-            choices.append({"index": index, "finish_reason": finish} | self.complete(all_of))
+            choices.append(self.choice(all_of, whole=True))
         return self.document(self.kind, choices) | {"usage": usage(requests, self.body.n)}
 
-    def gained(self, piece: OutputPiece) -> dict[str, Any]:
-        raise NotImplementedError
+    def choice(self, piece: OutputPiece, whole: bool = False) -> dict[str, Any]:
+        """Return a piece of an answer, or a whole one."""
+        return {"index": piece.index, "finish_reason": piece.finish, "logprobs": self.logs(piece)}
 
-    def complete(self, answer: OutputPiece) -> dict[str, Any]:
+    def logs(self, piece: OutputPiece) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def reader(self) -> TokenReader:
@@ -87,34 +87,31 @@ class CompletionAnswer(AnswerFormat):
         super().__init__(model, body, text)
         self.max_tokens, self.logprobs, self.echo = body.max_tokens, body.logprobs, body.echo
         self._prompts = body.prompts
-        self._ends: dict[int, tuple[TokenReader, int]] = {}  # characters of each answer so far, for `text_offset`
+        self._ends: dict[int, int] = {}  # characters of each answer so far, for `text_offset`
 
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         for index in range(len(requests) if self.echo else 0):
             choice = {"index": index, "finish_reason": None, "text": self._prompt(index), "logprobs": None}
             yield self.document(self.chunk_kind, [choice])
 
-    def gained(self, piece: OutputPiece) -> dict[str, Any]:
-        return {"text": piece.text, "logprobs": self._logs(piece)}
-
-    def complete(self, answer: OutputPiece) -> dict[str, Any]:
-        before = self._prompt(answer.index) if self.echo else ""
-        return {"text": before + answer.text, "logprobs": self._logs(answer)}
+    def choice(self, piece: OutputPiece, whole: bool = False) -> dict[str, Any]:
+        before = self._prompt(piece.index) if whole and self.echo else ""
+        return super().choice(piece) | {"text": before + piece.text}
 
     def _prompt(self, index: int) -> str:
         prompt = self._prompts[index // self.body.n]
         return prompt if isinstance(prompt, str) else "" if self.text is None else self.text.decode(prompt)
 
-    def _logs(self, piece: OutputPiece) -> dict[str, Any] | None:
+    def logs(self, piece: OutputPiece) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        reader, offset = self._ends.get(piece.index) or (self.reader(), 0)
+        offset, read = self._ends.get(piece.index, 0), self.reader()
         tokens, offsets = [self.spelt(one.token) for one in piece.chosen], []
         for one, token in zip(piece.chosen, tokens, strict=True):
-            gained = len(reader(one.token))  # with what a broken character before has become
-            offsets.append(offset + max(0, gained - len(token)))
-            offset += gained
-        self._ends[piece.index] = reader, offset
+            text = read(one.token) if one.text is None else one.text  # the prompt's tokens are not decoded
+            offsets.append(offset + max(0, len(text) - len(token)))  # behind what a broken character has become
+            offset += len(text)
+        self._ends[piece.index] = offset
         # The drawn token is there, too, if it is not among the most likely ones.
         tops = [
             None if one.logprob is None else {self.spelt(t): log for t, log in (*one.top, (one.token, one.logprob))}
@@ -138,18 +135,16 @@ class ChatAnswer(AnswerFormat):
             delta = {"role": "assistant", "content": ""}
             yield self.document(self.chunk_kind, [{"index": index, "delta": delta, "finish_reason": None}])
 
-    def gained(self, piece: OutputPiece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        return {"delta": delta, "logprobs": self._logs(piece.chosen)}
+    def choice(self, piece: OutputPiece, whole: bool = False) -> dict[str, Any]:
+        if whole:
+            return super().choice(piece) | {"message": {"role": "assistant", "content": piece.text}}
+        return super().choice(piece) | {"delta": {"content": piece.text} if piece.text else {}}
 
-    def complete(self, answer: OutputPiece) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": answer.text}, "logprobs": self._logs(answer.chosen)}
-
-    def _logs(self, chosen: Sequence[SampledToken]) -> dict[str, Any] | None:
+    def logs(self, piece: OutputPiece) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
         content = []
-        for one in chosen:
+        for one in piece.chosen:
             tops = [self._log(token, log) for token, log in one.top]
             content.append(self._log(one.token, one.logprob) | {"top_logprobs": tops})
         return {"content": content}
@@ -191,9 +186,10 @@ class TextDecoder:
         self._held = ""
         self._ready: list[str] = []
 
-    def __call__(self, token: int, may_stop: bool = True) -> bool:
+    def __call__(self, chosen: SampledToken, may_stop: bool = True) -> bool:
         """Decode a new token. Returns True if a stop string is complete, where one `may_stop` the answer."""
-        self._held += self.read(token)
+        chosen.text = self.read(chosen.token)
+        self._held += chosen.text
         ends = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0] if may_stop else []
         if ends:
             at, stop = min(ends)

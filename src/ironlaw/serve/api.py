@@ -126,21 +126,20 @@ class Server:
         return max(1, min(60, math.ceil(each * self.engine.waiting / self.config.batch)))
 
     def _job(self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat) -> Job:
-        grammar = body.grammar()
-        constraint = None
-        if grammar is not None:
-            constraint = partial(State, grammar_of(*grammar), self._token_table)
-        if (body.stops or grammar) and self.text is None:
+        asked = body.grammar()
+        if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
+        grammar = None if asked is None else grammar_of(*asked)
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
             if not 0 <= token < self.engine.model_config.vocab:
                 raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
         job = Job()
         for prompt in prompts:
-            sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
+            sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs)
             for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
                 request = Request(prompt, replace(sampling, seed=seed), priority=body.priority)
+                request.state = None if grammar is None else State(grammar, self._token_table)
                 self._connect(request, job, form.reader())
         return job
 
@@ -159,8 +158,6 @@ class Server:
         sampling = request.sampling
         reader = TextDecoder(read, sampling.stop, sampling.keeps_stop)
         index = len(job.requests)
-        if sampling.constraint is not None:
-            request.state = sampling.constraint()
 
         def on_output(request: Request, chosen: list[SampledToken]) -> None:
             finish = request.finish
@@ -171,8 +168,7 @@ class Server:
 
     @cached_property
     def _token_table(self) -> Any:
-        if self.text is None:
-            raise UserError("this model has no tokenizer: forms of answers need one")
+        assert self.text is not None
         return token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
 
     async def _stream(self, job: Job, form: AnswerFormat) -> AsyncIterator[str]:
@@ -271,7 +267,8 @@ def create_app(engine: Engine) -> FastAPI:
     app = FastAPI(title="Ironlaw", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     app.add_middleware(RequestLimits, config=config)
-    _add_errors(app)
+    for kind in (HTTPException, ValidationError, RequestValidationError, ClientDisconnect, UserError, Exception):
+        app.add_exception_handler(kind, _refused)
     _add_answers(app, server)
     _add_figures(app, server)
     return app
@@ -379,25 +376,17 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
     return document
 
 
-def _add_errors(app: FastAPI) -> None:
-    """Report every error as one line in OpenAI's format."""
-    refusals: dict[type[Exception], Callable[[Any], Response]] = {
-        HTTPException: lambda error: _refusal(str(error.detail), error.status_code, error.headers),
-        ClientDisconnect: lambda error: _refusal("the client left before its request was whole", 400),
-        UserError: lambda error: _refusal(str(error), 400),
-        ValidationError: lambda error: _refusal(_explained(error.errors()), 400),
-        RequestValidationError: lambda error: _refusal(_explained(error.errors()), 400),
-        Exception: lambda error: _refusal(f"{type(error).__name__} in the server", 500),
-    }
-
-    def handler(refusal: Callable[[Any], Response]) -> Callable[[HttpRequest, Any], Any]:
-        async def answer(request: HttpRequest, error: Any) -> Response:
-            return refusal(error)
-
-        return answer
-
-    for kind, refusal in refusals.items():
-        app.add_exception_handler(kind, handler(refusal))
+async def _refused(http: HttpRequest, error: Exception) -> Response:
+    """Report an error as one line in OpenAI's format."""
+    if isinstance(error, HTTPException):
+        return _refusal(str(error.detail), error.status_code, error.headers)
+    if isinstance(error, ValidationError | RequestValidationError):
+        return _refusal(_explained(error.errors()), 400)
+    if isinstance(error, ClientDisconnect):
+        return _refusal("the client left before its request was whole", 400)
+    if isinstance(error, UserError):
+        return _refusal(str(error), 400)
+    return _refusal(f"{type(error).__name__} in the server", 500)
 
 
 def _explained(problems: Sequence[Any]) -> str:

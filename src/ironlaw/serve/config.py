@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ironlaw.config import toml_value
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_toml
 
 
 class ServeConfig(BaseModel):
@@ -51,16 +53,23 @@ class ServeConfig(BaseModel):
     seed: int = 0  # of requests that give none
 
 
-def serve_config(overrides: Sequence[str] = (), **values: Any) -> ServeConfig:
-    """Return the config from `serve.key=value` texts (prefix optional). The first problem is a one-line UserError."""
+def serve_config(overrides: Sequence[str] = (), file: Path | None = None, **values: Any) -> ServeConfig:
+    """Return the config from the [serve] table of a TOML file, values, and `serve.key=value` texts (prefix optional),
+    the last of which counts. The first problem is a one-line UserError."""
+    if file is not None:
+        table = read_toml(file).get("serve")
+        if not isinstance(table, dict):
+            raise UserError(f"{file} has no [serve] table: give the tuned.toml of `ironlaw tune --serve`")
+        values = table | values
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("serve.")
         if not equals:
             raise UserError(f"--set {text!r} is not serve.key=value: write for example --set serve.batch=16")
+        values[key] = toml_value(value)
+    for key in values:
         if key not in ServeConfig.model_fields:
             raise UserError(f"unknown key serve.{key}: {did_you_mean(key, ServeConfig.model_fields, prefix='serve.')}")
-        values[key] = toml_value(value)
     try:
         config = ServeConfig(**values)
     except ValidationError as error:

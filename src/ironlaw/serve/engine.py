@@ -11,6 +11,7 @@ Everything but `submit`, `cancel` and reading statistics happens in the thread t
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from ironlaw.serve.recording import Recording
 from ironlaw.serve.request import FinishReason, Request, SampledToken, SamplingParams
 from ironlaw.serve.runner import Runner, RunnerWork, kv_bytes_per_token
 from ironlaw.serve.sampler import Row, sample
-from ironlaw.serve.scheduler import Scheduled, Scheduler
+from ironlaw.serve.scheduler import Scheduler
 from ironlaw.serve.speculation import DraftModel, NGram, Proposer
 from ironlaw.serve.trace import StepRecord, Trace
 
@@ -68,7 +69,7 @@ class Engine:
             Runner(m, own, count, config.block, config.compiled, config.graphs)
             for m, own in zip(models, groups, strict=True)
         )
-        self.proposer: Proposer | None = None
+        self.proposer = Proposer()
         if config.speculation == "ngram":
             self.proposer = NGram(config.ngram, config.drafted)
         elif drafts:
@@ -165,12 +166,15 @@ class Engine:
             self._stopping = self.is_draining = True
             self._wake.notify()
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Request]:
-        """Answer all prompts in the calling thread, for `ironlaw generate`, tests and benchmarks."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, at_once: float = math.inf
+    ) -> list[Request]:
+        """Answer all prompts in the calling thread, at most `at_once` of them in progress, for `ironlaw generate`,
+        `ironlaw tune --serve`, tests and benchmarks."""
         requests = [Request(prompt, sampling) for prompt in prompts]
-        left = deque(requests)
+        left, most = deque(requests), min(at_once, self.config.batch + self.config.waiting)
         while left or self.running or self.waiting:
-            while left and self.waiting < max(1, self.config.waiting):
+            while left and self.running + self.waiting < most:
                 self.submit(left.popleft())
             self.step()
         return requests
@@ -219,18 +223,16 @@ class Engine:
         """Take one step. Returns the number of requests in it."""
         began = time.perf_counter()
         self._take_in()
-        step = self.scheduler.schedule(None if self.proposer is None else self._propose)
+        step = self.scheduler.schedule(self._propose)
         if not step:
             return 0
-        if self.proposer is not None:
-            self.proposer.fill([scheduled.request for scheduled in step])
+        self.proposer.fill(step)
         scheduled_at = time.perf_counter()
-        work = [self._work(scheduled) for scheduled in step]
-        record = self._record(step, work)
+        work = [self._work(request, count) for request, count in step.items()]
+        record = self._record(work)
         with self.recording.step(self.served.model, record.phase):
             logits, ordered = self.runner.run(work)
-        if self.proposer is not None:
-            self.proposer.computed(work)
+        self.proposer.computed(work)
         if self.served.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         computed_at = time.perf_counter()
@@ -286,28 +288,29 @@ class Engine:
                 self._finish(request, "cancelled", [])
 
     def _propose(self, request: Request) -> list[int]:
-        assert self.proposer is not None
-        drafted = self.proposer.propose(request) if request.sampling.can_speculate else []
+        # Drafted tokens are verified by the model's own logits, which nothing may change or mask.
+        is_own = request.state is None and not request.sampling.changes_logits
+        drafted = self.proposer.propose(request) if is_own else []
         if not self.model_config.rope_long or request.is_long:
             return drafted
         # Beyond the original context all tokens are computed again, so a step must not cross its end.
         return drafted[: max(0, self._original_context - len(request.tokens))]
 
-    def _work(self, scheduled: Scheduled) -> RunnerWork:
-        request = scheduled.request
-        known = request.tokens[request.computed : request.computed + scheduled.count]
-        wanted = 1 + len(request.drafted) if scheduled.is_last_chunk else 0
+    def _work(self, request: Request, count: int) -> RunnerWork:
+        end = request.computed + count
+        known = request.tokens[request.computed : end]
+        wanted = 1 + len(request.drafted) if end >= len(request.tokens) else 0  # no logits within a prompt
         if request.is_scoring:
             wanted = len(known)
         return RunnerWork(request, known + request.drafted, request.computed, wanted)
 
-    def _record(self, step: Sequence[Scheduled], work: Sequence[RunnerWork]) -> StepRecord:
+    def _record(self, work: Sequence[RunnerWork]) -> StepRecord:
         decoding = [len(w.tokens) for w in work if w.request.is_decoding]
         decode, prefill = sum(decoding), sum(len(w.tokens) for w in work) - sum(decoding)
         return StepRecord(
             number=self.trace.count, start=time.monotonic(),
             phase="mixed" if decode and prefill else "decode" if decode else "prefill",
-            requests=len(step), prefill_tokens=prefill, decode_tokens=decode, decode_requests=len(decoding),
+            requests=len(work), prefill_tokens=prefill, decode_tokens=decode, decode_requests=len(decoding),
             accepted=0, produced=0,
             kv_tokens=sum(w.start for w in work), kv_usage=self.blocks.usage, waiting=len(self.scheduler.waiting),
         )  # fmt: skip
@@ -350,7 +353,7 @@ class Engine:
                 request.state.take(chosen.token)
             ends = chosen.token in request.ends
             if request.decode is not None and (sampling.keeps_stop or not ends):
-                ends |= request.decode(chosen.token, count > sampling.min_tokens)
+                ends |= request.decode(chosen, count > sampling.min_tokens)
             if ends:
                 finish = "stop"
             full = len(request.tokens) > self.longest_prompt

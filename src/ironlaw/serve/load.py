@@ -12,9 +12,11 @@ import math
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -277,7 +279,7 @@ async def run(
     prompts = await _prompts(client, plans, shared_prefix)
     before = await client.get("/steps?since=999999999")
     limit = asyncio.Semaphore(concurrency) if concurrency else None
-    began, outcomes, done = time.perf_counter(), [], 0
+    began, done = time.perf_counter(), 0
 
     async def one(plan: PlannedRequest, prompt: str | list[int]) -> RequestOutcome:
         nonlocal done
@@ -346,19 +348,16 @@ def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float |
     """Return counts, percentiles and rates, as printed by `ironlaw bench --json`."""
     good = [o for o in report.outcomes if o.is_ok]
     refused = [o for o in report.outcomes if o.status in (429, 503)]
-    errors: dict[str, int] = {}
-    for outcome in report.outcomes:
-        if not outcome.is_ok and outcome.status not in (429, 503):
-            what = outcome.error or "empty answer"
-            errors[what] = errors.get(what, 0) + 1
+    failed = [o for o in report.outcomes if not o.is_ok and o.status not in (429, 503)]
+    errors = Counter(o.error or "empty answer" for o in failed)
     first, each = ttft_limit or math.inf, tpot_limit or math.inf
     within = [o for o in good if (o.ttft or 0.0) <= first and (o.tpot or 0.0) <= each]
-    gaps = [b - a for o in good for a, b in zip(o.times, o.times[1:], strict=False)]
+    gaps = [b - a for o in good for a, b in pairwise(o.times)]
     tokens = sum(o.output_tokens for o in good)
     asked = sum(o.prompt_tokens for o in good) if all(o.has_usage for o in good) else None
     return {
         "requests": len(report.outcomes), "completed": len(good), "refused": len(refused),
-        "errors": sum(errors.values()), "error_messages": errors, "seconds": report.seconds,
+        "errors": len(failed), "error_messages": errors, "seconds": report.seconds,
         "requests_per_second": len(good) / report.seconds,
         "output_tokens": tokens, "output_tokens_per_second": tokens / report.seconds,
         "prompt_tokens": asked,  # None: the server does not tell them, and its output tokens are pieces of answers

@@ -32,10 +32,13 @@ def facts(engine: Engine) -> dict[str, Any]:
     """Return the engine's settings and counters: all that a plan of the same serving needs."""
     import torch
 
+    from ironlaw.machine.host import cpu_name
+
     served, config = engine.served, engine.config
+    device = torch.cuda.get_device_name(served.device) if served.device.type == "cuda" else cpu_name()
     return {
         "kind": "serving", "engine": "ironlaw", "model": engine.model_config.model_dump(exclude_none=True, mode="json"),
-        "name": served.name, "device": device_name(served.device), "weights": served.weights, "kv": served.kv,
+        "name": served.name, "device": device, "weights": served.weights, "kv": served.kv,
         "threads": served.threads, "batch": config.batch, "token_budget": config.token_budget, "block": config.block,
         "blocks": engine.blocks.count, "kv_tokens": engine.blocks.tokens,
         "kv_bytes": engine.runner.kv_bytes, "weight_bytes": served.weight_bytes, "policy": config.policy,
@@ -45,16 +48,6 @@ def facts(engine: Engine) -> dict[str, Any]:
         "passes": engine.passes, "request_seconds": engine.request_seconds,
         "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }  # fmt: skip
-
-
-def device_name(device: Any) -> str:
-    if device.type == "cuda":
-        import torch
-
-        return str(torch.cuda.get_device_name(device))
-    from ironlaw.machine.host import cpu_name
-
-    return cpu_name()
 
 
 def serving_ledger(

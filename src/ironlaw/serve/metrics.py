@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ironlaw.serve.engine import Engine
-    from ironlaw.serve.request import Request
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ironlaw.serve.engine import Engine
+from ironlaw.serve.request import Request
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
@@ -15,8 +17,6 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000,
 
 class Metrics:
     def __init__(self, engine: Engine) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Histogram
-
         self.registry = CollectorRegistry()
         label = {"registry": self.registry, "labelnames": ("model_name",)}
         name = engine.served.name
@@ -52,8 +52,6 @@ class Metrics:
                 self._between.observe((request.last_token - request.first_token) / (count - 1))
 
     def text(self) -> bytes:
-        from prometheus_client import generate_latest
-
         return generate_latest(self.registry)
 
 
@@ -64,8 +62,6 @@ class _Live:
         self.engine = engine
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         engine, totals = self.engine, self.engine.trace
         gauges = {
             "num_requests_running": engine.running,

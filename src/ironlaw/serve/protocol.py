@@ -120,7 +120,7 @@ class RequestBody(BaseModel):
             return chosen[0]
         return None
 
-    def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> SamplingParams:
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         if self.min_tokens > max_tokens:
             raise UserError(f"min_tokens = {self.min_tokens} is more than the max_tokens of {max_tokens}: use as many")
         return SamplingParams(
@@ -128,7 +128,7 @@ class RequestBody(BaseModel):
             min_p=self.min_p, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty, seed=self.seed, stop=self.stops,
             stop_tokens=tuple(self.stop_token_ids), ignore_end=self.ignore_eos, min_tokens=self.min_tokens,
-            logprobs=logprobs, logit_bias=tuple((self.logit_bias or {}).items()), constraint=constraint,
+            logprobs=logprobs, logit_bias=tuple((self.logit_bias or {}).items()),
             keeps_stop=self.include_stop_str_in_output,
         )  # fmt: skip
 
@@ -150,9 +150,8 @@ class CompletionRequest(RequestBody):
             raise ValueError("max_tokens = 0 asks for nothing: use 1 or more, or send echo = true and logprobs")
         return self
 
-    def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> SamplingParams:
-        found = super().sampling(max_tokens, logprobs, constraint)
-        return replace(found, scores_prompt=self.echo and logprobs is not None)
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        return replace(super().sampling(max_tokens, logprobs), scores_prompt=self.echo and logprobs is not None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

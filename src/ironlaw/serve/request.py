@@ -32,7 +32,6 @@ class SamplingParams:
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     scores_prompt: bool = False  # report these of the prompt's tokens, too
     logit_bias: tuple[tuple[int, float], ...] = ()
-    constraint: Callable[[], Any] | None = None  # creates the state of the answer's constraint: `constrain.State`
     keeps_stop: bool = False  # the stop string is part of the answer
 
     @property
@@ -51,17 +50,13 @@ class SamplingParams:
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
-    @property
-    def can_speculate(self) -> bool:
-        """Whether drafted tokens can be verified by the model's own logits, which nothing may change or mask."""
-        return not self.changes_logits and self.constraint is None
-
 
 @dataclass
 class SampledToken:
-    """A token and, if requested, log-probabilities."""
+    """A token and, if requested, log-probabilities. `text` is what it adds to the answer, once it is decoded."""
 
     token: int
+    text: str | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
@@ -85,7 +80,7 @@ class Request:
     # Called with new tokens; the last call has `finish` set.
     on_output: Callable[[Request, list[SampledToken]], None] = lambda request, chosen: None
     # Decodes a new token. Returns whether its text ends the answer, which the second argument allows.
-    decode: Callable[[int, bool], bool] | None = None
+    decode: Callable[[SampledToken, bool], bool] | None = None
     priority: int = 0  # lower goes first, with policy "priority"
     number: int = 0  # in order of arrival
     seed: int = 0
@@ -106,7 +101,7 @@ class Request:
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
     scored: list[SampledToken] = field(default_factory=list)  # the prompt's first tokens, if they are wanted
-    state: Any = None  # of the constraint
+    state: Any = None  # of the answer's constraint: `constrain.State`
     admitted: float | None = None  # time of the first scheduling
     first_token: float | None = None
     last_token: float | None = None

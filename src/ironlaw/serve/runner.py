@@ -76,6 +76,7 @@ class Runner:
         if config.latent is not None:  # values are the first elements of keys
             shapes = replace(shapes, value=config.latent.key_value_rank)
         activation = torch.bfloat16 if self.autocast else torch.float32
+        self.rounds = kept not in (activation, torch.float32)  # new keys and values are read as they are kept
         self.native = None
         if compiles and device.type == "cpu":
             self.native = compiled(shapes, kept, activation)
@@ -123,13 +124,17 @@ class Runner:
             long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
         positions = self._tensor(places)
         steps = [self._step_tokens(few, many, positions, group) for group in range(max(self.groups) + 1)]
-        for cache, group in zip(self.caches, self.groups, strict=True):
-            cache.step_tokens = steps[group]
         # Not under the profiler, which identifies operations by their modules.
         whole = self.blocks if steps[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
-        with self.precision():
-            logits = self.model.forward_cached(self._tensor(tokens), positions, self.caches, rows, long, whole)
+        logits = self._forward(steps, self._tensor(tokens), positions, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
+
+    def _forward(self, steps: Sequence[StepTokens], tokens: Tensor, positions: Tensor, *more: Any) -> Tensor:
+        """Return the model's logits, given the tokens of the step for each group of layers."""
+        for cache, group in zip(self.caches, self.groups, strict=True):
+            cache.step_tokens = steps[group]
+        with torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            return self.model.forward_cached(tokens, positions, self.caches, *more)
 
     def _graphed(self, graphs: Graphs, work: Sequence[RunnerWork]) -> Tensor:
         """Return logits (P, V) of one new token each, by a graph: requests and pages are padded to powers of two."""
@@ -148,13 +153,7 @@ class Runner:
             StepTokens(r, None, [Group(whole, len(tokens), 1, positions[:, None], b)])
             for r, b in zip(rows, blocks, strict=True)
         ]
-        for cache, group in zip(self.caches, self.groups, strict=True):
-            cache.step_tokens = steps[group]
-        with self.precision():
-            return self.model.forward_cached(tokens, positions, self.caches)
-
-    def precision(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+        return self._forward(steps, tokens, positions)
 
     def arrange(self, work: Sequence[RunnerWork]) -> tuple[list[RunnerWork], list[list[RunnerWork]]]:
         """Split `work` into requests for compiled code, and groups of others with equal numbers of new tokens."""
@@ -194,7 +193,8 @@ class Runner:
             count, each = len(part), len(part[0].tokens)
             rows = slice(row, row + count * each)
             row = rows.stop
-            blocks = None if part[0].start == 0 else self.stores[0].blocks(self._table(part, group))
+            reads = self.rounds or part[0].start > 0
+            blocks = self.stores[0].blocks(self._table(part, group)) if reads else None
             groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
         ordered = [*few, *(w for part in many for w in part)]
         return StepTokens(None if keeps else self._rows(ordered, positions, group), decode, groups)

@@ -10,24 +10,10 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ironlaw.serve.blocks import Blocks
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.request import Request
-
-
-@dataclass(eq=False)
-class Scheduled:
-    """One request's part of a step: `count` tokens from `request.computed` on, including drafted ones."""
-
-    request: Request
-    count: int
-
-    @property
-    def is_last_chunk(self) -> bool:
-        """Whether no known token is left to compute afterwards, so that logits are wanted."""
-        return self.request.computed + self.count >= len(self.request.tokens)
 
 
 class Scheduler:
@@ -50,10 +36,11 @@ class Scheduler:
                 queue.remove(request)
         self.blocks.release(request)
 
-    def schedule(self, propose: Callable[[Request], list[int]] | None = None) -> list[Scheduled]:
-        """Return the next step. `propose` drafts tokens of a decoding request, as far as budget and pages allow."""
+    def schedule(self, propose: Callable[[Request], list[int]]) -> dict[Request, int]:
+        """Return the next step: the tokens of each request, from `request.computed` on, drafted ones included.
+        `propose` drafts tokens of a decoding request, as far as budget and pages allow."""
         budget = self.config.token_budget
-        step: list[Scheduled] = []
+        step: dict[Request, int] = {}
         if any(self.blocks.windows):
             for request in self.running:
                 self.blocks.forget(request)
@@ -63,36 +50,36 @@ class Scheduler:
             if self.preemptions > preempted and request not in self.running:  # preempted for an earlier one
                 continue
             known = request.left(request.computed)
-            drafted = propose(request) if propose is not None and request.is_decoding else []
+            drafted = propose(request) if request.is_decoding else []
             request.drafted = drafted[: max(0, budget - known - left)]
             count = min(known, budget)
             if count and self._make_room(request, request.computed + count, step):
-                step.append(Scheduled(request, count + len(request.drafted)))
-                budget -= step[-1].count
-        for decoding in step:
-            self._remember(decoding)
+                step[request] = count + len(request.drafted)
+                budget -= step[request]
+        for decoding, count in step.items():
+            self._remember(decoding, count)
         while self.waiting and budget > 0 and len(self.running) < self.config.batch:
-            scheduled = self._admit(self.waiting[0], budget)
-            if scheduled is None:
+            request = self.waiting[0]
+            if not (count := self._admit(request, budget)):
                 break
-            step.append(scheduled)
-            budget -= scheduled.count
-            self._remember(scheduled)
+            step[request] = count
+            budget -= count
+            self._remember(request, count)
         return step
 
-    def _remember(self, scheduled: Scheduled) -> None:
+    def _remember(self, request: Request, count: int) -> None:
         """Let others share what the step will compute: keys are written before they are read, also within a step."""
-        request = scheduled.request
-        self.blocks.remember(request, min(request.computed + scheduled.count, len(request.tokens)))
+        self.blocks.remember(request, min(request.computed + count, len(request.tokens)))
 
-    def _admit(self, request: Request, budget: int) -> Scheduled | None:
+    def _admit(self, request: Request, budget: int) -> int:
+        """Return the tokens of a request's first step; 0 if there is no room for it."""
         found = self.blocks.find(request)
         computed = len(found[0]) * self.blocks.size
         count = min(request.left(computed), budget)
         more = len(found) * (-(-(computed + count) // self.blocks.size) - len(found[0]))
         # Every running request may need a page next: do not admit a request that would be preempted a step later.
         if not self.blocks.can_take(found, more + min(len(found) * len(self.running), self.blocks.free // 8)):
-            return None
+            return 0
         self.waiting.pop(0)
         self.blocks.take(request, found)
         self.blocks.extend(request, more)
@@ -103,9 +90,9 @@ class Scheduler:
             request.admitted, request.shared_tokens = time.monotonic(), computed
         request.drafted = []
         self.running.append(request)
-        return Scheduled(request, count)
+        return count
 
-    def _make_room(self, request: Request, tokens: int, step: list[Scheduled]) -> bool:
+    def _make_room(self, request: Request, tokens: int, step: dict[Request, int]) -> bool:
         """Allocate pages for the first `tokens` of a request and, if enough are free, for its draft. Preempts requests,
         the last first. Returns False if that includes the request itself."""
         if self.blocks.needed(request, tokens + len(request.drafted)) <= 0:
@@ -115,7 +102,7 @@ class Scheduler:
         while self.blocks.needed(request, tokens) > self.blocks.free:
             victim = max(self.running, key=self.order)
             self.preempt(victim)
-            step[:] = [scheduled for scheduled in step if scheduled.request is not victim]
+            step.pop(victim, None)
             if victim is request:
                 return False
         self.blocks.extend(request, max(0, self.blocks.needed(request, tokens + len(request.drafted))))

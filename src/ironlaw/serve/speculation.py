@@ -8,7 +8,7 @@ proposed token t is accepted with probability p(t), as in rejection sampling wit
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ironlaw.serve.request import Request
 from ironlaw.serve.runner import Runner, RunnerWork
@@ -16,11 +16,13 @@ from ironlaw.serve.sampler import likeliest
 
 
 class Proposer:
+    """Proposes nothing."""
+
     def propose(self, request: Request) -> list[int]:
         """Return tokens that may come next, or placeholders if `fill` finds them for all requests at once."""
-        raise NotImplementedError
+        return []
 
-    def fill(self, requests: Sequence[Request]) -> None:
+    def fill(self, requests: Iterable[Request]) -> None:
         """Replace placeholders by proposed tokens. Pages for them are allocated."""
 
     def computed(self, work: Sequence[RunnerWork]) -> None:
@@ -63,7 +65,7 @@ class DraftModel(Proposer):
         for w in without:
             w.request.drafted_for = w.start + len(w.tokens)
 
-    def fill(self, requests: Sequence[Request]) -> None:
+    def fill(self, requests: Iterable[Request]) -> None:
         wanted = [request for request in requests if request.drafted]
         if not wanted:
             return

@@ -41,7 +41,6 @@ class Load:
     """A load: `prompts` (token ids, used in turn), `answer` tokens, `at_once` requests, least `seconds` per trial."""
 
     path: Path
-    config: ServeConfig
     prompts: Sequence[Sequence[int]]
     answer: int
     at_once: int
@@ -50,8 +49,7 @@ class Load:
     def __call__(self, settings: Mapping[str, Any]) -> TrialResult:
         """Run one trial. Raises UserError if `settings` are not possible."""
         # With shared prefixes, repeated prompts would cost nothing.
-        own = {"waiting": len(self.prompts), "share_prefixes": False}
-        config = ServeConfig(**self.config.model_dump(exclude_unset=True) | own | dict(settings))
+        config = ServeConfig(**dict(settings) | {"waiting": self.at_once, "share_prefixes": False})
         engine = Engine(load_served(self.path, config), config)
         sampling = SamplingParams(max_tokens=self.answer, temperature=0, ignore_end=True)
         engine.generate(self.prompts[: self.at_once], sampling)  # warm-up
@@ -59,7 +57,7 @@ class Load:
         first, began = engine.trace.count, time.monotonic()
         while not rates or time.monotonic() - began < self.seconds * (1 if len(rates) > 2 else 3):
             start = time.monotonic()
-            requests = engine.generate(self.prompts, sampling)
+            requests = engine.generate(self.prompts, sampling, self.at_once)
             rates.append((time.monotonic() - start) / sum(len(request.answer) for request in requests))
         decoding = [step.seconds for step in engine.trace.since(first) if step.phase == "decode"]
         return TrialResult(statistics.median(rates), statistics.median(decoding or [0.0]), self._loss(engine))
@@ -81,28 +79,31 @@ class Load:
         return statistics.mean(losses) if losses else 0.0
 
 
-def prompts_of(path: Path, count: int, tokens: int, data: str | None, say: Any) -> tuple[list[list[int]], bool]:
+def prompts_of(
+    path: Path, count: int, tokens: int, vocab: int, data: str | None, say: Any
+) -> tuple[list[list[int]], bool]:
     """Cut the held-out text of a run, or of `data`, into prompts. Without text, return random tokens, and False."""
-
     if data is None and not RunDirectory(path).is_run:
         say("no --data: the prompts are random, so that neither formats nor speculation are tried")
-        draws, vocab = random.Random(0), load_served(path, ServeConfig()).model.config.vocab
+        draws = random.Random(0)
         return [[draws.randrange(vocab) for _ in range(tokens)] for _ in range(count)], False
     config, dataset = text_of(path, data, say)
-    length = min(tokens, config.sequence)
     stream: list[int] = []
     for batch in Loader(dataset, config.data, config.sequence).validation(1, None):
         stream += batch.inputs.flatten().tolist()
-        if len(stream) >= count * length:
+        if len(stream) >= count * tokens:
             break
-    prompts = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    prompts = [stream[start : start + tokens] for start in range(0, len(stream) - tokens + 1, tokens)]
     if not prompts:
-        raise UserError(f"the held-out text has {len(stream)} tokens, a prompt {length}: give more by --data")
+        raise UserError(f"the held-out text has {len(stream)} tokens, a prompt {tokens}: give more by --data")
     return [prompts[number % len(prompts)] for number in range(count)], True
 
 
 def resolved(path: Path, config: ServeConfig) -> dict[str, Any]:
-    """Return the settings with "auto" resolved for this machine, and the number of usable `cores`."""
+    """Return the settings with "auto" resolved for this model and machine, its `vocab`, and the usable `cores`."""
     served = load_served(path, config)
-    found = {"weights": served.weights, "kv": served.kv, "threads": served.threads, "cores": usable_cores()}
-    return config.model_dump() | found
+    model = served.model.config
+    return config.model_dump() | {
+        "weights": served.weights, "kv": served.kv, "threads": served.threads, "cores": usable_cores(),
+        "context": min(config.context or model.context, model.context), "vocab": model.vocab,
+    }  # fmt: skip

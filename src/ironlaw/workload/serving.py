@@ -1,8 +1,7 @@
 """The operations of serving: one forward pass of an engine over new tokens that follow cached ones.
 
-    prefill(model, StepBatch(sequences=4, tokens=512))              # prompts, nothing cached
-    prefill(model, StepBatch(4, 512), cached=1024)                  # a chunk of each after a cached prefix
-    decode(model, sequences=32, cached=2048)                        # one token each
+    forward_pass(model, [Chunk(512)] * 4)                           # prompts, nothing cached
+    forward_pass(model, [Chunk(1, cached=2048)] * 32)               # one token each
     forward_pass(model, [Chunk(512, cached=1024), Chunk(1, 700)])   # both at once, each sequence at its own length
 
 The operations are those of training (`forward.py`), with weights and the residual stream in the products' precision.
@@ -14,24 +13,20 @@ the cache within its window; scores are counted one by one, not as half a square
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ironlaw.errors import UserError
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import Precision, Shape, elementwise
-from ironlaw.workload.collectives import Collective
 from ironlaw.workload.conventions import Conventions
-from ironlaw.workload.division import local_shape
 from ironlaw.workload.forward import final_norm
 from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, with_memory
-from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage, Tensor
-from ironlaw.workload.recipe import Recipe, StepBatch
-from ironlaw.workload.sharding import stage_parameters
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage
+from ironlaw.workload.recipe import Recipe
 
 INFERENCE = Conventions(autocast=False)
 
@@ -44,62 +39,15 @@ class Chunk:
     cached: int = 0
 
 
-def prefill(model: ModelConfig, batch: StepBatch, *, cached: int = 0, precision: Precision = "bf16") -> Program:
-    """Return a pass over `batch.tokens` of each prompt, after `cached` tokens of an earlier pass or a shared prefix."""
-    return forward_pass(model, [Chunk(batch.tokens, cached)] * batch.sequences, precision=precision)
-
-
-def decode(model: ModelConfig, sequences: int, cached: int, *, precision: Precision = "bf16") -> Program:
-    """Return a pass over one token of each sequence, after `cached` others."""
-    return forward_pass(model, [Chunk(1, cached)] * sequences, precision=precision)
-
-
-def forward_pass(
-    model: ModelConfig, chunks: Sequence[Chunk], layout: Layout | None = None, *, precision: Precision = "bf16"
-) -> Program:
-    """Return one pass over `chunks`, with logits of the last token of each. `layout` may only have `tp` ranks."""
-    layout = layout or Layout()
-    if layout.accelerators != layout.tp:
-        raise UserError(f"serving is planned over tp ranks, not in layout '{layout}': write for example tp=2")
-    tokens = sum(chunk.tokens for chunk in chunks)
-    whole = Shape(model, 1, tokens, precision, conventions=INFERENCE)
-    shape = replace(local_shape(whole, layout), division=whole.division)
-    layers = [
-        Layer(
-            EMBEDDING,
-            "embedding",
-            tuple(_kept_none([op for op in forward_of(shape, "embedding") if op.name != "mask"])),
-        )
-    ]
+def forward_pass(model: ModelConfig, chunks: Sequence[Chunk], *, precision: Precision = "bf16") -> Program:
+    """Return one pass over `chunks`, with logits of the last token of each."""
+    shape = Shape(model, 1, sum(chunk.tokens for chunk in chunks), precision, conventions=INFERENCE)
+    embedding = _kept_none([op for op in forward_of(shape, "embedding") if op.name != "mask"])
+    layers = [Layer(EMBEDDING, "embedding", tuple(embedding))]
     blocks = {kind: tuple(_block(shape, kind, chunks)) for kind in dict.fromkeys(layer_groups(model))}
     layers += [Layer(f"blocks.{n}", kind, blocks[kind]) for n, kind in enumerate(layer_groups(model))]
     layers.append(Layer(HEAD, "head", tuple(_kept_none(_head(shape, len(chunks))))))
-    parameters = stage_parameters(model, layout, 0)
-    w = shape.matmul_bytes
-    tensors = (
-        Tensor("weights", sum(p.elements for p in parameters) * w),
-        Tensor("cache", cache_bytes(shape.model, [c.cached + c.tokens for c in chunks], w), "keys and values"),
-    )
-    exchanges = _collectives(shape, len(chunks)) if layout.tp > 1 else ()
-    return Program(
-        layout, (Stage(tuple(layers), tuple(parameters)),), sent=tuple(exchanges), tensors=(tensors,),
-        model=model, recipe=Recipe(precision), shape=shape,
-    )  # fmt: skip
-
-
-def cache_bytes(model: ModelConfig, lengths: Iterable[int], element_bytes: float) -> float:
-    """Return the bytes of all layers' keys and values for sequences of these lengths; windowed layers keep a window."""
-    lengths = list(lengths)
-    held = 0
-    for layer in range(model.layers):
-        window = model.sliding_window if model.is_windowed(layer) else None
-        held += sum(length if window is None else min(window, length) for length in lengths)
-    return kept_elements(model) * held * element_bytes
-
-
-def kept_elements(model: ModelConfig) -> int:
-    """Return the cached elements per token and layer: keys and values, or latent attention's narrow vector and key."""
-    return 2 * model.key_value_size if model.latent is None else model.latent.down_size
+    return Program(Layout(), (Stage(tuple(layers)),), model=model, recipe=Recipe(precision), shape=shape)
 
 
 def scores(chunk: Chunk, window: int | None) -> int:
@@ -138,7 +86,7 @@ def _touched(op: Operation, shape: Shape) -> Operation:
 
 
 def _cache_write(op: Operation, shape: Shape) -> Operation:
-    written = elementwise(shape, "cache", "copy", shape.tokens * kept_elements(shape.model), 2)
+    written = elementwise(shape, "cache", "copy", shape.tokens * shape.model.cached_size, 2)
     return replace(written, group=op.group)
 
 
@@ -213,11 +161,3 @@ def _kept_none(operations: Sequence[Operation]) -> list[Operation]:
     left = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)
     result[-1] = with_memory(result[-1], frees_temporary=left)
     return result
-
-
-def _collectives(shape: Shape, rows: int) -> list[Collective]:
-    """The collectives of tp ranks: sums of the residual stream (embedding, two per block) and the gathered logits."""
-    stream = shape.tokens * shape.model.hidden * shape.matmul_bytes
-    calls = 1 + 2 * shape.model.layers
-    logits = rows * shape.model.vocab * shape.matmul_bytes
-    return [Collective("tp", "all_reduce", calls, calls * stream), Collective("tp", "all_gather", 1, logits)]

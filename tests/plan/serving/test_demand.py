@@ -8,7 +8,7 @@ from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.serving.demand import demand_of
-from ironlaw.workload.serving import Chunk, cache_bytes, forward_pass
+from ironlaw.workload.serving import Chunk, forward_pass
 
 DENSE = {
     "gpt2": ModelConfig.named("gpt2"),
@@ -35,8 +35,9 @@ def test_flops_and_cache_are_those_of_the_program(name: str) -> None:
     attended = sum(op.flops or 0 for op in operations if op.attention)
     lengths = [c.cached + 1 for c in chunks]
     assert demand.pair_flops * sum(demand.cached_tokens(n) for n in lengths) == pytest.approx(attended)
-    held = demand.cached * sum(demand.cached_tokens(n) for n in lengths) * 2
-    assert held == pytest.approx(cache_bytes(model, lengths, 2))
+    windows = [model.sliding_window if model.is_windowed(layer) else None for layer in range(model.layers)]
+    held = sum(min(window or n, n) for window in windows for n in lengths)
+    assert demand.cached * sum(demand.cached_tokens(n) for n in lengths) == pytest.approx(model.cached_size * held)
 
 
 def test_parameters_are_the_models_own() -> None:

@@ -12,7 +12,7 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.serving.answer import answer_serving, search_serving
+from ironlaw.plan.serving.answer import answer_serving, frontier, search_serving
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
@@ -35,7 +35,7 @@ LLAMA = ModelConfig.named("llama3-8b")
 
 
 def served(device: str = "h100-sxm-80gb", weights: str = "bf16", engine: str = "vllm", devices: int = 1) -> Served:
-    layout = ServingLayout(devices=devices, tp=devices)
+    layout = ServingLayout(tp=devices)
     return Served(LLAMA, accelerator(device), serving_engine(engine), layout, Formats(weights))
 
 
@@ -112,7 +112,7 @@ def test_what_the_host_does_for_a_prompt_delays_itself_and_a_quarter_of_it_the_o
 
 def test_a_pipeline_with_room_for_fewer_requests_than_parts_serves_them() -> None:
     request = parse_request("input=100000 output=1000 rate=0.01")
-    small = replace(served("rtx-3060"), model=ModelConfig.named("llama-3.1-8b"), layout=ServingLayout(devices=4, pp=4))
+    small = replace(served("rtx-3060"), model=ModelConfig.named("llama-3.1-8b"), layout=ServingLayout(pp=4))
     assert 1 <= small.most_requests(request) < 4
     assert plan_serving(small, request).totals["ttft_seconds"].value > 0
 
@@ -137,7 +137,7 @@ def test_speculation_gives_what_stands_for_a_wider_pass_and_the_drafts() -> None
 
 def test_experts_on_more_ranks_than_attention_exchange_tokens() -> None:
     model = ModelConfig.named("deepseek-v3")
-    layout = ServingLayout(devices=16, tp=1, attention_dp=16)
+    layout = ServingLayout(tp=1, attention_dp=16)
     system = system_of(model, accelerator("h200"), serving_engine("vllm"), layout, Formats("fp8"))
     visited = 16 * (1 - (15 / 16) ** 8)  # of 16 ranks, by a token that chooses 8 experts
     sent = 64 / 16 * visited * 15 / 16 * 7168 * 2 / (0.7 * system.link)
@@ -148,25 +148,43 @@ def test_experts_on_more_ranks_than_attention_exchange_tokens() -> None:
     assert 15 * 10e9 < copies < 15 * 25e9  # every rank has attention, the shared experts and the table
 
 
+def test_copies_of_attention_compute_prompts_side_by_side_when_played_as_in_closed_form() -> None:
+    model, request = ModelConfig.named("deepseek-v3"), parse_request("input=4096 output=512 rate=8/s")
+    layout = ServingLayout(tp=1, attention_dp=16)
+    plan = plan_serving(Served(model, accelerator("h200"), serving_engine("vllm"), layout, Formats("fp8")), request)
+    assert plan.facts["keeps_up"] and plan.totals["ttft_seconds"].value < 1
+    assert plan.totals["output_tokens_per_second"].value < plan.totals["most_tokens_per_second"].value
+
+
+def test_a_shared_prefix_is_read_with_every_token_and_computed_by_none() -> None:
+    with_prefix = parse_request("input=8192 output=256 rate=4/s prefix=8000")
+    one, own = served(), replace(with_prefix, prefix=0)
+    shared, alone = (frontier(one, request)[-1] for request in (with_prefix, own))
+    read = decode_seconds(one.system, float(shared.requests), 8192.0)
+    assert read < shared.tpot_seconds < alone.tpot_seconds
+    plan = plan_serving(one, with_prefix)
+    assert plan.totals["most_tokens_per_second"].value > plan.totals["output_tokens_per_second"].value
+
+
 def test_prompts_apart_from_answers_do_not_delay_them_and_their_cache_is_sent() -> None:
     model, request = ModelConfig.named("llama3-70b"), parse_request("input=2048 output=256 rate=1.5")
-    one = Served(model, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(4, 4), Formats("bf16"))
+    one = Served(model, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(4), Formats("bf16"))
     held = 80 * 2 * 8 * 128 * 2 * 2048  # bytes, of which each of four ranks sends a quarter
     assert transfer_seconds(one.system, 2048) == pytest.approx(held / 4 / (0.7 * one.system.link))
-    apart = plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), request)
+    apart = plan_serving(replace(one, layout=ServingLayout(4, prefill=1)), request)
     mixed = plan_serving(one, request)
     assert apart.totals["tpot_seconds"].value < 0.8 * mixed.totals["tpot_seconds"].value
     assert apart.facts["keeps_up"] and apart.totals["kv_transfer_seconds"].value < 0.01
-    assert not plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), replace(request, rate=9.0)).facts[
+    assert not plan_serving(replace(one, layout=ServingLayout(4, prefill=1)), replace(request, rate=9.0)).facts[
         "keeps_up"
     ]
     with pytest.raises(UserError, match="rate="):
-        plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), parse_request("input=2048 output=256"))
+        plan_serving(replace(one, layout=ServingLayout(4, prefill=1)), parse_request("input=2048 output=256"))
 
 
 def test_parts_of_a_pipeline_work_on_different_requests_and_copies_share_what_comes() -> None:
     """Four parts pass a token no sooner than one device does, and four times as many at once."""
-    layouts = (ServingLayout(), ServingLayout(devices=4, tp=1, pp=4))
+    layouts = (ServingLayout(), ServingLayout(tp=1, pp=4))
     one, four = (replace(served(), layout=layout).system for layout in layouts)
     assert decode_seconds(four, 8.0, 100.0) == decode_seconds(one, 8.0, 100.0)
     rates = [float(unlimited(system, n, 128.0, 128.0)) for system, n in ((one, 16.0), (four, 64.0))]
@@ -216,7 +234,7 @@ def test_a_request_longer_than_the_cache_never_fits() -> None:
     ],
 )
 def test_the_cache_holds_what_vllm_printed(model: str, device: str, tp: int, weights: str, tokens: float) -> None:
-    one = Served(ModelConfig.named(model), accelerator(device), serving_engine("vllm"), ServingLayout(tp, tp),
+    one = Served(ModelConfig.named(model), accelerator(device), serving_engine("vllm"), ServingLayout(tp),
                  Formats(weights))  # fmt: skip
     off = room_error(one.system, one.kv_tokens)
     assert tokens == pytest.approx(one.kv_tokens, rel=off) and (off < 0.06) == (tp < 4)
@@ -247,8 +265,21 @@ def test_the_search_holds_its_limits_and_takes_the_cheapest() -> None:
     assert all(limit["holds"] for limit in ledger.facts["limits"].values())
     assert chosen.usd_per_hour is not None
     assert all((other.usd_per_hour or 0) >= chosen.usd_per_hour for other in others)
+    large, slow = ModelConfig.named("llama3-70b"), parse_request("input=2048 output=512 rate=0.1 ttft=2s tpot=50ms")
+    formats, devices = [Formats("bf16"), Formats("fp8")], ("rtx-3090", "rtx-4090")
+    chosen, others, out = search_serving(large, serving_engine("vllm"), formats, slow, devices=devices)
+    assert out["limits, once played step by step"]  # what was tried and failed is not among the next ones
+    assert all((other.usd_per_hour or 0) >= (chosen.usd_per_hour or 0) for other in others)
     with pytest.raises(UserError, match="nothing serves this request"):
         search_serving(LLAMA, serving_engine("vllm"), [Formats("bf16")], replace(request, tpot=1e-5), devices=("l40s",))
+
+
+@pytest.mark.parametrize(("more", "devices"), [("", 8), (" speculate=4 accept=0.8", 1)])
+def test_the_search_counts_on_speculation(more: str, devices: int) -> None:
+    request = parse_request("input=1024 output=256 rate=1/s tpot=6ms" + more)
+    model, engine = ModelConfig.named("llama3-70b"), serving_engine("vllm")
+    chosen, _, _ = search_serving(model, engine, [Formats("fp8")], request, devices=("b200-sxm",))
+    assert chosen.served.devices == devices
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "tensorrt-llm", "llama.cpp"])
@@ -265,6 +296,36 @@ def test_a_command_that_starts_one_copy_says_so(target: str) -> None:
     two = replace(served(), engine=serving_engine(target), layout=ServingLayout(replicas=2))
     line = emit_serving(target, two, parse_request("input=10 output=10 concurrency=6"))
     assert "one of 2 copies" in emit_notes(target, two)[1] and (target != "llama.cpp" or "--parallel 3" in line)
+
+
+@pytest.mark.parametrize(
+    ("device", "engine"), [("cpu-ryzen-7950x", "llama.cpp"), ("gaudi3", "vllm"), ("trainium1", "vllm"), ("l4", "vllm"),
+                           ("m4-8c", "llama.cpp"), ("rx-7900-xtx", "vllm"), ("arc-b580", "llama.cpp")],
+)  # fmt: skip
+def test_an_engine_that_runs_on_the_device_is_assumed(device: str, engine: str) -> None:
+    answer = answer_serving(ModelConfig.named("llama-3.2-1b"), device, "input=10 output=10", Options())
+    assert answer.more["served"]["engine"] == engine
+
+
+def test_of_several_forms_of_a_device_the_one_planned_is_said() -> None:
+    answer = answer_serving(ModelConfig.named("llama-3.2-1b"), "rtx-3080", "input=10 output=10", Options())
+    said = {one["name"]: one["value"] for one in answer.more["assumed"]}
+    assert said["accelerator"] == answer.more["served"]["device"] == "rtx-3080-10gb"
+
+
+@pytest.mark.parametrize(
+    ("load", "layout"),
+    [("rate=100/s tpot=30ms", "tp=1 replicas=8"), ("rate=1/s tpot=30ms", "tp=8"), ("concurrency=1", "tp=8")],
+)
+def test_devices_are_divided_so_that_the_limits_hold(load: str, layout: str) -> None:
+    """And so that one request alone is answered soonest, where several layouts hold them."""
+    answer = answer_serving(LLAMA, "8xh100-sxm-80gb", f"input=1024 output=256 {load}", Options())
+    assert answer.fits and answer.more["served"]["layout"] == layout
+
+
+def test_what_does_not_fit_is_told_of_the_largest_copy() -> None:
+    answer = answer_serving(ModelConfig.named("deepseek-v3"), "8xl4", "input=10 output=10", Options(weights="fp8"))
+    assert not answer.fits and answer.more["served"]["layout"] == "tp=8"
 
 
 def test_a_name_never_reaches_the_shell_as_a_command() -> None:
@@ -310,6 +371,8 @@ def test_a_request_that_makes_no_sense_is_refused(text: str, told: str) -> None:
         ("h100-sxm-80gb", "input=1 output=1", {"kv": "int5"}, "--kv"),
         ("h100-sxm-80gb", "input=1 output=1", {"engine": "vlm"}, "vllm"),
         ("h100-sxm-80gb", "input=1 output=1", {"emit": "triton"}, "triton"),
+        ("h100-sxm-80gb", "input=1 output=1", {"emit": "vllm", "kv": "int8"}, "no cache in int8: use --kv bf16"),
+        ("rtx-3090", "input=1 output=1", {"emit": "llama.cpp", "kv": "fp8", "weights": "q4_k_m"}, "no cache in fp8"),
         ("h100-sxm-80gb", "input=1 output=1", {"sequence": 9}, "--seq is for training a decoder"),
         ("h100-sxm-80gb", "input=1 output=1", {"network": "8x200 Gb/s"}, "--network is for clusters"),
         (None, "input=1 output=1", {}, "rate="),

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.catalog.accelerators import Accelerator, accelerator, taken_for
+from ironlaw.catalog.accelerators import Accelerator, accelerator
 from ironlaw.catalog.devices import lines
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
@@ -57,6 +57,13 @@ VARIED = 0.9
 MTP_ACCEPTANCE = 0.85
 """Multi-token prediction proposes one token beside the model's own, of which 85 to 90% are accepted (DeepSeek-V3, arXiv
 2412.19437, 5.4.3). The layer that proposes it is not counted."""
+
+
+MEASURES = {
+    "ttft_seconds": ("prompt", 1), "tpot_seconds": ("decode", 1), "prefill_tokens_per_second": ("prompt", -1),
+    "output_tokens_per_second": ("requests", -1), "requests_per_second": ("requests", -1), "kv_tokens": ("", 1),
+}  # fmt: skip
+"""Measures, with the kind of their interval, and whether they are in seconds (1) or rates (-1)."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +117,16 @@ def predict(run: ServingRun) -> dict[str, float | None]:
     found["kv_tokens"] = max(0.0, float(room_tokens(s, run.engine.memory_fraction, run.engine.of_free)))
     length = run.inputs + run.outputs / 2
     prompt = prompt_seconds(s, run.concurrency if run.together else 1.0, max(run.inputs, 1.0))
-    if run.scenario in ("decode", "fixed-concurrency"):
-        found["tpot_seconds"] = decode_seconds(s, run.concurrency, length)
     if run.scenario == "prefill":
         found["ttft_seconds"] = prompt
     elif run.scenario == "decode":
-        found["ttft_seconds"] = prompt
+        found |= {"ttft_seconds": prompt, "tpot_seconds": decode_seconds(s, run.concurrency, length)}
         each = found["tpot_seconds"] + (prompt / max(run.outputs, 1.0) if run.whole else 0.0)
         found["output_tokens_per_second"] = run.concurrency / each
     elif run.scenario == "fixed-concurrency":
         steady = at_concurrency(s, run.concurrency, run.inputs, run.outputs, run.together)
-        found |= {"ttft_seconds": steady.ttft_seconds, "output_tokens_per_second": steady.tokens_per_second}
-        found["tpot_seconds"] = steady.tpot_seconds
+        found |= {"ttft_seconds": steady.ttft_seconds, "tpot_seconds": steady.tpot_seconds}
+        found["output_tokens_per_second"] = steady.tokens_per_second
     else:
         most = most_at_once(s, run.engine, run.inputs, run.outputs)
         found["output_tokens_per_second"] = unlimited(s, most, run.inputs, run.outputs)
@@ -134,12 +139,6 @@ def predict(run: ServingRun) -> dict[str, float | None]:
     if found["output_tokens_per_second"] is not None and run.outputs:
         found["requests_per_second"] = found["output_tokens_per_second"] / run.outputs
     return {key: None if value is None or not np.isfinite(value) else float(value) for key, value in found.items()}
-
-
-MEASURES = (
-    "ttft_seconds", "tpot_seconds", "prefill_tokens_per_second", "output_tokens_per_second", "requests_per_second",
-    "kv_tokens",
-)  # fmt: skip
 
 
 def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
@@ -183,8 +182,7 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
 def _device(cells: Cells) -> Accelerator:
     """Return the row's device. One whose maker prints no peak gets those of the fastest of its generation: decoding
     reads weights, and little of its time hangs on them."""
-    name = cells.needed_text("accelerator")
-    device, note = accelerator_of((taken_for(name) or (name, ""))[0])
+    device, note = accelerator_of(cells.needed_text("accelerator"))
     cells.assumed += [note] if note else []
     if device.peak_flops_per_second:
         return device
@@ -222,10 +220,10 @@ def _layout(cells: Cells, experts: bool, by_layers: bool) -> ServingLayout:
     # Copies of attention that share experts: dp counts beside tp in vLLM, within tp in TensorRT-LLM and SGLang.
     if experts and rest > 1 and wide > 1 and ep != tp:
         wide = wide if rest % wide == 0 else rest
-        return ServingLayout(devices=tp * pp * wide, tp=tp, pp=pp, attention_dp=wide, replicas=rest // wide)
+        return ServingLayout(tp, pp, attention_dp=wide, replicas=rest // wide)
     within = tp if "attention-dp enabled" in cells.lower("notes") else dp or 1
     within = within if experts and tp % within == 0 else 1
-    return ServingLayout(devices=tp * pp, tp=tp // within, pp=pp, attention_dp=within, replicas=rest)
+    return ServingLayout(tp // within, pp, attention_dp=within, replicas=rest)
 
 
 def _guessing(cells: Cells, system: System) -> System:
@@ -270,12 +268,6 @@ def _demand(cells: Cells, known: dict[str, Demand]) -> Demand:
 
 BASELINE_MEMORY, BASELINE_PEAK = 0.6, 0.4
 
-KINDS = {
-    "ttft_seconds": ("prompt", 1), "tpot_seconds": ("decode", 1), "prefill_tokens_per_second": ("prompt", -1),
-    "output_tokens_per_second": ("requests", -1), "requests_per_second": ("requests", -1), "kv_tokens": ("", 1),
-}  # fmt: skip
-"""The kind of interval of each measure, and whether it is in seconds (1) or a rate (-1)."""
-
 
 def serving_record(runs: Sequence[ServingRun], rejected: Sequence[Rejected]) -> dict[str, Any]:
     rows = [_row(run) for run in runs]
@@ -288,9 +280,7 @@ def serving_record(runs: Sequence[ServingRun], rejected: Sequence[Rejected]) -> 
 
 def _row(run: ServingRun) -> dict[str, Any]:
     planned = predict(run)
-    intervals = {
-        name: _between(value, name, run) for name, value in planned.items() if value is not None and name in KINDS
-    }
+    intervals = {name: _between(value, name, run) for name, value in planned.items() if value is not None}
     return {
         "id": run.id, "group": run.group, "engine": run.engine.name, "accelerator": run.device.name,
         "scenario": run.scenario, **{f"predicted_{name}": planned[name] for name in MEASURES},
@@ -300,7 +290,7 @@ def _row(run: ServingRun) -> dict[str, Any]:
 
 
 def _between(value: float, name: str, run: ServingRun) -> list[float]:
-    kind, sign = KINDS[name]
+    kind, sign = MEASURES[name]
     if not kind:
         off = room_error(run.system, value)
         return [value * max(0.0, 1 - off), value * (1 + off)]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.catalog.accelerators import Accelerator, taken_for
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
@@ -27,7 +27,7 @@ from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.module import plan_adapters
-from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, settle
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, assume_accelerator, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.moe import IMBALANCE
@@ -78,11 +78,9 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
 
 def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Returns cluster and layout; each may set the number of accelerators if the other leaves it open."""
-    assumed: list[Assumption] = []
-    cluster = _described(parse_cluster(on), options, assumed)
-    named = re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip()
-    if (other := taken_for(named)) and other[1]:
-        assumed.append(Assumption("accelerator", other[0], f"'{named}': {other[1]}", "--on"))
+    cluster = parse_cluster(on)
+    assumed = assume_accelerator(re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip())
+    cluster = _described(cluster, options, assumed)
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)

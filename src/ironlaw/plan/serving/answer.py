@@ -19,10 +19,10 @@ from ironlaw.catalog.money import price
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import COMPUTING_SHARE
-from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome
+from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome, assume_accelerator
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
-from ironlaw.plan.serving.rates import ServingEngine, serving_engine
+from ironlaw.plan.serving.rates import ServingEngine, serving_engine, vendor
 from ironlaw.plan.serving.request import ServeRequest, parse_request
 from ironlaw.plan.serving.systems import CACHE_BYTES, Formats, ServingLayout
 from ironlaw.plan.serving.timing import at_concurrency
@@ -77,21 +77,9 @@ def usd_per_million(usd_per_hour: float | None, tokens_per_second: float) -> flo
     return usd_per_hour / 3600 / tokens_per_second * 1e6 if usd_per_hour and tokens_per_second else None
 
 
-def joules_per_million(served: Served, tokens_per_second: float) -> float | None:
-    """Return the devices' joules per million tokens, at the share of their power limit that kernels draw; or None."""
-    watts = served.device.tdp_watts
-    if watts is None or tokens_per_second <= 0:
-        return None
-    return watts.value * COMPUTING_SHARE[0] * served.devices / tokens_per_second * 1e6
-
-
 def frontier(served: Served, request: ServeRequest, given_price: float | None = None) -> list[Candidate]:
-    """Return candidates with 1, 2, 4, ... requests at once, up to those that fit: waiting against throughput."""
-    found, requests, most = [], 1, served.most_requests(request)
-    while requests <= most:
-        found.append(_candidate(served, request, requests, given_price))
-        requests *= 2
-    return found
+    """Return candidates with 1, 2, 4, ... requests at once: waiting against throughput."""
+    return list(_candidates(served, request, given_price, 2))
 
 
 def search_serving(
@@ -104,7 +92,7 @@ def search_serving(
     """
     ruled_out: Counter[str] = Counter()
     found = []
-    for served in _forms(model, engine, formats, devices, given_price):
+    for served in _forms(model, engine, formats, request, devices, given_price):
         if not served.fits_request(request):
             ruled_out["memory"] += 1
             continue
@@ -116,10 +104,10 @@ def search_serving(
         else:
             found.append(best)
     found.sort(key=lambda c: (c.usd_per_hour or math.inf, c.tpot_seconds))
-    for chosen in found[:TRIED]:
+    for number, chosen in enumerate(found[:TRIED], 1):
         ledger = plan_serving(chosen.served, request)
         if all(limit["holds"] for limit in ledger.facts["limits"].values()):
-            return chosen, _others(found, chosen), ruled_out
+            return chosen, _others(found[number:], chosen), ruled_out
         ruled_out["limits, once played step by step"] += 1
     what = ", ".join(f"{count} by {wall}" for wall, count in ruled_out.items()) or "no device is known"
     raise UserError(
@@ -128,8 +116,8 @@ def search_serving(
 
 
 def _forms(
-    model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], devices: Iterable[str] | None,
-    given_price: float | None,
+    model: ModelConfig, engine: ServingEngine, formats: Sequence[Formats], request: ServeRequest,
+    devices: Iterable[str] | None, given_price: float | None,
 ) -> Iterator[Served]:  # fmt: skip
     for name in devices if devices is not None else accelerator_names():
         device = accelerator(name)
@@ -140,31 +128,44 @@ def _forms(
         for form in formats:
             if form.weights.startswith("fp8") and "fp8" not in device.peak_flops_per_second:
                 continue
-            for count in DEVICES_OF_A_COPY:
-                if count > 1 and (
-                    model.heads % count or (model.key_value_heads % count and count % model.key_value_heads)
-                ):
-                    continue
-                yield Served(model, device, engine, copies_on(engine, count), form)
+            for count in _sizes(model, engine):
+                yield _served(model, device, engine, copies_on(engine, count), form, request)
+
+
+def _sizes(model: ModelConfig, engine: ServingEngine) -> list[int]:
+    """Return the numbers of devices that a copy may have: those that divide its heads, or any if layers are divided."""
+    heads, shared = model.heads, model.key_value_heads
+    divides = [n for n in DEVICES_OF_A_COPY if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+    return list(DEVICES_OF_A_COPY) if engine.by_layers else divides
+
+
+def _served(
+    model: ModelConfig, device: Accelerator, engine: ServingEngine, layout: ServingLayout, formats: Formats,
+    request: ServeRequest,
+) -> Served:  # fmt: skip
+    """Return the model on devices, with the request's speculation."""
+    draft = ModelConfig.named(request.draft) if request.draft else None
+    return Served(
+        model, device, engine, layout, formats, drafted=request.speculate, acceptance=request.accept, draft=draft
+    )
 
 
 def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
     """Return the layout of copies on `devices` each: every matrix divided, or a pipeline of layers."""
-    tp, pp = (1, devices) if engine.by_layers else (devices, 1)
-    return ServingLayout(devices=devices, tp=tp, pp=pp, replicas=replicas)
+    return (
+        ServingLayout(pp=devices, replicas=replicas) if engine.by_layers else ServingLayout(devices, replicas=replicas)
+    )
 
 
 def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
     """Return the candidate with the most requests at once within the limits, and as many copies as the rate needs."""
-    best, requests, most = None, 1, served.most_requests(request)
-    while requests <= most:
-        candidate = _candidate(served, request, requests, given_price)
+    best = None
+    for candidate in _candidates(served, request, given_price, 1.3):
         if (request.tpot and candidate.tpot_seconds > request.tpot) or (
             request.ttft and candidate.ttft_seconds > request.ttft
         ):
             break
         best = candidate
-        requests = max(requests + 1, int(requests * 1.3))
     if best is None:
         return None
     copies = 1
@@ -175,13 +176,15 @@ def _within_limits(served: Served, request: ServeRequest, given_price: float | N
     return replace(best, served=replace(best.served, layout=replace(best.served.layout, replicas=copies)))
 
 
-def _candidate(served: Served, request: ServeRequest, requests: int, given_price: float | None) -> Candidate:
+def _candidates(served: Served, request: ServeRequest, given_price: float | None, growth: float) -> Iterator[Candidate]:
+    """Yield candidates with 1 request at once and `growth` times as many each time, up to those that fit."""
     inputs = 0 if served.layout.prefill else request.input - request.prefix  # prefill copies compute the prompts
-    steady = at_concurrency(served.system, float(requests), inputs, request.output, False)
-    return Candidate(
-        served, requests, float(steady.ttft_seconds), float(steady.tpot_seconds), float(steady.tokens_per_second),
-        usd_per_hour(served.device, given_price),
-    )  # fmt: skip
+    each, requests, most = usd_per_hour(served.device, given_price), 1, served.most_requests(request)
+    while requests <= most:
+        steady = at_concurrency(served.system, float(requests), inputs, request.output, False, request.input - inputs)
+        ttft, tpot, rate = map(float, (steady.ttft_seconds, steady.tpot_seconds, steady.tokens_per_second))
+        yield Candidate(served, requests, ttft, tpot, rate, each)
+        requests = max(requests + 1, int(requests * growth))
 
 
 def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> list[Candidate]:
@@ -193,11 +196,6 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
     return list(best.values())[:shown]
 
 
-DEFAULT_ENGINE = "vllm"
-GGUF_ENGINE = "llama.cpp"
-GAUDI = ("gaudi2", "gaudi3")
-
-
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
     """Plan a `--serve` request. Raises UserError if it cannot be planned; `fits` is False if limits or memory fail."""
     options.refuse_beside(SERVED)
@@ -206,10 +204,9 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Optio
         raise UserError(
             f"--serve: input + output = {request.length:,} tokens, and {model.name} takes {model.context:,}"
         )
-    assumed: list[Assumption] = []
+    assumed = assume_accelerator(_place(on)[1]) if on is not None else []
     engine = _engine(options, on, assumed)
     formats = _formats(options, assumed, searched=on is None)
-    draft = ModelConfig.named(request.draft) if request.draft else None
     price = options.prices.usd_per_hour
     more: dict[str, Any] = {}
     if on is None:
@@ -222,7 +219,6 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Optio
         more |= {"chosen": chosen.to_json(), "candidates": [c.to_json() for c in others], "ruled_out": constraints}
     else:
         served = _given(model, on, engine, formats[0], options.layout, request)
-    served = replace(served, drafted=request.speculate, acceptance=request.accept, draft=draft)
     ledger = plan_serving(served, request)
     fits = bool(ledger.facts["fits"]) and all(limit["holds"] for limit in ledger.facts.get("limits", {}).values())
     more |= {
@@ -243,9 +239,9 @@ def _engine(options: Options, on: str | None, assumed: list[Assumption]) -> Serv
         return serving_engine(said)
     weights = (options.weights or "").lower()
     device = accelerator(_place(on)[1]) if on is not None else None
-    # Devices that vLLM does not support: processors, Apple's chips, neural units.
-    small = device and device.vendor not in ("nvidia", "amd", "google") and device.generation not in GAUDI
-    name = GGUF_ENGINE if re.match(r"i?q\d|.*gguf", weights) or small else DEFAULT_ENGINE
+    # Devices for which vLLM is not usual: processors, graphics of Apple and Intel, neural units of phones.
+    small = device and (vendor(device) in ("cpu", "apple", "intel") or device.generation.startswith("hexagon"))
+    name = "llama.cpp" if re.match(r"i?q\d|.*gguf", weights) or small else "vllm"
     assumed.append(Assumption("engine", name, "usual for such weights and devices", "--engine"))
     return serving_engine(name)
 
@@ -273,31 +269,26 @@ def _place(on: str) -> tuple[int, str]:
 def _given(
     model: ModelConfig, on: str, engine: ServingEngine, formats: Formats, layout: str | None, request: ServeRequest
 ) -> Served:
-    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each that fit."""
+    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each, or the largest if none fits."""
     count, name = _place(on)
     device = accelerator(name)
     if layout:
-        return Served(model, device, engine, _layout(layout, count), formats)
-    best: Served | None = None
-    for size in [n for n in DEVICES_OF_A_COPY if n <= count and count % n == 0] or [count]:
-        if not engine.by_layers and model.heads % size:
-            continue
-        served = Served(model, device, engine, copies_on(engine, size, count // size), formats)
-        if best is None or (served.fits_request(request) and _better(served, best, request)):
-            best = served
-    assert best is not None
-    return best
+        return _served(model, device, engine, _layout(layout, count), formats, request)
+    layouts = [copies_on(engine, size, count // size) for size in _sizes(model, engine) if count % size == 0]
+    found = [_served(model, device, engine, layout, formats, request) for layout in layouts]
+    fitting = [served for served in found if served.fits_request(request)]
+    return max(fitting, key=lambda served: _worth(served, request)) if fitting else found[-1]
 
 
-def _better(served: Served, than: Served, request: ServeRequest) -> bool:
-    """Return whether `than` does not fit or is slower: in throughput under a rate without limits, else alone."""
-    if not than.fits_request(request):
-        return True
+def _worth(served: Served, request: ServeRequest) -> tuple[float, float]:
+    """Return by what a layout is better than another: throughput under a rate without limits, else the share of the
+    load that it serves within the limits, and its speed for one request alone."""
+    points = frontier(served, request)
     if request.tpot is None and request.ttft is None and request.rate is not None:
-        now, before = (frontier(s, request)[-1].tokens_per_second * s.layout.replicas for s in (served, than))
-        return now > before
-    now, before = (frontier(s, request)[0].tpot_seconds for s in (served, than))
-    return now < before
+        return points[-1].tokens_per_second * served.layout.replicas, 0.0
+    within = _within_limits(served, request, None)
+    share = 0.0 if within is None else min(1.0, served.layout.replicas / within.served.layout.replicas)
+    return share, -points[0].tpot_seconds
 
 
 def _layout(text: str, count: int) -> ServingLayout:
@@ -314,15 +305,17 @@ def _layout(text: str, count: int) -> ServingLayout:
     needed = ep * pp * (copies + prefill)
     if needed != count:
         raise UserError(f"--layout '{text}' needs {needed} devices, and --on gives {count}")
-    return ServingLayout(ep * pp, tp, pp, ep // tp, copies, prefill)
+    return ServingLayout(tp, pp, ep // tp, copies, prefill)
 
 
 def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict[str, Any]:
-    each = usd_per_hour(served.device, price)
+    """Return the cost of tokens in dollars, and in joules at the share of the power limit that kernels draw."""
+    each, watts = usd_per_hour(served.device, price), served.device.tdp_watts
     dollars = None if each is None else each * served.devices
+    joules = watts.value * COMPUTING_SHARE[0] * served.devices / tokens_per_second * 1e6 if watts else None
     return {
         "usd_per_hour": dollars,
         "usd_per_million_tokens": usd_per_million(dollars, tokens_per_second),
-        "joules_per_million_tokens": joules_per_million(served, tokens_per_second),
+        "joules_per_million_tokens": joules,
         "source": "--price-per-hour" if price else "lowest catalogued rent",
     }

@@ -76,7 +76,6 @@ def demand_of(model: ModelConfig) -> Demand:
         table, dense = table - head, dense + head
     windowed = sum(model.sliding_window is not None and model.is_windowed(layer) for layer in range(model.layers))
     latent = model.latent
-    width = 2 * model.key_value_size if latent is None else latent.down_size
     query, mixed = model.query_size, model.mixed_size
     if latent is not None:  # absorbed: a head's query multiplies the narrow vector itself (arXiv 2405.04434, 2.1.2)
         query, mixed = model.heads * latent.down_size, model.heads * latent.key_value_rank
@@ -90,7 +89,7 @@ def demand_of(model: ModelConfig) -> Demand:
         head=float(head),
         experts=float(experts),
         expert_share=moe.experts_per_token / moe.experts if moe else 0.0,
-        cached=float(width * model.layers),
+        cached=float(model.cached_size * model.layers),
         windowed=windowed / model.layers,
         window=float(model.sliding_window or 0),
         heads_cached=1.0 if latent is not None else float(model.key_value_heads),

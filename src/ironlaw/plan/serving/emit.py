@@ -21,9 +21,11 @@ _VLLM_WEIGHTS = {
     "mxfp4": "mxfp4",
 }
 _CACHES = {
-    "vllm": {"fp8": "fp8"}, "sglang": {"fp8": "fp8_e4m3"},
+    "vllm": {"fp8": "fp8"}, "sglang": {"fp8": "fp8_e4m3"}, "tensorrt-llm": {"fp8": "fp8"},
     "llama.cpp": {"int8": "q8_0", "q8_0": "q8_0"},
 }  # fmt: skip
+"""Formats of the cache beside 16 bits, as each engine names them."""
+
 _PLAIN = ("bf16", "fp16", "fp8")
 """Formats to which an engine converts the published checkpoint while loading it."""
 
@@ -39,6 +41,9 @@ def emit_serving(target: str, served: Served, request: ServeRequest) -> str:
         raise UserError(f"--emit {target}: prompts apart are several servers and a router: leave prefill= out")
     if served.drafted and target != "vllm":
         raise UserError(f"--emit {target}: speculation is written for vllm alone: leave speculate= out")
+    kept = ("bf16", "fp16", *_CACHES[target])
+    if served.formats.cache not in kept:
+        raise UserError(f"--emit {target}: it keeps no cache in {served.formats.cache}: use --kv {' or '.join(kept)}")
     return " ".join(makers[target](served, request)) + "\n"
 
 
@@ -95,7 +100,7 @@ def _sglang(served: Served, request: ServeRequest) -> list[str]:
         (cache in _CACHES["sglang"], f"--kv-cache-dtype {_CACHES['sglang'].get(cache)}"),
         (True, f"--context-length {_longest(served, request)}"),
         (True, f"--max-running-requests {max(1, served.most_requests(request))}"),
-        (True, f"--chunked-prefill-size {served.budget}"),
+        (True, f"--chunked-prefill-size {served.budget * layout.attention_dp}"),  # all copies' of attention
         (True, f"--mem-fraction-static {served.engine.memory_fraction:g}"),
     )
 

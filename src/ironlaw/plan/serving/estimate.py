@@ -62,10 +62,6 @@ class Served:
         return float(room_tokens(self.system, self.engine.memory_fraction, self.engine.of_free))
 
     @property
-    def fits(self) -> bool:
-        return self.kv_tokens >= BLOCK_TOKENS
-
-    @property
     def devices(self) -> int:
         return self.layout.devices * (self.layout.replicas + self.layout.prefill)
 
@@ -84,7 +80,7 @@ class Served:
         return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests) * self.layout.attention_dp))
 
     def fits_request(self, request: ServeRequest) -> bool:
-        return self.fits and self.most_requests(request) >= 1
+        return self.most_requests(request) >= 1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,16 +98,17 @@ def plan_serving(served: Served, request: ServeRequest) -> Ledger:
     if not ledger.facts["fits"]:
         return ledger
     layout, most, lanes = served.layout, served.most_requests(request), served.lanes(request)
+    budget = served.budget * layout.attention_dp  # every copy of attention has its own
     one = replace(
         request,
         rate=request.rate / lanes if request.rate else None,
         concurrency=math.ceil(request.concurrency / lanes) if request.concurrency else None,
     )
     if layout.prefill:
-        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=served.budget)
+        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=budget)
     else:
         pp = lanes // layout.replicas
-        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=served.budget)
+        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=budget)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
@@ -174,7 +171,8 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
         moved, of = transfer_seconds(system, request.input), "all layers' keys and values over each rank's link"
         totals["kv_transfer_seconds"] = Estimate(moved, Origin.CALCULATED, of)
     else:
-        rate = float(unlimited(system, most, request.input, request.output)) * served.layout.replicas
+        each = unlimited(system, most, request.input - request.prefix, request.output, request.prefix)
+        rate = float(each) * served.layout.replicas
     totals["most_tokens_per_second"] = _estimate(rate, "unlimited", served, "as many at once as fit", rate=True)
 
 
@@ -223,7 +221,7 @@ def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
         "weight_bytes": Estimate(float(system.weight_bytes), calculated, _stored(served.formats)),
         "kv_tokens": Estimate(tokens, calculated, of, tokens * max(0.0, 1 - off), tokens * (1 + off)),
         "most_requests": Estimate(
-            float(max(served.most_requests(request), 0)) if served.fits else 0.0, calculated,
+            float(max(served.most_requests(request), 0)), calculated,
             f"at once, {request.length:,} tokens each",
         ),
     }  # fmt: skip
@@ -258,6 +256,7 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
         "name": served.model.name,
         **served.to_json(),
         "token_budget": served.budget,
+        "memory_bytes": float(served.system.memory) * served.layout.devices,  # of one copy's devices
         "request": {key: value for key, value in vars(request).items() if value is not None},
         "measured": is_measured(served.engine, served.device),
     }

@@ -73,7 +73,6 @@ class ServingEngine:
     # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
     # them from a compiled language.
     host: str = "graphs"
-    emit: str = ""
     # Rows of logits for which it reserves memory before it allocates the cache, on small and on large devices.
     sampled: Sequence[int] = (0, 0)
 

@@ -250,16 +250,17 @@ class _Clock:
     """`pass_parts` in plain numbers, with the parts that do not depend on cache lengths memoised: batches recur."""
 
     def __init__(self, system: System) -> None:
-        self.system, self.known = system, dict[tuple[int, int, int], dict[str, float]]()
+        self.system, self.known = system, dict[tuple[int, ...], dict[str, float]]()
         self.windowed, self.window = system.demand.windowed, system.demand.window
         self.own_seconds = float(own_seconds(system))
         # Seconds per cached token, the draft model's included.
         self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
 
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
-        key = (decoding, new, round(cached / 128))
+        side = max(1, min(prompts, int(self.system.attention_dp)))
+        key = (decoding, new, round(cached / 128), side)
         if key not in self.known:
-            parts = pass_parts(self.system, float(decoding), 1.0, float(new), cached)
+            parts = pass_parts(self.system, float(decoding), 1.0, float(new), cached, float(side))
             self.known[key] = {name: float(value) for name, value in parts.items()}
         return self.known[key] | {"cache": decoding * self.holds(length) * self.cache_seconds}
 
@@ -282,7 +283,8 @@ def _enough(system: System, request: ServeRequest, most_requests: int) -> int:
     rate, in_flight = request.rate or 0.0, float(request.concurrency or 1)
     for _ in range(50 if rate else 0):
         lanes = in_flight * float(system.pp)
-        steady = at_concurrency(system, lanes, request.input - request.prefix, request.output, together=False)
+        inputs, cached = request.input - request.prefix, request.prefix
+        steady = at_concurrency(system, lanes, inputs, request.output, together=False, cached=cached)
         seconds = float(steady.ttft_seconds + request.output * steady.tpot_seconds)
         in_flight = min(max(1.0, rate * seconds), most_requests)
     return int(min(max(REQUESTS, 10 * in_flight), MOST_REQUESTS, max(4 * REQUESTS, MOST_TOKENS / request.output)))

@@ -1,7 +1,7 @@
 """Build a `System` from a model, catalogued devices, an engine, formats and degrees of parallelism.
 
 system = system_of(ModelConfig.named("llama3-70b"), accelerator("h100-sxm-80gb"), serving_engine("vllm"),
-                   ServingLayout(devices=4, tp=4), Formats("fp8"))
+                   ServingLayout(tp=4), Formats("fp8"))
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class Formats:
 
 @dataclass(frozen=True)
 class ServingLayout:
-    """devices: of one copy of the model, tp x pp x attention_dp; attention_dp: copies of attention that share the
-    experts (ep = tp x attention_dp ranks); replicas: copies of the model; prefill: further ones for prompts alone."""
+    """attention_dp: copies of attention that share the experts (ep = tp x attention_dp ranks); replicas: copies of the
+    model; prefill: further ones for prompts alone."""
 
-    devices: int = 1
     tp: int = 1
     pp: int = 1
     attention_dp: int = 1
@@ -62,6 +61,11 @@ class ServingLayout:
     @property
     def ep(self) -> int:
         return self.tp * self.attention_dp
+
+    @property
+    def devices(self) -> int:
+        """Devices of one copy of the model."""
+        return self.ep * self.pp
 
     def __str__(self) -> str:
         unsaid = {"pp": 1, "ep": self.tp, "replicas": 1, "prefill": 0}
@@ -86,7 +90,6 @@ def system_of(
     return System(
         demand=demand,
         rates=rates or rates_of(engine, device, formats.weights, backend, experts=demand.experts > 0),
-        devices=float(layout.devices),
         tp=float(layout.tp),
         pp=float(layout.pp),
         attention_dp=float(layout.attention_dp),

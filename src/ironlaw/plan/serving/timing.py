@@ -54,7 +54,6 @@ class System:
 
     demand: Demand
     rates: Rates
-    devices: Number  # of the copy; experts are divided over `devices / pp`
     tp: Number  # ranks that divide every matrix
     pp: Number  # pipeline stages
     attention_dp: Number  # copies of attention, each with its own sequences
@@ -74,8 +73,12 @@ class System:
 
     @property
     def together(self) -> Number:
-        """Devices that work on the same token at the same time."""
-        return np.maximum(self.devices / self.pp, 1.0)
+        """Devices that work on the same token at the same time, over which experts are divided."""
+        return self.tp * self.attention_dp
+
+    @property
+    def devices(self) -> Number:
+        return self.together * self.pp
 
     @property
     def weight_bytes(self) -> Number:
@@ -87,7 +90,7 @@ class System:
     @property
     def cache_parts(self) -> Number:
         """Ranks that divide a sequence's cache: at most as many as it has heads."""
-        return np.minimum(self.tp, np.maximum(self.demand.heads_cached, 1.0))
+        return np.minimum(self.tp, self.demand.heads_cached)
 
     @property
     def workspace_bytes(self) -> Number:
@@ -118,7 +121,7 @@ def decode_parts(system: System, sequences: Number, length: Number) -> dict[str,
     kept = sequences * d.cached_tokens(length) * d.cached * system.cache_bytes
     parts = {
         "weights": _longer(reading, multiplying),
-        "cache": kept / system.cache_parts / np.maximum(system.attention_dp, 1.0) / (system.bandwidth * r.cache),
+        "cache": kept / system.cache_parts / system.attention_dp / (system.bandwidth * r.cache),
         "collectives": _sums(system, rows) + _exchanges(system, rows),
         "launches": d.layers * r.layer_seconds,
         "host": r.step_seconds,
@@ -142,7 +145,7 @@ def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Nu
     reading = _weights_read(system, all_tokens) / (system.bandwidth * r.weights)
     pairs = sequences * tokens * (d.cached_tokens(tokens) / 2 + d.cached_tokens(cached))
     products = _product_flops(system, all_tokens) / (system.peak * r.products) * (1.0 + r.ramp_tokens / all_tokens)
-    copies = np.clip(sequences, 1.0, np.maximum(system.attention_dp, 1.0))  # of attention, each with its own sequences
+    copies = np.clip(sequences, 1.0, system.attention_dp)  # of attention, each with its own sequences
     attention = pairs * d.pair_flops / system.tp / copies / (system.wide_peak * r.attention)
     return (
         r.prompt_seconds
@@ -159,16 +162,16 @@ def own_seconds(system: System) -> Number:
 
 
 def pass_parts(
-    system: System, decoding: Number, length: Number, new: Number = 0.0, cached: Number = 0.0
+    system: System, decoding: Number, length: Number, new: Number = 0.0, cached: Number = 0.0, side: Number = 1.0
 ) -> dict[str, Number]:
     """Return the seconds of one pass by part: a token for each of `decoding` sequences with `length` cached tokens, and
-    `new` prompt tokens with `cached` ones.
+    `new` prompt tokens with `cached` ones, which as many copies of attention as `side` divide.
 
     The sum is `decode_seconds` plus `prompt_seconds`, less what delays a prompt's own request alone: an upper bound
     where both share the reading of weights.
     """
     some = np.where(np.asarray(decoding) > 0, 1.0, 0.0)
-    prompts = prompt_seconds(system, 1.0, np.maximum(new, 1.0), cached) - own_seconds(system)
+    prompts = prompt_seconds(system, side, np.maximum(new / side, 1.0), cached) - own_seconds(system)
     prompts = np.where(np.asarray(new) > 0, prompts, 0.0)
     return {name: some * seconds for name, seconds in decode_parts(system, decoding, length).items()} | {
         "prompts": prompts
@@ -202,8 +205,7 @@ def _weights_read(system: System, tokens: Number) -> Number:
 def _product_flops(system: System, tokens: Number) -> Number:
     """Return the FLOPs of one device: 2 per weight and token."""
     d = system.demand
-    dense = d.dense / (system.tp * np.maximum(system.attention_dp, 1.0))
-    return 2.0 * tokens * (dense + d.experts * d.expert_share / system.together)
+    return 2.0 * tokens * (d.dense + d.experts * d.expert_share) / system.together
 
 
 def _sums(system: System, tokens: Number) -> Number:
@@ -217,7 +219,7 @@ def _exchanges(system: System, tokens: Number) -> Number:
     """Return the seconds to send 16-bit tokens to their experts and back, if copies of attention share the experts."""
     d = system.demand
     ranks = system.together
-    share = tokens / np.maximum(system.attention_dp, 1.0)
+    share = tokens / system.attention_dp
     visited = ranks * (1.0 - (1.0 - 1.0 / ranks) ** d.chosen)  # devices, if experts are chosen independently
     sent = share * visited * (ranks - 1.0) / ranks * d.hidden * 2.0 / (LINK_FRACTION * system.link)
     apart = (system.attention_dp > 1) & (d.expert_layers > 0)
@@ -235,17 +237,20 @@ class Steady:
     tokens_per_second: Number
 
 
-def at_concurrency(system: System, requests: Number, inputs: Number, outputs: Number, together: bool) -> Steady:
-    """Return times and rate of `requests` at once. `together`: as one batch; else each starts when another ends."""
+def at_concurrency(
+    system: System, requests: Number, inputs: Number, outputs: Number, together: bool, cached: Number = 0.0
+) -> Steady:
+    """Return times and rate of `requests` at once. `together`: as one batch; else each starts when another ends.
+    `cached`: tokens before `inputs` whose keys and values are there."""
     new = np.maximum(outputs, 1.0)
     if together:
-        decode = decode_seconds(system, requests, inputs + outputs / 2)
-        prompts = prompt_seconds(system, requests, np.maximum(inputs, 1.0))
+        decode = decode_seconds(system, requests, cached + inputs + outputs / 2)
+        prompts = prompt_seconds(system, requests, np.maximum(inputs, 1.0), cached)
         return Steady(prompts, decode, requests * new / (prompts + new * decode))
     lane = np.maximum(requests / system.pp, 1.0)
-    decode = decode_seconds(system, lane, inputs + outputs / 2)
+    decode = decode_seconds(system, lane, cached + inputs + outputs / 2)
     side = np.clip(lane, 1.0, system.attention_dp)  # every copy of attention computes its own prompt
-    prompt, own = prompt_seconds(system, side, np.maximum(inputs, 1.0)), own_seconds(system)
+    prompt, own = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached), own_seconds(system)
     passes = lane * (prompt - own) / side
     seconds = own + passes + new * decode
     busy = passes / seconds  # share of the time spent on other prompts
@@ -260,11 +265,12 @@ def most_at_once(system: System, engine: ServingEngine, inputs: Number, outputs:
     return np.clip(room / np.maximum(kept, 1.0), 1.0, system.rates.most_requests * system.attention_dp)
 
 
-def unlimited(system: System, requests: Number, inputs: Number, outputs: Number) -> Number:
-    """Return the output tokens per second if more requests wait than fit; a pass takes prompts up to its budget."""
+def unlimited(system: System, requests: Number, inputs: Number, outputs: Number, cached: Number = 0.0) -> Number:
+    """Return the output tokens per second if more requests wait than fit; a pass takes prompts up to its budget.
+    `cached` as in `at_concurrency`."""
     side = np.maximum(1.0, BUDGET_TOKENS / np.maximum(inputs, 1.0)) * system.attention_dp
-    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0)) / side
+    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached) / side
     new = np.maximum(outputs, 1.0)
     lane = np.maximum(requests / system.pp, 1.0)
-    seconds = lane * prompt + new * decode_seconds(system, lane, inputs + outputs / 2)
+    seconds = lane * prompt + new * decode_seconds(system, lane, cached + inputs + outputs / 2)
     return requests * new / seconds * np.minimum(system.rates.throughput, 1.2)
