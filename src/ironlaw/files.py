@@ -79,6 +79,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
+def digest_of(document: Any) -> str:
+    """Return the hex digest of what JSON can say, with its keys in any order."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
 def read_bytes(path: Path, what: str = "text") -> bytes:
     """Read a whole file. UserError above `TEXT_LIMIT_BYTES`; `what` names the expected content in its message."""
     with open_file(path) as file:

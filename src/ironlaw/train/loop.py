@@ -328,7 +328,7 @@ class Trainer:
         with scope(COPY_SCOPE):
             seconds = self.checkpointer.take(
                 self.step, self.tokens, self.one_step.model, self.states, validation_loss,
-                turns=len(self.recovery.decisions), **self.one_step.about,
+                turns=len(self.recovery.decisions), text=self.dataset.digest, **self.one_step.about,
             )  # fmt: skip
         if self.device.type == "cpu" and self.step < self.config.train.steps:  # the copy is held during the next steps
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
