@@ -192,7 +192,8 @@ def read_index(path: Path) -> Checkpoint:
         newer = intact and index["schema_version"] > SCHEMA_VERSION
         intact = intact and index["step"] == step_of(path)
         intact = newer or (intact and all(sha256(path / name) == to for name, to in index["sha256"].items()))
-    except (OSError, ValueError, KeyError, TypeError):
+        intact = newer or (intact and isinstance(index.get("store", ""), str) and bool(ModelConfig(**index["model"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         intact = newer = False
     if newer:
         raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
