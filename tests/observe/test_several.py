@@ -94,7 +94,7 @@ def test_ranks_that_share_the_cores_are_offered_no_threads(ranks: int, offered: 
     facts = {"threads": 1, "cores": 4, "thread_gain": {"matmul": 0.5, "elementwise": 0.2},
              "rank_own_seconds": [0.1] * ranks}  # fmt: skip
     line = SimpleNamespace(kind=Kind.MATMUL, seconds=0.1)
-    now: Any = SimpleNamespace(fact=facts.get, lines=[line], step=0.2, steps=10)
+    now: Any = SimpleNamespace(fact=facts.get, timed=[line], step=0.2, steps=10)
     assert bool(_threads(now)) is offered
 
 

@@ -15,6 +15,7 @@ from ironlaw.explain.explanation import Explanation, explained, load_ledger
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
+from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.files import read_json
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
@@ -23,7 +24,6 @@ from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
 
-PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
@@ -65,7 +65,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
         _add_shapes(document, run)
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         variants = _variants(document, run, profile)
-    return find(ObservedPlans(plan, run, gap, profile, variants), REMEDIES)
+    return find(ObservedPlans(plan, run, gap, profile=profile, variants=variants), REMEDIES)
 
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
