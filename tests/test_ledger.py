@@ -69,7 +69,7 @@ def test_what_is_no_ledger_is_a_user_error(tmp_path: Path, text: str) -> None:
         Ledger.load(path)
     a_ledger().save(path)
     path.write_text(path.read_text(encoding="utf-8").replace('"measured"', '"guessed"'), encoding="utf-8")
-    with pytest.raises(UserError, match="no ledger that this Ironlaw wrote.*guessed"):
+    with pytest.raises(UserError, match=r"no ledger that this Ironlaw wrote.*guessed"):
         Ledger.load(path)
 
 

@@ -13,8 +13,10 @@ from torch import nn
 import ironlaw
 from ironlaw.ledger import Ledger
 from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall, is_work
+from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.trials import ModuleCall
 from ironlaw.observe.user_code import clipping_line, padding_line
 
 
@@ -389,6 +391,44 @@ def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
     else:
         assert f"# {loop}" in line(found["place"]) and found["lines"][-1] == f"the same operations {times} times"
         assert 0.3 < found["forward"] <= 1 and 0.2 < found["backward"] <= 1
+
+
+class Encoder(nn.Module):
+    """Layers of PyTorch's, which ask many questions in Python before they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("second", ["what the first gave", "another part"])
+def test_a_pass_of_what_another_pass_gave_is_none_of_another_part_of_the_batch(second: str) -> None:
+    """Encoder and head that the loop calls one after the other, or a state that is handed on."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    habits = Habits(model, partition=Partition(cuda=False))
+    for _ in range(4):
+        for given in (x, model(x) + 1 if second == "what the first gave" else x):
+            habits.forward_begins(model, (given,), {})
+        habits.resident.append(0)
+    habits.call = ModuleCall.of(model, (x,), {})
+    assert (habits._apart() is None) is (second == "what the first gave")
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_python_of_pytorch_s_layers_is_not_the_user_s(tmp_path: Path) -> None:
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(12):
+            model(torch.randn(8, 6, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["line_slow"]
+    assert found is None or found["forward"] < 0.1
 
 
 @pytest.mark.usefixtures("nothing_compiled")

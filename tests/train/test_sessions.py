@@ -39,7 +39,7 @@ def test_a_resumed_run_has_one_ledger_of_all_its_sessions(
         train_until(33, config, run)
     before, profile = read_metrics(run), (run / "profile.json").read_text()
     (run / "profile.json").write_text(profile.replace('"forward"', '"onward"', 1))
-    with pytest.raises(UserError, match="profile.json is no ledger"):
+    with pytest.raises(UserError, match=r"profile\.json is no ledger"):
         train(config, run, resume=True)
     assert read_metrics(run) == before  # refused before a step is taken, not when all are
     (run / "profile.json").write_text(profile)

@@ -109,6 +109,7 @@ class Habits:
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     forwards: int = 0
+    chained: int = 0  # of them, those of what another one gave: no other part of the batch
     read: int = 0  # forward passes that a backward pass has come back through
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
@@ -136,6 +137,7 @@ class Habits:
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
+        self.chained += any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))
         self.work += 1
         if self._closely is not None:
             self._closely.pass_begins()
@@ -188,8 +190,10 @@ class Habits:
         self.work += what == "evaluation_frequent"
         return place
 
-    def updates(self, optimizer: torch.optim.Optimizer) -> None:
+    def updates(self, optimizer: torch.optim.Optimizer, observed: bool) -> None:
         self.gradients.updates(optimizer)
+        if not observed:
+            return
         self.anew = not self.work or self._updated.get(optimizer) != self.work
         self._updated[optimizer] = self.work
         if not self.anew:
@@ -273,7 +277,7 @@ class Habits:
         if not self.paddings:
             return None
         part, columns = (statistics.mean(parts) for parts in zip(*self.paddings, strict=True))
-        return {"part": part, "columns": columns, "place": padding_line(self._files)}
+        return {"part": part, "columns": columns, "place": padding_line(self._files) or self._passes_at()}
 
     def _again(self) -> dict[str, Any] | None:
         """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
@@ -281,6 +285,9 @@ class Habits:
         if kept is None or not self.again_seconds:
             return None
         return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}
+
+    def _passes_at(self) -> str:
+        return self.lines["forward pass"].most_common(1)[0][0]
 
     def _left_in_eval(self) -> dict[str, Any] | None:
         """Where most steps learned without what training mode switches on, and the model has any of it."""
@@ -291,7 +298,7 @@ class Habits:
         )
         if not differs or 2 * self.eval_steps < len(self.resident):
             return None
-        place = line_calling(("eval",), self._files) or self.lines["forward pass"].most_common(1)[0][0]
+        place = line_calling(("eval",), self._files) or self._passes_at()
         return {"place": place, "per_step": self.eval_steps / len(self.resident)}
 
     def _unscaled(self, precision: str | None) -> dict[str, Any] | None:
@@ -322,12 +329,12 @@ class Habits:
     def _apart(self) -> dict[str, Any] | None:
         """Return the share of the passes that one pass over all micro-batches of a step saves. At most `MOST_MERGED`
         micro-batches are tried."""
-        times = min(MOST_MERGED, round(self.forwards / max(1, len(self.resident))))
+        times = min(MOST_MERGED, round((self.forwards - self.chained) / max(1, len(self.resident))))
         one = self.call.passes() if self.call is not None and self.partition is not None and times > 1 else None
         all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None
         if one is None or all_in_one is None:
             return None
-        place = self.lines["forward pass"].most_common(1)[0][0]
+        place = self._passes_at()
         told = f"{times} of them timed one by one and as one at the end of the run"
 
         def one_by_one() -> None:
