@@ -13,6 +13,7 @@ from torch import nn
 import ironlaw
 from ironlaw.ledger import Ledger
 from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall, is_work
+from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
 from ironlaw.observe.partition import Partition
@@ -466,3 +467,22 @@ def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:
     assert counts("_scaled_dot_product_attention", [q, q, q, mask], out) is None and counts("mul", [out], q) is None
     assert counts("add", [torch.ones(4, 1, 512, 512)], made) is None  # elsewhere, at the address of one that was
     assert counts("neg", [made], -made) is None
+
+
+@pytest.mark.parametrize(("name", "read"), [("_foreach_norm", True), ("_foreach_zero_", False)])
+def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: bool) -> None:
+    """As those of the first of two passes of sharpness-aware minimization."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    use = GradientUse(model, [optimizer])
+    use.begin()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 4)).sum()
+        use.backward_begins([loss])
+        loss.backward()
+        use.backward_ended()
+        use.taken(name, [[p.grad for p in model.parameters()]])
+    use.updates(optimizer)
+    use.end()
+    assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)

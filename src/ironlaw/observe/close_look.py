@@ -80,6 +80,7 @@ class CloseLook(TorchDispatchMode):
 
     partition: Partition
     module: nn.Module
+    taken: Callable[[str, Any], None] = lambda name, operands: None  # told what operations outside backward passes take
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -148,21 +149,27 @@ class CloseLook(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         seconds = time.thread_time() - began
         self._operations += 1
-        if self._looks and self._operations < MOST_OPERATIONS and self._in_passes():
+        if self._looks and self._operations < MOST_OPERATIONS:
             try:
-                node = torch._C._current_autograd_node()
-                if node is not None or self.partition.running is Phase.BACKWARD:
-                    line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
-                else:
-                    line = self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
-                for kind, tries in TRIED.items():
-                    share = tries(self, func, args, kwargs or {}, result)
-                    self._seconds[kind][line] += seconds * share if share > LEAST_SAVED else 0.0
+                if self.partition.running is not Phase.BACKWARD:
+                    self.taken(func.overloadpacket.__name__, args)
+                if self._in_passes():
+                    self._see(func, args, kwargs or {}, result, seconds)
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0
         self._since = time.thread_time()
         return result
+
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any, seconds: float) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None or self.partition.running is Phase.BACKWARD:
+            line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
+        else:
+            line = self._count(func, list(tensors(args)), kwargs.get("attn_mask"), result, seconds)
+        for kind, tries in TRIED.items():
+            share = tries(self, func, args, kwargs, result)
+            self._seconds[kind][line] += seconds * share if share > LEAST_SAVED else 0.0
 
     def _line_begins(self, line: str, counts: bool = True) -> None:
         """Count the time since the last line or operation for the line that has been running."""

@@ -13,7 +13,7 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -109,7 +109,8 @@ class Habits:
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     forwards: int = 0
-    chained: int = 0  # of them, those of what another one gave: no other part of the batch
+    seen: int = 0  # of them, those whose inputs were looked at
+    chained: int = 0  # of these, those of what another one gave: no other part of the batch
     read: int = 0  # forward passes that a backward pass has come back through
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
@@ -137,6 +138,7 @@ class Habits:
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
+        self.seen += bool(args or kwargs)
         self.chained += any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))
         self.work += 1
         if self._closely is not None:
@@ -166,9 +168,13 @@ class Habits:
                 if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
                     self.graphs.append(tensor.grad_fn._sequence_nr())
 
+    def aside(self) -> AbstractContextManager[None]:
+        """What is asked within is no doing of the loop's."""
+        return self._closely.aside() if self._closely is not None else nullcontext()
+
     def backward_begins(self, roots: Any) -> None:
         self.work += 1
-        with self._closely.aside() if self._closely is not None else nullcontext():
+        with self.aside():
             self.gradients.backward_begins(roots)
         if self._closely is not None:
             self._closely.pass_begins(roots)
@@ -191,7 +197,8 @@ class Habits:
         return place
 
     def updates(self, optimizer: torch.optim.Optimizer, observed: bool) -> None:
-        self.gradients.updates(optimizer)
+        with self.aside():
+            self.gradients.updates(optimizer)
         if not observed:
             return
         self.anew = not self.work or self._updated.get(optimizer) != self.work
@@ -231,7 +238,7 @@ class Habits:
             return
         self.gradients.begin()
         if self.partition is not None and not _compiled_graphs():
-            self._closely = CloseLook(self.partition, self.module)
+            self._closely = CloseLook(self.partition, self.module, self.gradients.taken)
             self._closely.begin()
 
     def end_look(self) -> None:
@@ -329,7 +336,8 @@ class Habits:
     def _apart(self) -> dict[str, Any] | None:
         """Return the share of the passes that one pass over all micro-batches of a step saves. At most `MOST_MERGED`
         micro-batches are tried."""
-        times = min(MOST_MERGED, round((self.forwards - self.chained) / max(1, len(self.resident))))
+        parts = 1 - self.chained / max(1, self.seen)
+        times = min(MOST_MERGED, round(parts * self.forwards / max(1, len(self.resident))))
         one = self.call.passes() if self.call is not None and self.partition is not None and times > 1 else None
         all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None
         if one is None or all_in_one is None:

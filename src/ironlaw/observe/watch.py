@@ -257,7 +257,8 @@ class Watch:
         if first and not self._gradients():
             self.gradients_found = "forward"
         elif first or self._uncleared:  # a pass for another model's update may come before they are cleared
-            held = any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None)
+            with self._habits.aside():
+                held = any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None)
             self._uncleared = (self._uncleared or user_line()) if held else ""
 
     _uncleared = ""  # the line of the step's first backward pass, as long as all passes of the step found gradients
