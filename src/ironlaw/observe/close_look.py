@@ -6,6 +6,7 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -384,12 +385,8 @@ COUNTED: dict[str, Callable[[CloseLook, CountedCall], set[str] | None]] = {
 
 def by_layer() -> bool:
     """Return whether a layer of PyTorch's own calls this, whose Python is not the user's."""
-    frame = sys._getframe(2)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith(LAYERS):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    return any(file.startswith(LAYERS) for file in takewhile(lambda file: not is_users(file), files))
 
 
 def is_work(one: CountedCall) -> bool:
