@@ -67,6 +67,10 @@ def test_what_is_no_ledger_is_a_user_error(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="ledger"):
         Ledger.load(path)
+    a_ledger().save(path)
+    path.write_text(path.read_text(encoding="utf-8").replace('"measured"', '"guessed"'), encoding="utf-8")
+    with pytest.raises(UserError, match=r"no ledger that this Ironlaw wrote.*guessed"):
+        Ledger.load(path)
 
 
 def test_keys_of_a_later_minor_version_are_passed_over() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_decimal_multiples(value: float | None, text: str) -> None:
     ("value", "text"),
     [
         (None, "–"), (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (80 * 2**30, "80.0 GiB"),
-        (5 * 2**40, "5.00 TiB"), (-2048, "-2.00 KiB"),
+        (5 * 2**40, "5.00 TiB"), (-2048, "-2.00 KiB"), (math.inf, "inf TiB"), (math.nan, "nan B"),
     ],
 )  # fmt: skip
 def test_bytes_are_binary(value: float | None, text: str) -> None:

@@ -7,6 +7,7 @@ permission, a full disk) stay OSErrors, which the command line prints in one lin
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from ironlaw.errors import UserError, as_given
 
 TEXT_LIMIT_BYTES = 2**28
 """Largest file that is read whole (configs, profiles, tables of runs); real ones have a few megabytes at most."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk
 
 LINE_LIMIT_BYTES = 2**24
 """Longest line of a JSON Lines file (metrics, records) that is parsed; Ironlaw writes no longer ones."""
@@ -77,6 +80,11 @@ def sha256(path: Path) -> str:
     """Return the hex digest of a file's content."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def digest_of(document: Any) -> str:
+    """Return the hex digest of what JSON can say, with its keys in any order."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def read_bytes(path: Path, what: str = "text") -> bytes:

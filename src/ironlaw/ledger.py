@@ -282,8 +282,12 @@ class Ledger:
             if document.get("schema_version") == SCHEMA_VERSION:
                 check_types(document, path)
             return Ledger.from_json(document)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not a ledger of Ironlaw ({error}): point to a run directory") from None
+        except UserError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # also an unknown phase or kind
+            raise UserError(
+                f"{path} is no ledger that this Ironlaw wrote ({error}): point to a run directory"
+            ) from None
 
 
 def line_of(entry: dict[str, Any]) -> Line:

@@ -33,6 +33,7 @@ TEXTS = (
     "profiled", "source", "started",
 )  # fmt: skip
 
+DATA_FRACTIONS = ("padded_fraction", "cropped_fraction", "documents_cut_fraction")
 WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_in_eval", "optimizer_rebuilt",
             "unscaled", "updates_again")  # fmt: skip
 PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "copies", "decompositions", "denormals",
@@ -59,7 +60,12 @@ def _facts() -> dict[str, Any]:
         foreach=(bool, False),
     )  # fmt: skip
     odd: Any = _record(module=str, shape=list[Number], aligned=list[Number], seconds=Number, aligned_seconds=Number)
+    rates = dict.fromkeys(("tokens_per_second", "wait_seconds", *DATA_FRACTIONS), (Known, None))
+    words = dict.fromkeys(("packing", "slowest_stage", "source"), (text, None))
+    supply = dict.fromkeys(("supply_tokens_per_second", "times_demand"), Known)
     return {
+        "data": _record(**rates, **words, stage_tokens_per_second=(Numbers, None)),
+        "data_supply": _record(**supply, demand_tokens_per_second=Number, stage_tokens_per_second=Numbers, basis=str),
         **dict.fromkeys(NUMBERS, Number),
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),

@@ -30,8 +30,8 @@ def _rounded(value: float, digits: int = 3) -> float:
 def _significant(value: float, digits: int = 3) -> str:
     """Format with three significant digits and no exponent: 0.0123, 1.23, 12.3, 123, 1,234."""
     magnitude = abs(_rounded(value, digits))
-    if magnitude == 0:
-        return "0"
+    if magnitude == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
     decimals = digits - 1 - math.floor(math.log10(magnitude))
     return f"{value:,.{max(0, decimals)}f}"
 

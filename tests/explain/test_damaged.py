@@ -102,12 +102,15 @@ def test_a_value_of_another_type_is_refused_or_does_no_harm(observed: Path, name
     assert try_all(observed, name, every) > 5
 
 
-def test_the_message_names_the_value(observed: Path) -> None:
+@pytest.mark.parametrize("place", [("wall_seconds", "training"), ("data", "wait_seconds"), ("data_supply", "basis")])
+def test_the_message_names_the_value(observed: Path, place: tuple[str, str]) -> None:
     file = observed / "ledger.json"
     text = file.read_text()
-    file.write_text(json.dumps(changed(json.loads(text), ("facts", "wall_seconds", "training"), "soon")))
+    document = json.loads(text)
+    document["facts"].setdefault(place[0], {})[place[1]] = ["soon"]
+    file.write_text(json.dumps(document))
     try:
-        with pytest.raises(UserError, match=r"facts\.wall_seconds\.training holds 'soon'"):
+        with pytest.raises(UserError, match=rf"facts\.{place[0]}"):
             explain_observed(observed, profile_here())
     finally:
         file.write_text(text)

@@ -13,8 +13,11 @@ from torch import nn
 import ironlaw
 from ironlaw.ledger import Ledger
 from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall, is_work
+from ironlaw.observe.gradients import GradientUse
+from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.trials import ModuleCall
 from ironlaw.observe.user_code import clipping_line, padding_line
 
 
@@ -391,6 +394,44 @@ def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
         assert 0.3 < found["forward"] <= 1 and 0.2 < found["backward"] <= 1
 
 
+class Encoder(nn.Module):
+    """Layers of PyTorch's, which ask many questions in Python before they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("second", ["what the first gave", "another part"])
+def test_a_pass_of_what_another_pass_gave_is_none_of_another_part_of_the_batch(second: str) -> None:
+    """Encoder and head that the loop calls one after the other, or a state that is handed on."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    habits = Habits(model, partition=Partition(cuda=False))
+    for _ in range(4):
+        for given in (x, model(x) + 1 if second == "what the first gave" else x):
+            habits.forward_begins(model, (given,), {})
+        habits.resident.append(0)
+    habits.call = ModuleCall.of(model, (x,), {})
+    assert (habits._apart() is None) is (second == "what the first gave")
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_python_of_pytorch_s_layers_is_not_the_user_s(tmp_path: Path) -> None:
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(12):
+            model(torch.randn(8, 6, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["line_slow"]
+    assert found is None or found["forward"] < 0.1
+
+
 @pytest.mark.usefixtures("nothing_compiled")
 def test_what_is_looked_at_before_a_backward_pass_is_no_loop_of_its_line(tmp_path: Path) -> None:
     """Whether gradients of earlier passes have been cleared is asked for every parameter."""
@@ -426,3 +467,22 @@ def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:
     assert counts("_scaled_dot_product_attention", [q, q, q, mask], out) is None and counts("mul", [out], q) is None
     assert counts("add", [torch.ones(4, 1, 512, 512)], made) is None  # elsewhere, at the address of one that was
     assert counts("neg", [made], -made) is None
+
+
+@pytest.mark.parametrize(("name", "read"), [("_foreach_norm", True), ("_foreach_zero_", False)])
+def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: bool) -> None:
+    """As those of the first of two passes of sharpness-aware minimization."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    use = GradientUse(model, [optimizer])
+    use.begin()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 4)).sum()
+        use.backward_begins([loss])
+        loss.backward()
+        use.backward_ended()
+        use.taken(name, [[p.grad for p in model.parameters()]])
+    use.updates(optimizer)
+    use.end()
+    assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)

@@ -48,6 +48,25 @@ def test_two_optimizers_make_one_step_and_parts_of_a_container_are_passes(tmp_pa
     assert sum(phases.values()) <= 1.01 * ledger.totals["step_seconds"].value
 
 
+def test_a_model_that_learns_through_the_observed_one_is_no_fault_of_its_loop(tmp_path: Path) -> None:
+    """The generator's pass finds the critic's gradients of before, and its own are read by an optimizer of its own."""
+    generator, critic = network(16, 256, 64), network(64, 256, 1)
+    ours, its = (torch.optim.SGD(m.parameters(), lr=1e-4) for m in (critic, generator))
+    with ironlaw.observe(critic, ours, out=tmp_path / "run", profile_steps=0, plan=False):
+        for _ in range(12):
+            ours.zero_grad()
+            (critic(generator(torch.randn(64, 16)).detach()).mean() - critic(torch.randn(64, 64)).mean()).backward()
+            ours.step()
+            its.zero_grad()
+            (-critic(generator(torch.randn(64, 16))).mean()).backward()
+            its.step()
+    facts = Ledger.load(tmp_path / "run" / "ledger.json").facts
+    assert facts["gradients_uncleared"] is None
+    assert (
+        facts["gradients_idle"] is None or facts["gradients_idle"]["part"] < 0.5
+    )  # the critic's own, which are cleared
+
+
 def test_passes_inside_the_optimizers_step_are_no_update(tmp_path: Path) -> None:
     model = network(256, 512, 512, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -94,7 +113,7 @@ def test_ranks_that_share_the_cores_are_offered_no_threads(ranks: int, offered: 
     facts = {"threads": 1, "cores": 4, "thread_gain": {"matmul": 0.5, "elementwise": 0.2},
              "rank_own_seconds": [0.1] * ranks}  # fmt: skip
     line = SimpleNamespace(kind=Kind.MATMUL, seconds=0.1)
-    now: Any = SimpleNamespace(fact=facts.get, lines=[line], step=0.2, steps=10)
+    now: Any = SimpleNamespace(fact=facts.get, timed=[line], step=0.2, steps=10)
     assert bool(_threads(now)) is offered
 
 

@@ -564,6 +564,15 @@ def test_files_that_were_changed_and_signed_again_run_nothing(
     assert not Path("ran").exists()
 
 
+@pytest.mark.parametrize("of", [{"model": {"layers": "x"}}, {"model": []}, {"store": [[]]}, {"sha256": ""}])
+def test_an_index_of_other_types_is_damage_though_it_is_signed(tmp_path: Path, of: dict[str, Any]) -> None:
+    path = save(tmp_path, 2).path
+    index = json.loads((path / checkpoint.INDEX).read_text()) | of
+    checkpoint.write_index(path, {key: value for key, value in index.items() if key != "index_sha256"})
+    with pytest.raises(UserError, match="is damaged"):
+        checkpoint.read_index(path)
+
+
 def test_a_run_that_writes_one_checkpoint_needs_room_for_one(
     tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

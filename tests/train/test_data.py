@@ -63,13 +63,16 @@ def test_weights_are_read_with_no_tokenizer_but_theirs(
     tiny_document: Callable[..., dict[str, Any]], train: Train, ironlaw_here: Callable[..., Any], tmp_path: Path,
     kinds: dict[str, dict[str, Any]], kind: str,
 ) -> None:  # fmt: skip
-    """A tokenizer is learned from the text: another text gives another one."""
+    """A tokenizer is learned from the text: another text gives another one, and with a given one other samples."""
 
     def config(**more: Any) -> RunConfig:
-        cache = {"cache": str(tmp_path / "data-cache"), "validation_fraction": 0.1}
-        return build_config(tiny_document(train={"steps": 3}) | {"data": cache | kinds[kind]} | more)
+        return build_config(tiny_document(train={"steps": 3}) | {"data": data | kinds[kind]} | more)
 
+    data = {"cache": str(tmp_path / "data-cache"), "validation_fraction": 0.1}
     train(config(), tmp_path / "run")
+    data["tokenizer"] = str(tmp_path / "run/tokenizer.json")
+    train(config(), tmp_path / "given")
+    del data["tokenizer"]
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with (tmp_path / "records.jsonl").open("a", encoding="utf-8") as file:
         file.write("".join(f'\n{{"body": "no word of before {n}"}}' for n in range(400)))
@@ -78,6 +81,9 @@ def test_weights_are_read_with_no_tokenizer_but_theirs(
         out = tmp_path / ("run" if more else "student")
         with pytest.raises(UserError, match=r"no longer that of .*run" if more else "a student has"):
             train(config() if more else config(objective=taught), out, **more)
+    data["tokenizer"] = str(tmp_path / "run/tokenizer.json")
+    with pytest.raises(UserError, match=r"no longer that of .*given"):
+        train(config(), tmp_path / "given", resume=True)
     code, _, messages = ironlaw_here("compress", "run", "--to", "int8")
     assert code == 2 and "no longer that of" in messages.splitlines()[-1]
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

@@ -37,7 +37,12 @@ def test_a_resumed_run_has_one_ledger_of_all_its_sessions(
         if killed:  # a killed process writes no last line
             patch.setattr(Journal, "abandon", lambda *arguments: None)
         train_until(33, config, run)
-    before = read_metrics(run)
+    before, profile = read_metrics(run), (run / "profile.json").read_text()
+    (run / "profile.json").write_text(profile.replace('"forward"', '"onward"', 1))
+    with pytest.raises(UserError, match=r"profile\.json is no ledger"):
+        train(config, run, resume=True)
+    assert read_metrics(run) == before  # refused before a step is taken, not when all are
+    (run / "profile.json").write_text(profile)
     outcome = train(config, run, resume=True)
     ledger, facts = outcome.ledger, outcome.ledger.facts
     first, second = facts["sessions"]

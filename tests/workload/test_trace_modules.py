@@ -361,6 +361,16 @@ class Promotes(nn.Module):
         return y * (y > 0).bfloat16() / (y > 0).sum(-1, keepdim=True)
 
 
+class Patches(nn.Sequential):
+    """Patches of images, normalised with their numbers apart: oneDNN's products of columns where they are wide."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(nn.Conv2d(3, 64, size, size), nn.LayerNorm(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x).flatten(2).transpose(1, 2)).mean(1)
+
+
 def step_bytes(module: nn.Module, given: Tensor) -> int:
     """The highest moment of a real step, beside weights and inputs, by the profiler's allocations."""
     (module(given) ** 2).sum().backward()  # what is built once
@@ -378,7 +388,11 @@ def step_bytes(module: nn.Module, given: Tensor) -> int:
     (lambda: nn.Conv2d(3, 64, 7, stride=2), (8, 3, 64, 64), 0.1),
     (lambda: nn.Conv2d(16, 16, 3).double(), (2, 16, 32, 32), 0.05),
     (Promotes, (512, 64), 0.05),
-], ids=["conv2d", "conv3d", "strided", "columns", "promoted"])  # fmt: skip
+    (lambda: Patches(16), (2, 3, 224, 224), 0.001),
+    (lambda: Patches(8), (4, 3, 64, 64), 0.01),
+    (lambda: nn.Conv2d(16, 32, 17, padding=8), (2, 16, 64, 64), 0.01),
+    (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(64, 64)), (16, 64), 0.001),
+], ids=["conv2d", "conv3d", "strided", "columns", "promoted", "patches", "rows", "wide", "orthogonal"])  # fmt: skip
 def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: tuple[int, ...], within: float) -> None:
     module = build()
     dtype = next(module.parameters()).dtype
@@ -401,10 +415,23 @@ class Tied(nn.Module):
         return F.linear(self.table(tokens), self.table.weight)
 
 
-def test_gradients_of_a_shared_table_are_added_as_autograd_does() -> None:
-    program = step_of_trace(trace(Tied, [Input("tokens", (2, 8), "int64")]))
+class Chooses(nn.Module):
+    """Takes weights by number: the gradient is put into zeros in place, but of fake tensors beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choice, self.weights = nn.Linear(64, 8), nn.Parameter(torch.randn(8, 64, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, number = self.choice(x).softmax(-1).max(-1)
+        return torch.bmm(x[:, None], self.weights[number])[:, 0] * share[:, None]
+
+
+@pytest.mark.parametrize(("build", "given"), [(Tied, torch.zeros(2, 8).long()), (Chooses, torch.randn(16, 64))])
+def test_gradients_are_added_and_put_as_autograd_does(build: Any, given: Tensor) -> None:
+    program = step_of_trace(trace(build, [Input("x", tuple(given.shape), str(given.dtype).removeprefix("torch."))]))
     lasting = sum(tensor.bytes for tensor in program.tensors[0])
-    assert peak_memory(program).total - lasting == step_bytes(Tied(), torch.zeros(2, 8, dtype=torch.int64))
+    assert peak_memory(program).total - lasting == step_bytes(build(), given)
 
 
 class Teacher(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -15,13 +14,13 @@ from pathlib import Path
 import typer
 
 from ironlaw.errors import JobFailed, UserError, printable
+from ironlaw.files import FULL, cache_folder
 from ironlaw.report.console import Unfailing
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 FAULT = 70  # a bug in Ironlaw; EX_SOFTWARE of sysexits.h
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 _CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # of click, which typer may bundle
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 ALONE_SECONDS = 20.0  # after which a refusing rank reports the error itself
 
 
@@ -47,7 +46,7 @@ def described(error: BaseException) -> tuple[int, str]:
         return WRONG_INPUT, "out of memory: give something smaller, or a machine with more"
     number = _errno(error)
     name = str(error.filename) if isinstance(error, OSError) and error.filename is not None else None
-    if number in _FULL:
+    if number in FULL:
         where = f" ({name})" if name else ""
         return WRONG_INPUT, f"the disk is full{where}: free some space; a run goes on with --resume"
     if number is not None:
@@ -65,8 +64,6 @@ def _errno(error: BaseException) -> int | None:
 
 def _fault(error: BaseException) -> str:
     """Return a bug's type and place in one line, and write its traceback to a file for the report."""
-    from ironlaw.files import cache_folder
-
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     message = f"a fault of Ironlaw itself: {type(error).__name__}: {error}{where}"

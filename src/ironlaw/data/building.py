@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import time
@@ -23,7 +22,7 @@ from ironlaw.data.splits import SPLITS, Split, Splitter
 from ironlaw.data.stats import token_counts
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of
 from ironlaw.errors import UserError
-from ironlaw.files import lock_file, read_json, write_json
+from ironlaw.files import FULL, lock_file, read_json, write_json
 
 PROGRESS = "progress.json"
 
@@ -223,7 +222,7 @@ def _lock(descriptor: int) -> None:
 
 def cannot_write(folder: Path, error: OSError, kept: bool) -> UserError:
     reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         with suppress(OSError):
             reason = f"{reason}, {units.bytes_(shutil.disk_usage(folder).free)} free"
     finished = "; finished shards are kept, run again to go on" if kept else ""

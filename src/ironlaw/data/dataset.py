@@ -13,8 +13,10 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.shards import TokenSplit, open_split, read_index
+from ironlaw.data.shards import TokenSplit, files_of, open_split, read_index
+from ironlaw.data.splits import SPLITS
 from ironlaw.errors import UserError
+from ironlaw.files import digest_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Dataset:
     sources: tuple[Dataset, ...] = ()  # of a mixture, whose `train` and `validation` concatenate theirs
     weights: tuple[float, ...] = ()  # of the sources, as given
     stream: Stream | None = None  # tokenised while training: `train` is empty
+    digest: str = ""  # another one when any token is another; of a stream when the names or sizes of its files are
 
     @property
     def stage_bytes_per_second(self) -> dict[str, float]:
@@ -92,4 +95,5 @@ def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = Tru
         unigram_loss=index["unigram_loss"],
         reused=reused,
         name=index["path"],
+        digest=digest_of([[files_of(shard[split]) for split in SPLITS] for shard in index["shards"]]),
     )

@@ -25,6 +25,7 @@ from ironlaw.data.shards import Progress, join_splits
 from ironlaw.data.source import prepare_source
 from ironlaw.data.stats import unigram_loss
 from ironlaw.errors import UserError
+from ironlaw.files import digest_of
 
 BLOCK = 4096
 _KEY = 2**48  # a sample's key is the source's number times this, plus the source's own key
@@ -137,6 +138,7 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
         name=" + ".join(part.name for part in parts),
         sources=tuple(parts),
         weights=weights,
+        digest=digest_of([part.digest for part in parts]),
     )
 
 

@@ -217,12 +217,10 @@ def _intact(path: Path) -> Iterator[None]:
 
 
 def _read_parquet(path: Path, field: str, start: int) -> Iterator[Record]:
-    parquet = _extra("pyarrow.parquet", path)
     size = path.stat().st_size
-    with _intact(path), parquet.ParquetFile(path) as file:
+    with _intact(path), _extra("pyarrow.parquet", path).ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow)
-        rows = max(1, file.metadata.num_rows)
-        row = 0
+        rows, row = max(1, file.metadata.num_rows), 0
         for group in range(file.num_row_groups):
             here = file.metadata.row_group(group).num_rows
             if row + here <= start:
@@ -235,11 +233,9 @@ def _read_parquet(path: Path, field: str, start: int) -> Iterator[Record]:
 
 def _read_arrow(path: Path, field: str, start: int) -> Iterator[Record]:
     pyarrow = _extra("pyarrow", path)
-    size = path.stat().st_size
+    row, read_bytes, size = 0, 0, path.stat().st_size
     with _intact(path), pyarrow.memory_map(str(path)) as file:
-        reader = _arrow_batches(pyarrow, file)
-        row, read_bytes = 0, 0
-        for batch in reader:
+        for batch in _arrow_batches(pyarrow, file):
             if row == 0:
                 _check_column(path, field, batch.schema)
             read_bytes = min(size, read_bytes + batch.nbytes)

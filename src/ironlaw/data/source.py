@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
 import time
@@ -27,7 +25,7 @@ from ironlaw.data.splits import SPLITS
 from ironlaw.data.stats import loss_of_counts
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, sha256
+from ironlaw.files import digest_of, read_json, sha256
 
 Say = Callable[[str], None]
 _SCAN_LINE_SECONDS = 5.0
@@ -88,9 +86,8 @@ def folder_name(
         key |= {"vocab": vocab, "trained_with": __version__, "sample_bytes": tokenizers.SAMPLE_BYTES}
     if corpus.chat is not None:
         key |= {"template": corpus.chat.source, "names": corpus.chat.template_names}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     label = "stdlib" if corpus.stdlib else corpus.root.stem
-    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', label)[:40]}-{digest[:16]}"
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', label)[:40]}-{digest_of(key)[:16]}"
 
 
 def _build(

@@ -32,7 +32,7 @@ from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import TokenSplit, token_dtype
 from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import append_json_line, read_json_lines, sha256
+from ironlaw.files import append_json_line, digest_of, read_json_lines, sha256
 
 BLOCK_BYTES = 2**23  # of text; windows are shuffled within a block
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
@@ -222,6 +222,7 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
         skipped=corpus.skipped,
         name=source.path,
         stream=Stream(corpus, splitter, tokenizer, worker_count(config.workers, corpus.bytes), folder),
+        digest=digest_of([sha256(tokenizer.path), [(file.name, file.size) for file in corpus.files]]),
     )
 
 

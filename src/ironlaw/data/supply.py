@@ -9,14 +9,12 @@ Losing this small file only costs the comparison of supply and demand before the
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ironlaw.data.config import DataConfig
-from ironlaw.files import known_json, write_json
+from ironlaw.files import digest_of, known_json, write_json
 
 MOST = 256  # settings remembered; the oldest are dropped first
 # Settings that change the work per token, where it is done, or how fast the source is read.
@@ -54,4 +52,4 @@ def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
 
 def _key(config: DataConfig, sequence: int) -> str:
     document = config.model_dump(mode="json", include=set(_KEYS)) | {"sequence": sequence}
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+    return digest_of(document)[:16]

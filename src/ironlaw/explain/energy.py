@@ -8,8 +8,8 @@ from ironlaw.catalog.accelerators import accelerator, catalogued, cpu_power
 from ironlaw.catalog.money import grid
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
+from ironlaw.plan.budget import JOULES_PER_KWH
 
-JOULES_PER_KWH = 3.6e6
 GRID = "world"
 IDLEST = 0.5  # of a board's power limit: a training step that waits a lot still draws about half of it
 

@@ -216,18 +216,7 @@ def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
             f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
             f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
         )
-    return load_ledger(plan_path), load_ledger(run_path)
-
-
-def load_ledger(path: Path) -> Ledger:
-    try:
-        return Ledger.load(path)
-    except (OSError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a ledger ({error}): train again into a new directory") from None
-    except UserError:
-        raise
-    except ValueError as error:  # an unknown phase, kind or origin
-        raise UserError(f"{path} is from another version of Ironlaw ({error}): train again with this one") from None
+    return Ledger.load(plan_path), Ledger.load(run_path)
 
 
 def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | None) -> tuple[list[Remedy], str]:

@@ -11,10 +11,11 @@ from pydantic import TypeAdapter
 from ironlaw import units
 from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
-from ironlaw.explain.explanation import Explanation, explained, load_ledger
+from ironlaw.explain.explanation import Explanation, explained
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
+from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.files import read_json
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
@@ -23,7 +24,6 @@ from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
 
-PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
@@ -35,7 +35,7 @@ def is_observed(run_dir: Path) -> bool:
 
 def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanation:
     """What `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
-    run = load_ledger(run_dir / "ledger.json")
+    run = Ledger.load(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
     if plan.lines:
         _share_keys(plan, run)
@@ -65,7 +65,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
         _add_shapes(document, run)
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         variants = _variants(document, run, profile)
-    return find(ObservedPlans(plan, run, gap, profile, variants), REMEDIES)
+    return find(ObservedPlans(plan, run, gap, profile=profile, variants=variants), REMEDIES)
 
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
@@ -104,7 +104,7 @@ def _add_shapes(document: dict[str, Any], run: Ledger) -> None:
 
 def _add_ranks(run_dir: Path, run: Ledger) -> None:
     """How long each rank worked in a step before it met the others: what the slowest takes more, all wait for."""
-    ranks = [run, *(load_ledger(path) for path in sorted(run_dir.glob("rank*/ledger.json")))]
+    ranks = [run, *(Ledger.load(path) for path in sorted(run_dir.glob("rank*/ledger.json")))]
     if len(ranks) < 2:
         return
     # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
@@ -140,7 +140,7 @@ def _profile_of(run: Ledger) -> Profile | None:
 def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
     """The plan kept beside the run, else one made now where it ran; else an empty one, and the reason."""
     if (run_dir / "plan.json").is_file():
-        return load_ledger(run_dir / "plan.json")
+        return Ledger.load(run_dir / "plan.json")
     empty = Ledger("plan", facts={"model": run.facts.get("model", {})})
     operations = run_dir / OPERATIONS_FILE
     if not operations.is_file():

@@ -5,48 +5,35 @@ could be run, from what was measured, or from a small experiment at the end of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
-from ironlaw.explain.gap import Gap, recomputed_seconds, reconcile
+from ironlaw.explain.evidence import RunEvidence
+from ironlaw.explain.gap import recomputed_seconds, reconcile
 from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
+from ironlaw.explain.rules_of_code import PASSES, ROOM
+from ironlaw.explain.rules_of_devices import useless_exchanges
+from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 from ironlaw.machine.profile import Profile
 
 AS_IT_IS = "as it is"  # the variant that the others are compared with
-FULL_MEMORY = 0.85
 LEAST_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
 FEWER = 10  # times, evaluations and checkpoints
-PASSES = (Phase.FORWARD, Phase.BACKWARD)
 BOTH_WAYS, MEASURED = "timed both ways at the end of the run", "measured seconds of this run"
 
 
 @dataclass(frozen=True)
-class ObservedPlans:
+class ObservedPlans(RunEvidence):
     """What a remedy may look at. `variants`: name -> plan of one micro-batch step run that way, on the same machine."""
 
-    plan: Ledger
-    run: Ledger
-    gap: Gap
-    profile: Profile | None
-    variants: Mapping[str, Ledger]
-
-    @property
-    def step(self) -> float:
-        return self.gap.step.measured or 0.0
-
-    @property
-    def steps(self) -> int:
-        return int(self.fact("steps_done") or 1)
+    profile: Profile | None = None
+    variants: Mapping[str, Ledger] = field(default_factory=dict)
 
     @cached_property
-    def lines(self) -> list[Line]:
-        """The run's, so that each phase sums to its measured seconds."""
+    def timed(self) -> list[Line]:
+        """The run's lines, so that each phase sums to its measured seconds."""
         return reconcile(self.run)[0].lines
-
-    def fact(self, name: str) -> Any:
-        return self.run.facts.get(name)
 
     def saved(self, variant: str) -> float | None:
         """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
@@ -67,7 +54,7 @@ def _saved(now: ObservedPlans, how: str, saved: float, basis: str, bytes_saved: 
     """`saved`: seconds per step."""
     if not now.step:
         return []
-    gain, total = saved / now.step, saved * now.steps
+    gain, total = saved / now.step, saved * (now.steps or 1)
     return [Proposal({}, gain, total, saved, bytes_saved, basis, how)]
 
 
@@ -100,8 +87,8 @@ def _threads(now: ObservedPlans) -> list[Proposal]:
     if gains is None or now.fact("threads") < now.fact("cores") <= now.fact("threads") * ranks:
         return []
     saved = sum(
-        (x.seconds or 0.0) * gains["matmul" if x.kind in (Kind.MATMUL, Kind.ATTENTION) else "elementwise"]
-        for x in now.lines
+        (x.seconds or 0.0) * gains["matmul" if x.kind in PRODUCTS else "elementwise"]
+        for x in now.timed
         if x.kind is not Kind.HOST
     )
     return _saved(now, f"torch.set_num_threads({now.fact('cores')})", saved, f"kernels {BOTH_WAYS}")
@@ -159,7 +146,7 @@ def _attention(now: ObservedPlans) -> list[Proposal]:
 
 def _unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
     """(seconds spent, seconds the fused kernel takes, bytes of scores) per step; None without a softmax of scores."""
-    names = {line.operation for line in now.lines}
+    names = {line.operation for line in now.timed}
     roots = {name.removesuffix(".softmax") for name in names if name.endswith(".softmax")}
     roots = {root for root in roots if f"{root}.bmm" in names}
     timed = now.fact("attention_seconds")  # at the end of the run: the machine as it was then
@@ -167,7 +154,7 @@ def _unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
         return None
     spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
         line.seconds or 0.0
-        for line in now.lines
+        for line in now.timed
         if line.phase in PASSES
         and line.operation.rpartition(".")[0] in roots
         and line.operation.rpartition(".")[2] not in STAYS
@@ -197,7 +184,7 @@ def _native(now: ObservedPlans) -> list[Proposal]:
     found = now.fact("fused_calls_seconds")
     if not found or now.fact("device") != "cpu":
         return []
-    spent = sum(x.seconds or 0.0 for x in now.lines if x.kind is Kind.ATTENTION)
+    spent = sum(x.seconds or 0.0 for x in now.timed if x.kind is Kind.ATTENTION)
     how = (
         "from ironlaw.kernels.attention import causal_attention; causal_attention(q, k, v) in place of "
         "scaled_dot_product_attention(q, k, v, is_causal=True)"
@@ -216,7 +203,7 @@ def _fused_update(now: ObservedPlans) -> list[Proposal]:
 def _alignment(now: ObservedPlans) -> list[Proposal]:
     saved, found = 0.0, now.fact("misaligned") or []
     for entry in found:
-        own = (x for x in now.lines if x.operation == entry["module"] and x.kind is Kind.MATMUL)
+        own = (x for x in now.timed if x.operation == entry["module"] and x.kind is Kind.MATMUL)
         spent = sum(x.seconds or 0.0 for x in own)
         saved += spent * (1 - entry["aligned_seconds"] / entry["seconds"])
     shapes = ", ".join(f"{e['shape'][0]} to {e['aligned'][0]}" for e in found)
@@ -226,17 +213,17 @@ def _alignment(now: ObservedPlans) -> list[Proposal]:
 def _recompute(now: ObservedPlans) -> list[Proposal]:
     needed = now.run.totals.get("resident_bytes")
     have, kept = now.fact("memory_bytes"), now.plan.memory_bytes().get("activations") or 0.0
-    if needed is None or not have or needed.value + kept > FULL_MEMORY * have:
+    if needed is None or not have or needed.value + kept > ROOM * have:
         return []
     how = "drop torch.utils.checkpoint, or gradient_checkpointing_disable()"
     return _saved(now, how, recomputed_seconds(now.run), "measured forward operations within the backward pass", -kept)
 
 
 def _syncs(now: ObservedPlans) -> list[Proposal]:
-    extra = (now.fact("gradient_syncs_per_step") or 0.0) - 1
-    if extra <= 0.5:
+    useless = useless_exchanges(now)
+    if useless <= 1 / 3:
         return []
-    saved = now.phase(Phase.COMMUNICATION) * extra / (extra + 1)
+    saved = now.phase(Phase.COMMUNICATION) * useless
     how = "with model.no_sync(): around all micro-batches but the last"
     return _saved(now, how, saved, "measured waits for the exchange of gradients")
 
@@ -245,8 +232,8 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
     """What happens between steps, less often."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
-        wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / now.steps
-        return _saved(now, how, wall * (1 - 1 / FEWER), MEASURED) if wall >= share * now.step else []
+        wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / (now.steps or 1)
+        return _saved(now, how, wall * (1 - 1 / FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
 
     return RemedyKind(
         name, title, f"it takes over {share:.0%} of the training time ({name})", Effect.NONE, risk, propose

@@ -115,8 +115,7 @@ def _other_losses(now: Situation) -> Iterable[Settings]:
 
 
 def _smaller_loss(now: Situation) -> Iterable[Settings]:
-    possible = now.config.model.logits_are_a_product and not now.plan.decided.loss_chunk
-    return [{"train.loss": "chunked"}] if possible else []
+    return [other for other in _other_losses(now) if other == {"train.loss": "chunked"}]
 
 
 def _larger_batches(now: Situation) -> Iterable[Settings]:

@@ -35,10 +35,10 @@ def _communication(e: RunEvidence) -> float | None:
         return None
     behind = float(max(ranks) - ranks[rank]) if ranks and len(ranks) > rank else 0.0
     delays = max(e.fact("rank_delayed_seconds") or [0.0])
-    return max(0.0, share - (behind + delays) / (e.step or 1.0)) * (1 - _useless(e))
+    return max(0.0, share - (behind + delays) / (e.step or 1.0)) * (1 - useless_exchanges(e))
 
 
-def _useless(e: RunEvidence) -> float:
+def useless_exchanges(e: RunEvidence) -> float:
     """Share of the gradient exchanges of a step after which it accumulates further."""
     per_step = float(e.fact("gradient_syncs_per_step") or 0.0)
     return max(0.0, per_step - 1) / per_step if per_step else 0.0
@@ -47,7 +47,7 @@ def _useless(e: RunEvidence) -> float:
 def _extra_syncs(e: RunEvidence) -> float | None:
     """Exposed communication that is for exchanges in the middle of accumulation."""
     share = e.phase_share(Phase.COMMUNICATION)
-    return None if share is None or not e.fact("gradient_syncs_per_step") else share * _useless(e)
+    return None if share is None or not e.fact("gradient_syncs_per_step") else share * useless_exchanges(e)
 
 
 def _bubble(e: RunEvidence) -> float | None:

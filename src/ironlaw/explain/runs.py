@@ -56,7 +56,7 @@ def _entry(path: Path) -> dict[str, Any]:
         ledger = Ledger.load(path / "ledger.json")
     except OSError:
         return entry
-    except (UserError, ValueError) as error:
+    except UserError as error:
         return entry | {"state": f"unreadable: {error}"}
     facts, totals = ledger.facts, ledger.totals
     model = facts.get("model") or {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,7 +32,7 @@ from ironlaw.observe.gradients import graph_of
 from ironlaw.observe.loop_lines import LineTrace
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import share_saved
-from ironlaw.observe.user_code import line_of, user_frames
+from ironlaw.observe.user_code import is_users, line_of, user_frames
 from ironlaw.workload.trace_kernels import storages, tensors
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
@@ -51,6 +54,7 @@ HALF = (torch.bfloat16, torch.float16)
 ONE = "one operation: "
 SHORT_SECONDS = 1e-4  # on average, of operations that one call for all would make much shorter: ten times a call
 TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
+LAYERS = str(Path(nn.__file__).parent / "modules")
 LEAST_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
 
 
@@ -77,6 +81,7 @@ class CloseLook(TorchDispatchMode):
 
     partition: Partition
     module: nn.Module
+    taken: Callable[[str, Any], None] = lambda name, operands: None  # told what operations outside backward passes take
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -139,31 +144,37 @@ class CloseLook(TorchDispatchMode):
             self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._line_begins(self._line)
+        self._line_begins(self._line, counts=not by_layer())
         self._gaps.append(defaultdict(float))
         began = time.thread_time()  # of one step other programs would have a large part
         result = func(*args, **(kwargs or {}))
         seconds = time.thread_time() - began
         self._operations += 1
-        if self._looks and self._operations < MOST_OPERATIONS and self._in_passes():
+        if self._looks and self._operations < MOST_OPERATIONS:
             try:
-                node = torch._C._current_autograd_node()
-                if node is not None or self.partition.running is Phase.BACKWARD:
-                    line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
-                else:
-                    line = self._count(func, list(tensors(args)), (kwargs or {}).get("attn_mask"), result, seconds)
-                for kind, tries in TRIED.items():
-                    share = tries(self, func, args, kwargs or {}, result)
-                    self._seconds[kind][line] += seconds * share if share > LEAST_SAVED else 0.0
+                if self.partition.running is not Phase.BACKWARD:
+                    self.taken(func.overloadpacket.__name__, args)
+                if self._in_passes():
+                    self._see(func, args, kwargs or {}, result, seconds)
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._looks = False
                 self._whole = 0.0
         self._since = time.thread_time()
         return result
 
-    def _line_begins(self, line: str) -> None:
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any, seconds: float) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None or self.partition.running is Phase.BACKWARD:
+            line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
+        else:
+            line = self._count(func, list(tensors(args)), kwargs.get("attn_mask"), result, seconds)
+        for kind, tries in TRIED.items():
+            share = tries(self, func, args, kwargs, result)
+            self._seconds[kind][line] += seconds * share if share > LEAST_SAVED else 0.0
+
+    def _line_begins(self, line: str, counts: bool = True) -> None:
         """Count the time since the last line or operation for the line that has been running."""
-        if self._looks and self.partition.running is not Phase.BACKWARD and self._in_passes():
+        if counts and self._looks and self.partition.running is not Phase.BACKWARD and self._in_passes():
             self._gaps[-1][self._line] += time.thread_time() - self._since
         self._line, self._since = line, time.thread_time()
 
@@ -370,6 +381,12 @@ COUNTED: dict[str, Callable[[CloseLook, CountedCall], set[str] | None]] = {
     "decompositions": _decomposes, MASKED: _masked,
 }  # fmt: skip
 """Rule -> the lines to blame for an operation that counts there, None where it does not."""
+
+
+def by_layer() -> bool:
+    """Return whether a layer of PyTorch's own calls this, whose Python is not the user's."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    return any(file.startswith(LAYERS) for file in takewhile(lambda file: not is_users(file), files))
 
 
 def is_work(one: CountedCall) -> bool:

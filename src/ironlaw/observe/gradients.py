@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,13 @@ from torch import Tensor, nn
 
 from ironlaw.observe.user_code import line_calling, user_line
 from ironlaw.workload.trace_kernels import tensors
+
+CLIPPING = torch.nn.utils.clip_grad.__file__
+_READS_NOTHING = ("zero_", "detach", "_amp_")  # filled with zeros, dropped, unscaled
+
+
+def _clips() -> bool:
+    return any(frame.f_code.co_filename == CLIPPING for frame, _ in traceback.walk_stack(None))
 
 
 @dataclass
@@ -44,6 +52,7 @@ class GradientUse:
         self._passes: list[_Pass] = []
         self._calls: list[_Call] = []
         self._waiting: dict[int, tuple[Tensor, list[_Pass]]] = {}
+        self._held: dict[int, int] = {}  # address of a gradient that waits -> id of its parameter
         self._untouched: float | None = None
 
     def begin(self) -> None:
@@ -71,6 +80,18 @@ class GradientUse:
     def backward_ended(self) -> None:
         if self._handles and self._untouched is None:
             self._untouched = self._untouched_part()
+        strided = (p for p, _ in self._waiting.values() if p.grad is not None and p.grad.layout is torch.strided)
+        self._held = {p.grad.data_ptr(): id(p) for p in strided if p.grad is not None}
+
+    def taken(self, name: str, operands: Any) -> None:
+        """Gradients that the loop itself computes with are read, but for filling them with zeros."""
+        if not self._waiting or any(word in name for word in _READS_NOTHING):
+            return
+        for at in {t.data_ptr() for t in tensors(operands) if t.layout is torch.strided} & self._held.keys():
+            weight, passes = self._waiting.get(self._held[at], (None, []))
+            if weight is not None and weight.grad is not None and weight.grad.data_ptr() == at and not _clips():
+                for one in passes:
+                    one.read.add(id(weight))
 
     def updates(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._waiting:

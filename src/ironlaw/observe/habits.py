@@ -13,7 +13,7 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -109,6 +109,8 @@ class Habits:
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     forwards: int = 0
+    seen: int = 0  # of them, those whose inputs were looked at
+    chained: int = 0  # of these, those of what another one gave: no other part of the batch
     read: int = 0  # forward passes that a backward pass has come back through
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
@@ -136,6 +138,8 @@ class Habits:
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
+        self.seen += bool(args or kwargs)
+        self.chained += any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))
         self.work += 1
         if self._closely is not None:
             self._closely.pass_begins()
@@ -164,9 +168,13 @@ class Habits:
                 if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
                     self.graphs.append(tensor.grad_fn._sequence_nr())
 
+    def aside(self) -> AbstractContextManager[None]:
+        """What is asked within is no doing of the loop's."""
+        return self._closely.aside() if self._closely is not None else nullcontext()
+
     def backward_begins(self, roots: Any) -> None:
         self.work += 1
-        with self._closely.aside() if self._closely is not None else nullcontext():
+        with self.aside():
             self.gradients.backward_begins(roots)
         if self._closely is not None:
             self._closely.pass_begins(roots)
@@ -188,8 +196,11 @@ class Habits:
         self.work += what == "evaluation_frequent"
         return place
 
-    def updates(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.updates(optimizer)
+    def updates(self, optimizer: torch.optim.Optimizer, observed: bool) -> None:
+        with self.aside():
+            self.gradients.updates(optimizer)
+        if not observed:
+            return
         self.anew = not self.work or self._updated.get(optimizer) != self.work
         self._updated[optimizer] = self.work
         if not self.anew:
@@ -227,7 +238,7 @@ class Habits:
             return
         self.gradients.begin()
         if self.partition is not None and not _compiled_graphs():
-            self._closely = CloseLook(self.partition, self.module)
+            self._closely = CloseLook(self.partition, self.module, self.gradients.taken)
             self._closely.begin()
 
     def end_look(self) -> None:
@@ -273,7 +284,7 @@ class Habits:
         if not self.paddings:
             return None
         part, columns = (statistics.mean(parts) for parts in zip(*self.paddings, strict=True))
-        return {"part": part, "columns": columns, "place": padding_line(self._files)}
+        return {"part": part, "columns": columns, "place": padding_line(self._files) or self._passes_at()}
 
     def _again(self) -> dict[str, Any] | None:
         """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
@@ -281,6 +292,9 @@ class Habits:
         if kept is None or not self.again_seconds:
             return None
         return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}
+
+    def _passes_at(self) -> str:
+        return self.lines["forward pass"].most_common(1)[0][0]
 
     def _left_in_eval(self) -> dict[str, Any] | None:
         """Where most steps learned without what training mode switches on, and the model has any of it."""
@@ -291,7 +305,7 @@ class Habits:
         )
         if not differs or 2 * self.eval_steps < len(self.resident):
             return None
-        place = line_calling(("eval",), self._files) or self.lines["forward pass"].most_common(1)[0][0]
+        place = line_calling(("eval",), self._files) or self._passes_at()
         return {"place": place, "per_step": self.eval_steps / len(self.resident)}
 
     def _unscaled(self, precision: str | None) -> dict[str, Any] | None:
@@ -322,12 +336,13 @@ class Habits:
     def _apart(self) -> dict[str, Any] | None:
         """Return the share of the passes that one pass over all micro-batches of a step saves. At most `MOST_MERGED`
         micro-batches are tried."""
-        times = min(MOST_MERGED, round(self.forwards / max(1, len(self.resident))))
+        parts = 1 - self.chained / max(1, self.seen)
+        times = min(MOST_MERGED, round(parts * self.forwards / max(1, len(self.resident))))
         one = self.call.passes() if self.call is not None and self.partition is not None and times > 1 else None
         all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None
         if one is None or all_in_one is None:
             return None
-        place = self.lines["forward pass"].most_common(1)[0][0]
+        place = self._passes_at()
         told = f"{times} of them timed one by one and as one at the end of the run"
 
         def one_by_one() -> None:

@@ -38,7 +38,7 @@ class Listener:
     forward_ended: Callable[[Any], None]  # with what the model returned
     backward_begins: Callable[[Any], None]  # with what it begins at
     backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
-    updates: Callable[[torch.optim.Optimizer], None]
+    updates: Callable[[torch.optim.Optimizer, bool], None]  # whether it is an observed one
     stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
     cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given, once it is through
     skipped: Callable[[], None]  # loss scaling left an update out
@@ -130,18 +130,19 @@ def _watch_optimizers(
     stack: ExitStack, optimizers: Sequence[torch.optim.Optimizer], partition: Partition, listener: Listener
 ) -> None:
     """Those observed, and whatever else is made to update their parameters. The last one's update ends the step."""
-    observed = {id(o): o for o in optimizers}
+    known = {id(o): o for o in optimizers}
     owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
 
     def role(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """The observed one that it is, or that it stands for."""
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        return observed.get(id(optimizer)) or owners.get(id(first))
+        return known.get(id(optimizer)) or owners.get(id(first))
 
     def begins(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if role(optimizer) is None:
+        observed = role(optimizer) is not None
+        listener.updates(optimizer, observed)
+        if not observed:
             return None
-        listener.updates(optimizer)
         partition.begin(Phase.OPTIMIZER)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
         if closure is None:

@@ -60,6 +60,7 @@ from ironlaw.observe.trials import (
     threads_unlike_cores,
 )
 from ironlaw.observe.updates import updates_of
+from ironlaw.observe.user_code import user_line
 from ironlaw.package import __version__
 
 MOST_PROFILED = 1000  # steps
@@ -250,14 +251,17 @@ class Watch:
     data_workers: int | None = None
 
     def _backward_begins(self, roots: Any) -> None:
-        first = not self._habits.passes
+        first = not self._habits.passes and self._forwards == 1 and len(self.metrics) >= LOOKED_AT
+        first &= self.gradients_found != "none"
         self._habits.backward_begins(roots)
-        if not first or self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
-            return
-        if not self._gradients():
+        if first and not self._gradients():
             self.gradients_found = "forward"
-        elif any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None):
-            self._habits.sees("gradients_uncleared")
+        elif first or self._uncleared:  # a pass for another model's update may come before they are cleared
+            with self._habits.aside():
+                held = any(bool(p.grad.any()) for p in parameters_of(self.optimizers) if p.grad is not None)
+            self._uncleared = (self._uncleared or user_line()) if held else ""
+
+    _uncleared = ""  # the line of the step's first backward pass, as long as all passes of the step found gradients
 
     def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.backward_ended(args, kwargs)
@@ -274,6 +278,9 @@ class Watch:
         """The optimizer has updated, the last one where there are several: the step ends, if there was one."""
         if not self._habits.anew:
             return
+        if self._uncleared:
+            self._habits.lines["gradients_uncleared"][self._uncleared] += 1
+            self._uncleared = ""
         self._habits.stepped(self._forwards)
         intervals = self.partition.intervals
         self.partition.cut()

@@ -25,7 +25,7 @@ from ironlaw.workload.program import Layer, Program, runs_on_device
 if TYPE_CHECKING:
     from ironlaw.plan.cluster.system import Host
 
-SMALLEST_BYTES = 2**20  # smallest tensor that is worth a copy, as in train/offload.py
+SMALLEST_BYTES = 2**20  # smallest tensor that is worth a copy
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ next steps run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, sha256, write_text
+from ironlaw.files import digest_of, read_json, sha256, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
@@ -193,7 +192,8 @@ def read_index(path: Path) -> Checkpoint:
         newer = intact and index["schema_version"] > SCHEMA_VERSION
         intact = intact and index["step"] == step_of(path)
         intact = newer or (intact and all(sha256(path / name) == to for name, to in index["sha256"].items()))
-    except (OSError, ValueError, KeyError, TypeError):
+        intact = newer or (intact and isinstance(index.get("store", ""), str) and bool(ModelConfig(**index["model"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         intact = newer = False
     if newer:
         raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
@@ -250,5 +250,4 @@ def name_of(step: int) -> str:
 
 
 def _index_sha256(index: dict[str, Any]) -> str:
-    rest = {key: value for key, value in index.items() if key != "index_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return digest_of({key: value for key, value in index.items() if key != "index_sha256"})

@@ -12,7 +12,6 @@ checkpoint is tried when it is due.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import sys
@@ -28,7 +27,7 @@ from torch import nn
 
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
-from ironlaw.files import known_json, write_text
+from ironlaw.files import FULL, known_json, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
@@ -174,7 +173,7 @@ class Checkpointer:
         the folder are checked too."""
         kept = f"that of step {self.last.step} is" if self.last else "earlier ones are"
         lost = f"the checkpoint of step {step} was not written, {kept} intact"
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        full = getattr(error, "errno", None) in FULL
         if not full and isinstance(error, OSError | RuntimeError | SafetensorError):
             full = _free_bytes(self.folder) < self.copied_bytes
         if full:

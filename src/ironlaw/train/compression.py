@@ -36,7 +36,7 @@ from ironlaw.numerics.quantized import Quantized
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.objective import CrossEntropy
 from ironlaw.train.quantized_store import QuantizedFiles
-from ironlaw.train.restore import check_first_weights, check_tokenizer, load_first_weights
+from ironlaw.train.restore import check_first_weights, check_text, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 
 CALIBRATION_SEQUENCES = 128  # from the training text, as in the GPTQ paper
@@ -120,7 +120,7 @@ def open_source(
     with torch.device("meta"):
         check(Transformer(config.model))
     dataset = prepare(config.data, config.model.vocab, say=say)
-    check_tokenizer(path, dataset)
+    check_text(path, dataset)
     model = Transformer(config.model)
     load_first_weights(str(path), model, config.model)
     say(f"loss of {path} on held-out text")

@@ -180,11 +180,14 @@ def keep_profile(path: Path, observed: Observations) -> None:
 
 
 def earlier_profile(path: Path, observed: Observations) -> None:
-    """Load the profile of an earlier session if this one has none."""
-    if observed.profile is None and path.is_file():
+    """Load the profile of an earlier session, which counts unless this one makes its own."""
+    if path.is_file():
         ledger = Ledger.load(path)
-        observed.profile = StepProfile(ledger.lines, ledger.facts["peak_bytes"], ledger.facts["peak_parts"])
-        observed.profiled_seconds = ledger.facts["profiled_seconds"]
+        try:
+            observed.profiled_seconds = ledger.facts["profiled_seconds"]
+            observed.profile = StepProfile(ledger.lines, ledger.facts["peak_bytes"], ledger.facts["peak_parts"])
+        except KeyError as error:
+            raise UserError(f"{path} is damaged: it lacks {error}; remove it, or take it from a copy") from None
 
 
 class Journal:

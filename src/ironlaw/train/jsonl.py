@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ironlaw.files import open_file, parse_json
+from ironlaw.files import FULL, open_file, parse_json
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 PENDING_LIMIT = 100_000  # lines (some 50 MB) kept in memory while the disk is full; beyond that, errors are raised
 
 

@@ -114,6 +114,7 @@ class Trainer:
         self.compiled = self.one_step.compile()
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file))
         if mesh.is_rank_0:
+            earlier_profile(self.run.profile_file, self.observed)
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
             self.journal = cast(Journal, NoJournal())
@@ -328,7 +329,7 @@ class Trainer:
         with scope(COPY_SCOPE):
             seconds = self.checkpointer.take(
                 self.step, self.tokens, self.one_step.model, self.states, validation_loss,
-                turns=len(self.recovery.decisions), **self.one_step.about,
+                turns=len(self.recovery.decisions), text=self.dataset.digest, **self.one_step.about,
             )  # fmt: skip
         if self.device.type == "cpu" and self.step < self.config.train.steps:  # the copy is held during the next steps
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
@@ -396,7 +397,6 @@ class Trainer:
         observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
         self.journal.sessions.end(self.interruption.name or "done", self.step, observed)
         self.journal.sessions.merge(observed, self.run.metrics())
-        earlier_profile(self.run.profile_file, observed)
         ledger = finished_ledger(
             observed, self.plan, config, self.one_step, self.dataset.unigram_loss,
             train_loss=self.train_loss, validation_loss=self.validation_loss, compile=self.compiled,

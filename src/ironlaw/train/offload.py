@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ironlaw.model.transformer import Transformer
+from ironlaw.plan.offload import SMALLEST_BYTES
 from ironlaw.train.transfer import Arrival, TransferStream
-
-SMALLEST_BYTES = 2**20  # smaller tensors are not offloaded
 
 
 @dataclass(eq=False)

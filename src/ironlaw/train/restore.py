@@ -46,14 +46,14 @@ def check_resumable(checkpoint: Checkpoint) -> None:
         raise UserError(no_training(checkpoint.path))
 
 
-def check_tokenizer(folder: Path, dataset: Dataset, teaches: bool = False) -> None:
-    """Raise UserError if the run or model in `folder` has a tokenizer of other ids than `dataset`. A tokenizer that is
-    learned from the text is another one when the text changes, and its ids mean nothing to weights of before."""
+def check_text(folder: Path, dataset: Dataset, start: Checkpoint | None = None, teaches: bool = False) -> None:
+    """Raise UserError if the run or model in `folder` has a tokenizer of other ids than `dataset`, or the run that goes
+    on from `start` was trained on other text. A tokenizer that is learned from the text is another one when the text
+    changes, and its ids mean nothing to weights of before."""
     files = dataset.tokenizer_path, folder / FAST
-    if not all(file is not None and file.is_file() for file in files):
-        return
-    theirs, ours = (read_json(file)["model"]["vocab"] for file in files if file is not None)
-    if theirs == ours:
+    known = [read_json(file)["model"]["vocab"] for file in files if file is not None and file.is_file()]
+    digest = start.index.get("text", dataset.digest) if start is not None else dataset.digest
+    if known[1:] in ([], known[:1]) and digest == dataset.digest:
         return
     if teaches:
         raise UserError(
@@ -61,8 +61,8 @@ def check_tokenizer(folder: Path, dataset: Dataset, teaches: bool = False) -> No
             "so set model.vocab and data.tokenizer to its"
         )
     raise UserError(
-        f"the tokenizer of {dataset.name} is no longer that of {folder}: its text has changed, or data.tokenizer; put "
-        f'it back, or start a new run from the weights with model.from = "{folder}"'
+        f"the text of {dataset.name}, or its tokenizer, is no longer that of {folder}: put it back, or start a new run "
+        f'from the weights with model.from = "{folder}"'
     )
 
 

@@ -29,7 +29,7 @@ from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
-from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_tokenizer
+from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
 from ironlaw.train.result import Outcome, StepReport
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
 from ironlaw.train.strategy import Strategy, one_process
@@ -139,7 +139,7 @@ def check_start(
             f"set model.vocab = {dataset.vocab}"
         )
     if config.objective.teacher is not None:
-        check_tokenizer(at_home(config.objective.teacher), dataset, teaches=True)
+        check_text(at_home(config.objective.teacher), dataset, teaches=True)
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
     next(loader.validation(config.micro_batch, 1))
@@ -158,7 +158,7 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
-        check_tokenizer(run.path, dataset)
+        check_text(run.path, dataset, start)
     policy, steps = config.checkpoint, config.train.steps
     kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)
     before_last = (steps - 1) // policy.every if policy.every else 0

@@ -277,6 +277,7 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 # -- scratch memory of kernels -----------------------------------------------------------------------------------------
 
 _PROMOTES = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
+_IN_ROWS = ("native_layer_norm", "_softmax", "_log_softmax")  # copy what does not lie in rows
 BLOCK, LEAST_READ = (16, 16) if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else (8, 4)
 """Channels in a block of oneDNN's image layout on this processor, as many as a register holds fp32 numbers, and the
 fewest channels of an input image that oneDNN copies into this layout (measured with AVX-512 and AVX2)."""
@@ -284,14 +285,18 @@ fewest channels of an input image that oneDNN copies into this layout (measured 
 
 def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Returns the bytes that a CPU kernel allocates besides its results (measured with torch 2.13's profiler):
-    operands cast to their common type, images in oneDNN's layout, or image patches as columns."""
+    operands cast to their common type or laid in rows, images in oneDNN's layout, or image patches as columns."""
     name = base_name(func)
     if name.startswith("convolution"):
         return _image_scratch(args, out)
+    if name == "linalg_matrix_exp":  # a scaled copy, five powers of it and five sums of these, of the largest degree
+        return (10 if args[0].dim() > 2 else 12) * out.nbytes
     if name.startswith(LSTM_LAYER):
         layer = LstmLayer.of(*args[:2])
         return layer.backward_scratch if name.endswith("_backward") else layer.forward_scratch(torch.is_grad_enabled())
     given = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() and arg.layout is torch.strided]
+    if name.startswith(_IN_ROWS):
+        return sum(t.nbytes for t in given if not t.is_contiguous())
     if name.rstrip("_") in _PROMOTES and len(given) == 2:
         shared = torch.result_type(*given)
     elif name == "sum":
@@ -317,17 +322,40 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
         columns = positions * weight.shape[1] * window * x.itemsize  # for one group
         return columns if library.startswith("Slow") and window > 1 else 0
     block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients use no blocks
-    blocks_x, blocks_y = (_in_blocks(image, block) for image in (x, y))
+    last = _channels_last(x)  # images of this layout are not copied
+    blocks_x, blocks_y = (0 if last else _in_blocks(image, block) for image in (x, y))
     read_x, read_y = (size if image.shape[1] >= LEAST_READ else 0 for image, size in ((x, blocks_x), (y, blocks_y)))
-    if backward:
-        return max(0 if out[0] is None else blocks_y + blocks_x - x.nbytes, read_x + read_y)
-    return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
+    if not backward:
+        return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
+    copies = (y.nbytes if _channels_last(y) != last else 0) + (weight.nbytes if last else 0)  # in the layout of x
+    of_input = 0 if out[0] is None else blocks_y + blocks_x - x.nbytes
+    of_weight = _wide_scratch(x, weight, y, others[3]) if weight.shape[-1] > WIDEST else read_x + read_y
+    return copies + max(of_input, 0 if out[1] is None else max(of_weight, weight.nbytes * (1 + last)))
+
+
+WIDEST = 14
+"""The widest kernel of oneDNN's own weight gradients: of wider ones they are products of images' columns."""
+
+
+def _wide_scratch(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:
+    """Returns the scratch bytes of a wide weight gradient (`src/cpu/gemm_convolution_utils` of oneDNN 3.12): sums of
+    each thread, for which it takes four times their bytes, and columns, of fewer positions at once where all of them
+    take more than it allows itself."""
+    positions, limit = math.prod(y.shape[2:]), 15 * (x.nbytes + weight.nbytes + y.nbytes)
+    threads = torch.get_num_threads() if (len(x) > 1 or groups > 2) else 1
+    threads = threads if positions / threads < 256 else 1
+    column = weight[0].nbytes
+    if threads * column * positions > (left := limit - 4 * threads * weight.nbytes):
+        positions = max(16, int(0.05 * (left // (threads * column))))
+    return threads * (4 * weight.nbytes + column * positions)
+
+
+def _channels_last(image: Tensor) -> bool:
+    return image.dim() == 4 and image.stride(1) == 1 and image.shape[1] > 1
 
 
 def _in_blocks(image: Tensor, block: int) -> int:
-    """Returns the bytes of images with channels padded to blocks; 0 for channels-last images, which are not copied."""
-    if image.dim() == 4 and image.stride(1) == 1 and image.shape[1] > 1:
-        return 0
+    """Returns the bytes of images with channels padded to blocks."""
     return image.nbytes // image.shape[1] * block * math.ceil(image.shape[1] / block)
 
 

@@ -74,6 +74,9 @@ class Lifetime:
     merged: bool = False  # shares the bytes of another storage, because the addition is in place
 
 
+IN_PLACE = ("add", "index_put", "scatter", "scatter_add")  # calls of autograd's that write over their first operand
+
+
 class LongLoop(UserError):
     """Raised if a step has more kernels than `Recorder.most`; holds the recorder."""
 
@@ -173,8 +176,8 @@ class Recorder(TorchDispatchMode):
         written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]
         if not written and not func._schema.is_mutable:
             return out  # a view
-        # Autograd writes a sum over the earlier gradient, unless that is a view, whose storage is its base's too.
-        earlier = self._lifetime(args[0]) if base_name(func) == "add" and not args[0]._is_view() else None
+        # Autograd writes over the earlier gradient, or over zeros, unless that is a view, of its base's storage.
+        earlier = self._lifetime(args[0]) if base_name(func) in IN_PLACE and not args[0]._is_view() else None
         index = len(self.records)
         if index > self.most:
             raise LongLoop(self)
@@ -270,7 +273,7 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
 
 
 def _write_in_place(recorder: Recorder) -> None:
-    """Merges storages of added gradients: autograd adds them in place, but not for tensor subclasses such as fakes."""
+    """Merges storages of gradients that autograd adds or puts in place, but not for tensor subclasses such as fakes."""
     for index, earlier, total in recorder.accumulations:
         if earlier.died == index and earlier.bytes == total.bytes:
             # The sum takes over the earlier gradient's bytes.

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-SIGMA = 1.4826  # standard deviation of a normal distribution in median absolute deviations
+from ironlaw.train.recovery import SIGMA
+
 CERTAIN_SIGMAS = 4.0  # robust standard deviations above the median
 
 
