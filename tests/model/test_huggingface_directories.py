@@ -40,7 +40,7 @@ def saved(tmp_path: Path, user_cache: Path) -> Callable[..., Path]:
         config = ModelConfig(**model)
         text = [Path(torch.__file__).read_text(encoding="utf-8")[:50_000]]
         made = tokenizer.train(text, 300, tmp_path / "made.json")
-        write_model(folder, config, Transformer(config).state_dict(), end_of_text=made.end_of_text)
+        write_model(folder, config, Transformer(config).state_dict(), eos_token_id=made.end_of_text)
         write_tokenizer(folder, made.path, made.end_of_text_token, config.context)
         return folder
 

@@ -38,7 +38,7 @@ def test_transformers_computes_the_same(to: str, fields: dict[str, Any], tmp_pat
     model, held = compressed(to, **fields)
     check_stored(model.config, held, name)
     tensors, about = stored_tensors(model.config, model.state_dict(), held, name)
-    write_tensors(tmp_path, model.config, tensors, torch.float32, 0, quantization_config=about)
+    write_tensors(tmp_path, model.config, tensors, torch.float32, quantization_config=about)
     found = verify(tmp_path, model, torch.float32, LIBRARY[name], COMPUTES.get(name, torch.float32))
     assert found.largest_difference is not None and not found.differs, found
 

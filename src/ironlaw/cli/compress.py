@@ -167,7 +167,7 @@ def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     scales = int4_scales(trained.held) if dtype == "q4_0" else {}
     beside: dict[str, Any] = {}
     if tokenizer is not None:
-        beside = {"tokenizer": tokenizer.path, "end_of_text": tokenizer.end, "begin": tokenizer.begin}
+        beside = {"tokenizer": tokenizer.path, "begin": tokenizer.begin, "end": tokenizer.end}
         beside |= {"adds_begin": tokenizer.adds_begin, "template": template_of(tokenizer.home)[0]}
     with complete_or_nothing(folder) as partial:
         write_gguf(partial / "model.gguf", model.config, model.state_dict(), dtype, scales=scales, **beside)
@@ -200,7 +200,7 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
     with complete_or_nothing(folder) as partial:
         if dtype in STORED:
             tensors, about = stored_tensors(config, model.state_dict(), trained.held, dtype)
-            write_tensors(partial, config, tensors, precision, None, **stops, quantization_config=about)
+            write_tensors(partial, config, tensors, precision, **stops, quantization_config=about)
         else:
             write_model(partial, config, model.state_dict(), precision, **stops)
         if tokenizer is not None:

@@ -159,25 +159,23 @@ def load_weights(folder: Path, model: torch.nn.Module, config: ModelConfig) -> N
 
 
 def write_model(
-    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
-    end_of_text: int | None = None, **more: Any,
+    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, **more: Any
 ) -> None:  # fmt: skip
     """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names. For `more` see
     `write_tensors`."""
     tensors: dict[str, Tensor] = {}
     for entry in entries(config, FAMILIES[family_of(config).kind].names):
         entry.to_theirs(weights[entry.ours].detach(), tensors, dtype)
-    write_tensors(folder, config, tensors, dtype, end_of_text, **more)
+    write_tensors(folder, config, tensors, dtype, **more)
 
 
 def write_tensors(
-    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, end_of_text: int | None,
-    **more: Any,
-) -> None:  # fmt: skip
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, **more: Any
+) -> None:
     """Write `config.json` and `model.safetensors`; `tensors` have their names. more: further fields of the config."""
     fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     # Otherwise the family's default special tokens would apply.
-    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None} | more
+    fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | more
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
