@@ -184,16 +184,20 @@ def test_a_signal_during_the_last_step_ends_nothing_early(tiny_config: Config, t
         {"train": {"seed": 1}},
         {"train": {"sequence": 8}},
         {"data": {"seed": 5}},
+        {"train": {"average_decay": None}},
+        {"train": {"qat": None}},
+        {"objective": {"kind": "distillation", "teacher": "run"}},
     ],
     ids=str,
 )
 def test_another_run_is_not_continued(
     tiny_config: Config, train: Train, tmp_path: Path, change: dict[str, dict[str, Any]]
 ) -> None:
-    train(tiny_config(train={"steps": 3}), tmp_path / "run")
+    kept = {"average_decay": 0.9, "qat": "int8"}
+    train(tiny_config(train=kept | {"steps": 3}), tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="another"):
-        train(tiny_config(**change), tmp_path / "run", resume=True)
+        train(tiny_config(**change | {"train": kept | change.get("train", {})}), tmp_path / "run", resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
