@@ -71,6 +71,11 @@ def test_a_finished_run_is_left_as_it_is(tiny_config: Config, train: Train, loss
     # What the run measured is still there, and is still about its steps.
     assert ledger["totals"]["step_seconds"]["value"] == first.ledger.totals["step_seconds"].value
     assert ledger["totals"]["validation_loss"]["value"] == first.ledger.totals["validation_loss"].value
+    ledger["facts"]["steps_done"] = 6  # of an earlier session, when the last one was killed after its last checkpoint
+    (tmp_path / "run" / "ledger.json").write_text(json.dumps(ledger), encoding="utf-8")
+    again = train(config, tmp_path / "run", resume=True)
+    assert again.ledger.facts["steps_done"] == 12
+    assert again.ledger.totals["validation_loss"].value == first.ledger.totals["validation_loss"].value
 
 
 def test_half_a_line_of_metrics_is_taken_again(

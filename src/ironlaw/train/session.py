@@ -77,11 +77,14 @@ def run_training(
         dataset = strategy.prepare(config, data_progress, say)
         start = mesh.on_rank_0(lambda: check_start(config, dataset, run, say))
         if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
-            say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
-            return Outcome(Ledger.load(run.ledger_file), start.step, None)
+            ledger = Ledger.load(run.ledger_file)
+            if ledger.facts["steps_done"] == start.step:  # else it is of an earlier session: the last one was killed
+                say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
+                return Outcome(ledger, start.step, None)
 
         def create() -> None:
             create_run(run, config)
+            shutil.rmtree(run.adapter, ignore_errors=True)  # of an earlier session: it would be older than checkpoints
             if not there:
                 lock()
             plan.save(run.plan_file)
