@@ -165,7 +165,7 @@ def measure_compression(
     formats: dict[str, NumberFormat] = {}
     if within is not None:
         batches = _calibration(config, dataset)
-        formats = mixed_formats(model, target, within, source.wide.itemsize, batches)
+        formats = mixed_formats(model, target, within, source.wide, batches)
     quantized = compress(
         model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset), formats=formats
     )
