@@ -27,6 +27,7 @@ from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
+from ironlaw.train.objective import check_second
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_tokenizer
@@ -161,6 +162,7 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
+        check_second(config, start)
         check_tokenizer(run.path, dataset)
     policy, steps = config.checkpoint, config.train.steps
     kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)
