@@ -112,6 +112,9 @@ def test_hqq_gives_outliers_less_weight() -> None:
     weight = torch.randn(32, 128) * torch.randn(32, 128).abs().pow(2)
     for name in ("int4", "nf4", "int8", "fp8_block"):
         ours, nearest = hqq(weight, number_format(name)), quantize(weight, name, block=number_format(name).weight_block)
+        if name != "fp8_block":  # whose blocks are rows together
+            stack = hqq(weight.view(4, 8, 128), number_format(name))  # of experts
+            assert torch.equal(stack.dequantize().view(32, 128), ours.dequantize())
         costs = [float((weight - held.dequantize()).abs().pow(0.7).sum()) for held in (ours, nearest)]
         assert costs[0] < costs[1], name
         assert ours.bytes == nearest.bytes

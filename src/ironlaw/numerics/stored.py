@@ -50,6 +50,8 @@ def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) 
             f"GPT-2's matrices lie transposed, in layers that {LIBRARY[name]} does not hold: leave --dtype out, or use "
             "--to gguf"
         )
+    if name == "nf4" and config.moe is not None:
+        raise UserError(f"experts are one stack, which {LIBRARY[name]} does not hold: leave --dtype out")
     wide = next((w for w in held.values() if w.shape[-1] % (64 if name == "nf4" else 32)), None)
     if wide is not None and name != "fp8":
         raise UserError(f"rows of {wide.shape[-1]} numbers are no whole blocks of {name}: leave --dtype out")
