@@ -45,11 +45,12 @@ def test_transformers_computes_the_same(to: str, fields: dict[str, Any], tmp_pat
 
 def test_what_cannot_be_held_so_is_refused() -> None:
     model, held = compressed("int4", **TINY_LLAMA)
-    experts, of_experts = compressed("nf4", **TINY_LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}})
+    moe = TINY_LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
+    (mixtral, of_nf4), (granite, of_int4) = compressed("nf4", **moe), compressed("int4", **moe, logit_scale=0.5)
     for name, weights, config, told in (
         ("int8", held, model.config, "holds int4"), ("int4", {}, model.config, "no compressed weights"),
         ("int4", held, ModelConfig(**TINY_GPT | {"positions": "learned"}), "GPT-2"),
-        ("nf4", of_experts, experts.config, "experts are one stack"),
+        ("nf4", of_nf4, mixtral.config, "one stack"), ("int4", of_int4, granite.config, "one stack"),
         ("int4", held, model.config, "no whole blocks"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=told):

@@ -20,7 +20,6 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
-from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import entries
 from ironlaw.numerics.packing import pack
 from ironlaw.numerics.quantized import Quantized
@@ -45,13 +44,14 @@ def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) 
         raise UserError(
             f"--dtype {name}: the run holds {found}; write `ironlaw compress RUN --to {name} --out DIR` first"
         )
-    if family_of(config).kind == "gpt2":
+    there = [entry for entry in entries(config, family_of(config).names) if entry.ours in held]
+    if any(entry.transposed for entry in there):
         raise UserError(
             f"GPT-2's matrices lie transposed, in layers that {LIBRARY[name]} does not hold: leave --dtype out, or use "
             "--to gguf"
         )
-    if name == "nf4" and config.moe is not None:
-        raise UserError(f"experts are one stack, which {LIBRARY[name]} does not hold: leave --dtype out")
+    if any(entry.stacked or (entry.unstacked and name == "nf4") for entry in there):
+        raise UserError(f"experts are one stack there, which {LIBRARY[name]} does not hold: leave --dtype out")
     wide = next((w for w in held.values() if w.shape[-1] % (64 if name == "nf4" else 32)), None)
     if wide is not None and name != "fp8":
         raise UserError(f"rows of {wide.shape[-1]} numbers are no whole blocks of {name}: leave --dtype out")
@@ -63,7 +63,7 @@ def stored_tensors(
     """Returns the file's tensors by their names, and `quantization_config`. Call `check_stored` first."""
     codes, scales, tensors = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
     ends = {"embedding.weight", "head.weight"}  # stored dequantised: no client supports compressed embeddings
-    for entry in entries(config, FAMILIES[family_of(config).kind].names):
+    for entry in entries(config, family_of(config).names):
         one = held.get(entry.ours)
         if one is None or entry.ours in ends:
             entry.to_theirs(weights[entry.ours].detach().float(), tensors)

@@ -18,7 +18,6 @@ from ironlaw.errors import UserError
 from ironlaw.files import known_json, read_json, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
-from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import entries
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
@@ -164,7 +163,7 @@ def write_model(
     """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names. For `more` see
     `write_tensors`."""
     tensors: dict[str, Tensor] = {}
-    for entry in entries(config, FAMILIES[family_of(config).kind].names):
+    for entry in entries(config, family_of(config).names):
         entry.to_theirs(weights[entry.ours].detach(), tensors, dtype)
     write_tensors(folder, config, tensors, dtype, **more)
 
