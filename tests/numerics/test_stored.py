@@ -20,7 +20,7 @@ from ironlaw.numerics.stored import COMPUTES, LIBRARY, STORED, check_stored, sto
 
 from ..conftest import TINY_GPT, TINY_LLAMA
 
-WIDE = {"hidden": 64, "ffn": 128, "vocab": 320}
+WIDE = {"hidden": 128, "ffn": 64, "vocab": 320}  # a network narrower than the stream
 
 
 def compressed(to: str, **fields: Any) -> tuple[Transformer, Any]:

@@ -21,7 +21,7 @@ from ironlaw.files import read_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
 from ironlaw.model.huggingface.families import FAMILIES
-from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.huggingface.tensors import to_theirs
 from ironlaw.model.rotary import llama3_frequencies
 
 # Hugging Face's `model_type` -> the package's name of llama.cpp's architecture.
@@ -120,10 +120,8 @@ def _family(config: ModelConfig) -> str:
 
 def _huggingface_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights by Hugging Face's names in fp32, with outputs first and rows in llama.cpp's rotary order."""
-    kind, made = _family(config), dict[str, Tensor]()
-    for entry in entries(config, FAMILIES[kind].names):
-        if entry.ours in weights:
-            entry.to_theirs(weights[entry.ours].detach().float(), made)
+    kind = _family(config)
+    made = to_theirs(config, FAMILIES[kind].names, weights, torch.float32)
     for name, tensor in made.items():
         if kind == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
             made[name] = tensor.t().contiguous()

@@ -18,7 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import known_json, read_json, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
-from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.huggingface.tensors import entries, to_theirs
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
@@ -162,10 +162,7 @@ def write_model(
 ) -> None:  # fmt: skip
     """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names. For `more` see
     `write_tensors`."""
-    tensors: dict[str, Tensor] = {}
-    for entry in entries(config, family_of(config).names):
-        entry.to_theirs(weights[entry.ours].detach(), tensors, dtype)
-    write_tensors(folder, config, tensors, dtype, **more)
+    write_tensors(folder, config, to_theirs(config, family_of(config).names, weights, dtype), dtype, **more)
 
 
 def write_tensors(
