@@ -31,11 +31,11 @@ from ironlaw.model.rotary import fused_tables, rotary_tables, rotate
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
-def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
-    size = size or config.hidden
+def build_norm(config: ModelConfig) -> nn.Module:
+    size, eps, affine = config.hidden, config.norm_eps, config.norm_weight
     if config.norm == "layernorm":
-        return nn.LayerNorm(size, config.norm_eps, elementwise_affine=config.norm_weight, bias=config.norm_bias)
-    return nn.RMSNorm(size, config.norm_eps, elementwise_affine=config.norm_weight)
+        return nn.LayerNorm(size, eps, elementwise_affine=affine, bias=config.norm_bias)
+    return nn.RMSNorm(size, eps, elementwise_affine=affine)
 
 
 class Attention(nn.Module):

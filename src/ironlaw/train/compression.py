@@ -176,11 +176,11 @@ def measure_compression(
     after = decoder(model, quantized)  # may pack the model in place
     # Without a kernel for its format the copy multiplies in the same way as the original: one timing serves both.
     speeds = decode_speeds(*((before, after) if after.kernels else (before,)), context=config.model.context)
-    bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
     result = CompressionResult(
         to=str(target), method=method, loss_before=source.loss, loss_after=loss_after,
         loss_served=_loss(model, config, dataset) if after.kernels else None,
-        bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in quantized.values()),
+        bytes_before=source.bytes,
+        bytes_after=sum(tensor.nbytes for tensor in taken.values()) + sum(each.bytes for each in quantized.values()),
         tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[-1],
         bytes_read=after.bytes_read, kernels=after.kernels,
         formats=dict(Counter(weight.format.name for weight in quantized.values())),

@@ -23,7 +23,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.train.state import Stateful, unique_weights
+from ironlaw.train.state import Stateful, load_weights, unique_weights
 
 FILE = "quantized.safetensors"
 _PARTS = ("codes", "scales", "tensor_scale", "bitmap")
@@ -59,8 +59,7 @@ class QuantizedFiles:
         weights = {
             name: weight if isinstance(weight, Tensor) else weight.dequantize() for name, weight in read_held(folder)
         }
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        load_weights(model, weights)
         return []
 
 
