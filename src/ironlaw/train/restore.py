@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.tokenizer import FAST, Tokenizer, has_tokenizer
+from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
 from ironlaw.model.adapters import adapted_layers
@@ -49,10 +49,10 @@ def check_resumable(checkpoint: Checkpoint) -> None:
 def check_tokenizer(folder: Path, dataset: Dataset, teaches: bool = False) -> None:
     """Raise UserError if the run or model in `folder` has a tokenizer of other ids than `dataset`. A tokenizer that is
     learned from the text is another one when the text changes, and its ids mean nothing to weights of before."""
-    files = dataset.tokenizer_path, folder / FAST
-    if not all(file is not None and file.is_file() for file in files):
+    if dataset.tokenizer_path is None or not dataset.tokenizer_path.is_file() or not has_tokenizer(folder):
         return
-    theirs, ours = (read_json(file)["model"]["vocab"] for file in files if file is not None)
+    files = dataset.tokenizer_path, tokenizers.tokenizer_file(folder)
+    theirs, ours = (read_json(file)["model"]["vocab"] for file in files)
     if theirs == ours:
         return
     if teaches:
