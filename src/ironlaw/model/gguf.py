@@ -77,7 +77,7 @@ def write_gguf(
     there, scales_there = _huggingface_weights(config, weights), _huggingface_weights(config, scales or {})
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
-    _write_shape(writer, config, architecture)
+    _write_shape(writer, config)
     writer.add_file_type(gguf.LlamaFileType[of_file])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if known is None:
@@ -142,7 +142,7 @@ def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:
     return blocks
 
 
-def _write_shape(writer: Any, config: ModelConfig, architecture: str) -> None:
+def _write_shape(writer: Any, config: ModelConfig) -> None:
     import gguf
 
     writer.add_name(config.name)

@@ -137,7 +137,7 @@ def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[R
 def compress_run(
     path: Path, target: CompressionTarget, out: Path, decoder: MakeDecoder, *, method: Method = "rtn",
     score: Score = "magnitude", whole: bool = False, within: int | None = None, data: str | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> CompressionResult:  # fmt: skip
     """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
@@ -145,7 +145,6 @@ def compress_run(
     data:   text to measure on, tokenized with the model's tokenizer; required for a Hugging Face directory.
     UserError is raised, before anything is written, if source, target, method and data are incompatible.
     """
-    say = say or (lambda message: None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: give --out a new directory")
     source = open_source(path, data, say, lambda model: check_method(model, target, method, within is not None))

@@ -68,14 +68,13 @@ class Trainer:
         observer: Observer | None = None,
         start: checkpoint.Checkpoint | None = None,
         watch: Callable[[StepReport], None] | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.started = time.perf_counter()
         self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
         mesh = strategy.mesh
         self.strategy, self.mesh, self.observer, self.device = strategy, mesh, observer or Observer(), mesh.device
-        self.watch = watch or (lambda report: None)
-        self.say = say or (lambda message: None)
+        self.watch, self.say = watch or (lambda report: None), say
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0

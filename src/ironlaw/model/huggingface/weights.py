@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,14 +64,13 @@ class _Files:
         stored = self._stored(name)
         return tuple(self._files[stored].get_slice(stored).get_shape())
 
-    def types(self) -> dict[torch.dtype, int]:
-        """Return the count of numbers stored in each dtype."""
-        counts: dict[torch.dtype, int] = {}
+    def type(self) -> torch.dtype:
+        """Return the dtype of most numbers."""
+        counts = Counter[torch.dtype]()
         for name, file in self._files.items():
             part = file.get_slice(name)
-            kind = _TYPES.get(part.get_dtype(), torch.float32)
-            counts[kind] = counts.get(kind, 0) + math.prod(part.get_shape())
-        return counts
+            counts[_TYPES.get(part.get_dtype(), torch.float32)] += math.prod(part.get_shape())
+        return counts.most_common(1)[0][0]
 
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
@@ -90,8 +90,7 @@ def _shards(folder: Path) -> list[Path]:
 def stored_type(folder: Path) -> torch.dtype:
     """Return the dtype of most numbers in a directory: bf16, fp16, or fp32 for anything else."""
     with ExitStack() as stack:
-        counts = _Files(folder, stack).types()
-    return max(counts, key=lambda kind: counts[kind])
+        return _Files(folder, stack).type()
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
