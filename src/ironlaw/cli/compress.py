@@ -159,12 +159,12 @@ def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     from ironlaw.data.chat import template_of
     from ironlaw.model.gguf import check_gguf, write_gguf
     from ironlaw.model.huggingface.verify import Verified
-    from ironlaw.numerics.compression import int4_scales
     from ironlaw.train.run_directory import complete_or_nothing
 
     model, tokenizer = trained.model, trained.tokenizer
     kind = check_gguf(model.config).lower()
-    scales = int4_scales(trained.held) if dtype == "q4_0" else {}
+    codes = {name: one for name, one in trained.held.items() if dtype == "q4_0" and one.format.name == "int4"}
+    scales = {name: one.scale_of_each() for name, one in codes.items()}
     beside: dict[str, Any] = {}
     if tokenizer is not None:
         beside = {"tokenizer": tokenizer.path, "begin": tokenizer.begin, "end": tokenizer.end}

@@ -131,11 +131,6 @@ def _compressed(
     return made if kept is None else made.pruned(kept)
 
 
-def int4_scales(held: Mapping[str, Quantized]) -> dict[str, Tensor]:
-    """Returns the scale of each number of the int4 weights, by name; fp32, in the weight's shape."""
-    return {name: weight.scale_of_each() for name, weight in held.items() if weight.format.name == "int4"}
-
-
 class _Seen:
     """The inputs of the blocks for each batch."""
 

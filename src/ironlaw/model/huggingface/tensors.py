@@ -45,12 +45,6 @@ class Entry:
     skipped: int = 0  # unused first rows of theirs
     plus: float = 0.0  # ours minus theirs (norms that multiply by 1 + weight)
 
-    def shape_of_ours(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of ours from the shapes of theirs."""
-        import torch
-
-        return tuple(self.from_theirs([torch.empty(shape, device="meta") for shape in shapes]).shape)
-
     def from_theirs(self, tensors: list[Tensor]) -> Tensor:
         import torch
 
