@@ -23,7 +23,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.train.state import Stateful, load_weights, unique_weights
+from ironlaw.train.state import Stateful, load_unique_weights, unique_weights
 
 FILE = "quantized.safetensors"
 _PARTS = ("codes", "scales", "tensor_scale", "bitmap")
@@ -59,7 +59,7 @@ class QuantizedFiles:
         weights = {
             name: weight if isinstance(weight, Tensor) else weight.dequantize() for name, weight in read_held(folder)
         }
-        load_weights(model, weights)
+        load_unique_weights(model, weights)
         return []
 
 

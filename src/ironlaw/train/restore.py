@@ -127,7 +127,7 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
         check_adapter(Path(finetune.start_from), finetune)
 
 
-def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> FinetuneConfig:
+def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> None:
     """Load the base and the adapters of a checkpoint into a `model` without adapters."""
     index: Mapping[str, Any] = checkpoint.index
     finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
@@ -136,7 +136,6 @@ def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) 
     with torch.random.fork_rng(devices=[]):  # adapters are initialized at random before they are read
         add_adapters(model, config, finetune, source)
     AdapterFiles().read(checkpoint.path, model, {})
-    return finetune
 
 
 def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bool = False) -> Transformer:
