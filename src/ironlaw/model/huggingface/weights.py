@@ -35,14 +35,14 @@ class _Files:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}
         # If both exist, the index belongs to older files, and `transformers` reads the single file.
         single = (folder / SINGLE).is_file() or not (folder / SHARDED).is_file()
         path = None
         try:
             for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                self._files |= dict.fromkeys(file.keys(), file)
+                self.files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError:
             raise UserError(
                 f"no weights at {path}: give a directory with {SINGLE}, or {SHARDED} and all its files"
@@ -51,30 +51,22 @@ class _Files:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
         # Files of GPT-2 without its output layer omit the prefix of the names.
         whole = ("transformer.", "model.", "gpt_neox.")
-        self._prefix = "" if any(name.startswith(whole) for name in self._files) else "transformer."
-        self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self._files}
+        self._prefix = "" if any(name.startswith(whole) for name in self.files) else "transformer."
+        self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self.files}
 
     def _stored(self, name: str) -> str:
         stored = name if name == "lm_head.weight" else name.removeprefix(self._prefix)
-        if stored not in self._files:
+        if stored not in self.files:
             raise UserError(f"the weights in {self.folder} lack {name}: is its config.json that of another model?")
         return stored
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored(name)
-        return tuple(self._files[stored].get_slice(stored).get_shape())
-
-    def type(self) -> torch.dtype:
-        """Return the dtype of most numbers."""
-        counts = Counter[torch.dtype]()
-        for name, file in self._files.items():
-            part = file.get_slice(name)
-            counts[_TYPES.get(part.get_dtype(), torch.float32)] += math.prod(part.get_shape())
-        return counts.most_common(1)[0][0]
+        return tuple(self.files[stored].get_slice(stored).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
-        tensor: Tensor = self._files[stored].get_tensor(stored)
+        tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
 
 
@@ -89,8 +81,12 @@ def _shards(folder: Path) -> list[Path]:
 
 def stored_type(folder: Path) -> torch.dtype:
     """Return the dtype of most numbers in a directory: bf16, fp16, or fp32 for anything else."""
+    counts = Counter[torch.dtype]()
     with ExitStack() as stack:
-        return _Files(folder, stack).type()
+        for name, file in _Files(folder, stack).files.items():
+            part = file.get_slice(name)
+            counts[_TYPES.get(part.get_dtype(), torch.float32)] += math.prod(part.get_shape())
+    return counts.most_common(1)[0][0]
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
