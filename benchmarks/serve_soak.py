@@ -46,7 +46,7 @@ def write_directory(folder: Path) -> None:
 
     tokenizer = train([Path(__file__).read_text(encoding="utf-8")], 400, folder.with_suffix(".json"))
     config = ModelConfig(**MODELS["7M"] | LLAMA | {"vocab": tokenizer.vocab})
-    write_model(folder, config, Transformer(config).state_dict(), end_of_text=tokenizer.end_of_text)
+    write_model(folder, config, Transformer(config).state_dict(), eos_token_id=tokenizer.end_of_text)
     write_tokenizer(folder, folder.with_suffix(".json"), tokenizer.end_of_text_token, config.context)
 
 

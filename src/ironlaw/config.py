@@ -296,18 +296,22 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     folder = at_home(str(model["from"]))
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
-    is_run = (folder / "config.toml").is_file()
     there = model_in(folder, f"{where}: model.from = {model['from']!r}")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
     if tables["model"]["name"] in model_names():  # a catalogued name would replace the dimensions by the catalogue's
         tables["model"]["name"] += "-here"
-    # The weights need the tokenizer they were trained with. A run without one was trained on mock data.
-    tokenizer = folder / "tokenizer.json"
-    tokenizer = tokenizer if tokenizer.is_file() else folder
-    if (tokenizer.is_file() or not is_run) and "tokenizer" not in document.get("data", {}):
-        tables["data"] = document.get("data", {}) | {"tokenizer": str(tokenizer.absolute())}
+    # The weights need the tokenizer they were trained with.
+    tables["data"] = tokenizer_in(folder) | document.get("data", {})
     return document | tables
+
+
+def tokenizer_in(folder: Path) -> dict[str, str]:
+    """Return the key of `[data]` for a model's directory; none for a run without tokenizer, trained on mock data."""
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() or not (folder / "config.toml").is_file():
+        return {"tokenizer": str((tokenizer if tokenizer.is_file() else folder).absolute())}
+    return {}
 
 
 def with_settings(settings: Mapping[str, Any] | None) -> list[str]:

@@ -58,7 +58,7 @@ def tokenizer(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_the_same_logits_and_tokens(name: str, tokenizer: Path, tmp_path: Path) -> None:
     model = model_of(MODELS[name])
-    write_gguf(tmp_path / "model.gguf", model.config, model.state_dict(), "fp32", tokenizer=tokenizer, end_of_text=0)
+    write_gguf(tmp_path / "model.gguf", model.config, model.state_dict(), "fp32", tokenizer=tokenizer, end=0)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
     tokens = torch.randint(0, 300, (2, 16))
     with torch.no_grad():

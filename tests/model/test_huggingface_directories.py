@@ -40,7 +40,7 @@ def saved(tmp_path: Path, user_cache: Path) -> Callable[..., Path]:
         config = ModelConfig(**model)
         text = [Path(torch.__file__).read_text(encoding="utf-8")[:50_000]]
         made = tokenizer.train(text, 300, tmp_path / "made.json")
-        write_model(folder, config, Transformer(config).state_dict(), end_of_text=made.end_of_text)
+        write_model(folder, config, Transformer(config).state_dict(), eos_token_id=made.end_of_text)
         write_tokenizer(folder, made.path, made.end_of_text_token, config.context)
         return folder
 
@@ -79,7 +79,10 @@ def test_a_converted_tokenizer_ends_where_its_model_stops(saved: Callable[..., P
 
 
 @needs_transformers
-def test_vocabulary_and_merges_make_the_same_tokens(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_vocabulary_and_merges_make_the_same_tokens(
+    saved: Callable[..., Path], tmp_path: Path, ironlaw_here: Callable[..., tuple[int, str, str]],
+    tiny_file: Callable[..., Path],
+) -> None:  # fmt: skip
     folder = saved(tmp_path / "model")
     before = tokenizer.load(folder)
     in_parts(folder)
@@ -87,6 +90,10 @@ def test_vocabulary_and_merges_make_the_same_tokens(saved: Callable[..., Path], 
     text = "def value(self):\n    return  'Grüße', 123 "
     assert after.encode(text) == before.encode(text) and after.decode(after.encode(text)) == text
     assert (after.vocab, after.end_of_text) == (before.vocab, before.end_of_text)
+    student = tiny_file(train={"steps": 2, "sequence": 8})
+    code, _, messages = ironlaw_here("distil", student, "--teacher", folder, "--out", "student")
+    assert code == 0, messages
+    assert tokenizer.load(tmp_path / "student").encode(text) == before.encode(text)  # the teacher's, not one of its own
 
 
 def test_a_directory_whose_tokenizer_cannot_be_had_is_refused(

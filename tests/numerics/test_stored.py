@@ -20,7 +20,7 @@ from ironlaw.numerics.stored import COMPUTES, LIBRARY, STORED, check_stored, sto
 
 from ..conftest import TINY_GPT, TINY_LLAMA
 
-WIDE = {"hidden": 64, "ffn": 128, "vocab": 320}
+WIDE = {"hidden": 128, "ffn": 64, "vocab": 320}  # a network narrower than the stream
 
 
 def compressed(to: str, **fields: Any) -> tuple[Transformer, Any]:
@@ -38,16 +38,19 @@ def test_transformers_computes_the_same(to: str, fields: dict[str, Any], tmp_pat
     model, held = compressed(to, **fields)
     check_stored(model.config, held, name)
     tensors, about = stored_tensors(model.config, model.state_dict(), held, name)
-    write_tensors(tmp_path, model.config, tensors, torch.float32, 0, quantization_config=about)
+    write_tensors(tmp_path, model.config, tensors, torch.float32, quantization_config=about)
     found = verify(tmp_path, model, torch.float32, LIBRARY[name], COMPUTES.get(name, torch.float32))
     assert found.largest_difference is not None and not found.differs, found
 
 
 def test_what_cannot_be_held_so_is_refused() -> None:
     model, held = compressed("int4", **TINY_LLAMA)
+    moe = TINY_LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
+    (mixtral, of_nf4), (granite, of_int4) = compressed("nf4", **moe), compressed("int4", **moe, logit_scale=0.5)
     for name, weights, config, told in (
         ("int8", held, model.config, "holds int4"), ("int4", {}, model.config, "no compressed weights"),
         ("int4", held, ModelConfig(**TINY_GPT | {"positions": "learned"}), "GPT-2"),
+        ("nf4", of_nf4, mixtral.config, "one stack"), ("int4", of_int4, granite.config, "one stack"),
         ("int4", held, model.config, "no whole blocks"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=told):

@@ -104,7 +104,7 @@ def write_server_directory(folder: Path, template: bool = True) -> Path:
     )  # fmt: skip
     torch.manual_seed(1)
     model = Transformer(config)
-    write_model(folder, config, model.state_dict(), end_of_text=tokenizer.end_of_text)
+    write_model(folder, config, model.state_dict(), eos_token_id=tokenizer.end_of_text)
     write_tokenizer(folder, folder / "made.json", tokenizer.end_of_text_token, config.context)
     if template:
         fields = json.loads((folder / "tokenizer_config.json").read_text())

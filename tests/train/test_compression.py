@@ -53,9 +53,15 @@ def random_model(**fields: Any) -> Transformer:
 @pytest.mark.parametrize("to", [*weight_formats(), "2:4", "int4,2:4", "mxfp4,pruned=70%", "nf4,pruned=0.3", "fp8,2:4"])
 def test_a_compressed_checkpoint_reads_as_it_was_rounded(to: str, tmp_path: Path) -> None:
     model = random_model(hidden=40, heads=2)  # a multiple of no block
+    with torch.no_grad():  # as read from 16 bits, but for a norm that is 1 + weight
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        model.final_norm.weight.add_(2.0**-12)
     held = compress(model, read_target(to), whole=True)
-    store = QuantizedFiles(held)
-    store.write(tmp_path, store.take(model, {}))
+    store = QuantizedFiles(held, torch.bfloat16)
+    taken = store.take(model, {})
+    assert {name for name, tensor in taken.items() if tensor.dtype != torch.bfloat16} == {"final_norm.weight"}
+    store.write(tmp_path, taken)
     other = random_model(hidden=40, heads=2)
     store.read(tmp_path, other, {})
     assert "embedding.weight" in held and len(held) == 9
@@ -106,6 +112,9 @@ def test_hqq_gives_outliers_less_weight() -> None:
     weight = torch.randn(32, 128) * torch.randn(32, 128).abs().pow(2)
     for name in ("int4", "nf4", "int8", "fp8_block"):
         ours, nearest = hqq(weight, number_format(name)), quantize(weight, name, block=number_format(name).weight_block)
+        if name != "fp8_block":  # whose blocks are rows together
+            stack = hqq(weight.view(4, 8, 128), number_format(name))  # of experts
+            assert torch.equal(stack.dequantize().view(32, 128), ours.dequantize())
         costs = [float((weight - held.dequantize()).abs().pow(0.7).sum()) for held in (ours, nearest)]
         assert costs[0] < costs[1], name
         assert ours.bytes == nearest.bytes
@@ -133,14 +142,14 @@ def test_formats_are_mixed_within_bytes() -> None:
     model, target = random_model(), read_target("mxfp4")
     parameters, layers = model.config.parameters, sum(m.weight.numel() for m in linears_of(model))
     others = 4 * (parameters - layers)
-    chosen = mixed_formats(model, target, others + layers * 3 // 4, 4, [tokens])
+    chosen = mixed_formats(model, target, others + layers * 3 // 4, torch.float32, [tokens])
     held = compress(model, target, formats=chosen)
     taken = sum(weight.bytes for weight in held.values())
     assert 0.7 * layers < taken <= 0.75 * layers
     assert len({weight.format.name for weight in held.values()}) > 1
     for room, told in ((others + layers // 2, "narrower format"), (0, "--within")):
         with pytest.raises(UserError, match=told):
-            mixed_formats(model, target, room, 4, [tokens])
+            mixed_formats(model, target, room, torch.float32, [tokens])
 
 
 @pytest.mark.parametrize("fields", [TINY_GPT, TINY_LLAMA | {"kv_heads": 4}, TINY_GPT | {"parallel_norms": 1}])

@@ -130,6 +130,9 @@ def test_a_stopped_run_goes_on_to_the_bit(
     found, whole = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("run", "whole"))
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
+    longer = finetuning({"method": method, "dropout": 0.1}, train={"steps": 16})
+    train_until(14, longer, tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "adapter").exists()  # it was of step 12
 
 
 def test_only_adapters_are_trained_and_kept(finetuning: Config, train: Train, tmp_path: Path) -> None:

@@ -173,6 +173,10 @@ def test_a_student_learns_and_goes_on_to_the_bit(
     train_until(config.checkpoint.every + 1, config, tmp_path / "cut")
     train(config, tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == found
+    train(build_config(tiny_document(TABLE | {"layers": 3}, train={"steps": 14})), tmp_path / "teacher", resume=True)
+    with pytest.raises(UserError, match="teacher has changed since"):
+        train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 14})}), tmp_path / "cut",
+              resume=True)  # fmt: skip
     small = build_config(tiny_document(TABLE | {"vocab": 290}, objective=objective))
     with pytest.raises(UserError, match="a student has its teacher's tokenizer"):
         train(small, tmp_path / "small")

@@ -71,6 +71,11 @@ def test_a_finished_run_is_left_as_it_is(tiny_config: Config, train: Train, loss
     # What the run measured is still there, and is still about its steps.
     assert ledger["totals"]["step_seconds"]["value"] == first.ledger.totals["step_seconds"].value
     assert ledger["totals"]["validation_loss"]["value"] == first.ledger.totals["validation_loss"].value
+    ledger["facts"]["steps_done"] = 6  # of an earlier session, when the last one was killed after its last checkpoint
+    (tmp_path / "run" / "ledger.json").write_text(json.dumps(ledger), encoding="utf-8")
+    again = train(config, tmp_path / "run", resume=True)
+    assert again.ledger.facts["steps_done"] == 12
+    assert again.ledger.totals["validation_loss"].value == first.ledger.totals["validation_loss"].value
 
 
 def test_half_a_line_of_metrics_is_taken_again(
@@ -184,16 +189,20 @@ def test_a_signal_during_the_last_step_ends_nothing_early(tiny_config: Config, t
         {"train": {"seed": 1}},
         {"train": {"sequence": 8}},
         {"data": {"seed": 5}},
+        {"train": {"average_decay": None}},
+        {"train": {"qat": None}},
+        {"objective": {"kind": "distillation", "teacher": "run"}},
     ],
     ids=str,
 )
 def test_another_run_is_not_continued(
     tiny_config: Config, train: Train, tmp_path: Path, change: dict[str, dict[str, Any]]
 ) -> None:
-    train(tiny_config(train={"steps": 3}), tmp_path / "run")
+    kept = {"average_decay": 0.9, "qat": "int8"}
+    train(tiny_config(train=kept | {"steps": 3}), tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="another"):
-        train(tiny_config(**change), tmp_path / "run", resume=True)
+        train(tiny_config(**change | {"train": kept | change.get("train", {})}), tmp_path / "run", resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 

@@ -98,7 +98,7 @@ def test_flops_and_held_bytes_are_exact(name: str, method: str, ends: tuple[str,
 @pytest.mark.parametrize(("name", "method", "ends"), CASES)
 def test_the_peak_is_the_allocators(name: str, method: str, ends: tuple[str, ...], precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, ends=ends), precision)
-    assert planned == pytest.approx(found, rel=0.02)
+    assert abs(planned - found) < (2_000 if precision == "fp32" and name != "llama" else 0.02 * found)
 
 
 # In bf16 of blocks that are wide enough, or whose highest moment is no product: oneDNN's take 50 to 200 KB a thread for

@@ -159,15 +159,15 @@ def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     from ironlaw.data.chat import template_of
     from ironlaw.model.gguf import check_gguf, write_gguf
     from ironlaw.model.huggingface.verify import Verified
-    from ironlaw.numerics.compression import int4_scales
     from ironlaw.train.run_directory import complete_or_nothing
 
     model, tokenizer = trained.model, trained.tokenizer
     kind = check_gguf(model.config).lower()
-    scales = int4_scales(trained.held) if dtype == "q4_0" else {}
+    codes = {name: one for name, one in trained.held.items() if dtype == "q4_0" and one.format.name == "int4"}
+    scales = {name: one.scale_of_each() for name, one in codes.items()}
     beside: dict[str, Any] = {}
     if tokenizer is not None:
-        beside = {"tokenizer": tokenizer.path, "end_of_text": tokenizer.end, "begin": tokenizer.begin}
+        beside = {"tokenizer": tokenizer.path, "begin": tokenizer.begin, "end": tokenizer.end}
         beside |= {"adds_begin": tokenizer.adds_begin, "template": template_of(tokenizer.home)[0]}
     with complete_or_nothing(folder) as partial:
         write_gguf(partial / "model.gguf", model.config, model.state_dict(), dtype, scales=scales, **beside)
@@ -200,7 +200,7 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
     with complete_or_nothing(folder) as partial:
         if dtype in STORED:
             tensors, about = stored_tensors(config, model.state_dict(), trained.held, dtype)
-            write_tensors(partial, config, tensors, precision, None, **stops, quantization_config=about)
+            write_tensors(partial, config, tensors, precision, **stops, quantization_config=about)
         else:
             write_model(partial, config, model.state_dict(), precision, **stops)
         if tokenizer is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, with_settings
+from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, tokenizer_in, with_settings
 from ironlaw.cores import torchrun_integer, usable_threads
 from ironlaw.errors import UserError, did_you_mean, printable
 from ironlaw.files import as_name
@@ -80,8 +80,7 @@ def distil(
     """Short for `train` with `objective.kind = "distillation"`, and with the teacher's tokenizer and vocabulary."""
     vocab, folder = model_in(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
     settings = {"objective.kind": "distillation", "objective.teacher": str(folder), "model.vocab": vocab}
-    if (folder / "tokenizer.json").is_file():
-        settings["data.tokenizer"] = str(folder / "tokenizer.json")
+    settings |= {f"data.{key}": value for key, value in tokenizer_in(folder).items()}
     train(config, [*with_settings(settings), *(set_ or [])], None, out, resume, dashboard, json)
 
 

@@ -79,7 +79,7 @@ class Pages:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.parts, *self.scales))
+        return sum(t.nbytes for t in (*self.parts, *self.scales))
 
     def rows(self, pages: Tensor, places: Tensor) -> Tensor:
         """Return the rows (N x K,) of `parts` for tokens at `places` (N,) of `pages` (N,)."""

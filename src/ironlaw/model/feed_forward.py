@@ -31,8 +31,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.activate(self.up(x)))
-        return self.down(self.activate(self.gate(x)) * self.up(x))
-
-    def activate(self, x: Tensor) -> Tensor:
-        return activate(x, self.activation)
+            return self.down(activate(self.up(x), self.activation))
+        return self.down(activate(self.gate(x), self.activation) * self.up(x))

@@ -21,7 +21,7 @@ from ironlaw.files import read_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
 from ironlaw.model.huggingface.families import FAMILIES
-from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.huggingface.tensors import to_theirs
 from ironlaw.model.rotary import llama3_frequencies
 
 # Hugging Face's `model_type` -> the package's name of llama.cpp's architecture.
@@ -58,15 +58,15 @@ def check_gguf(config: ModelConfig) -> str:
 
 def write_gguf(
     file: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: str = "fp16", *,
-    tokenizer: Path | None = None, end_of_text: int | None = None, scales: Mapping[str, Tensor] | None = None,
-    begin: int | None = None, adds_begin: bool = False, template: str | None = None,
+    scales: Mapping[str, Tensor] | None = None, tokenizer: Path | None = None, begin: int | None = None,
+    end: int | None = None, adds_begin: bool = False, template: str | None = None,
 ) -> None:  # fmt: skip
     """Write `weights` (by Ironlaw's names) as one GGUF file with matrices in `dtype` (a key of `TYPES`).
 
-    tokenizer: a Hugging Face tokenizer.json; without one the file has token numbers only.
-    scales:    for weights that are already int4, the scale of each number: their codes are written unchanged.
-    begin:     the id that begins a text, if it is not that of its end; adds_begin: whether prompts get it.
-    template:  the chat template.
+    scales:     for weights that are already int4, the scale of each number: their codes are written unchanged.
+    tokenizer:  a Hugging Face tokenizer.json; without one the file has token numbers only.
+    begin, end: the ids that begin and end a text; adds_begin: whether prompts get the first.
+    template:   the chat template.
     """
     architecture = check_gguf(config)
     import gguf
@@ -77,13 +77,13 @@ def write_gguf(
     there, scales_there = _huggingface_weights(config, weights), _huggingface_weights(config, scales or {})
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
-    _write_shape(writer, config, architecture)
+    _write_shape(writer, config)
     writer.add_file_type(gguf.LlamaFileType[of_file])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if known is None:
         writer.add_tokenizer_model("none")
     else:
-        _write_tokenizer(writer, known, end_of_text, begin, adds_begin, template)
+        _write_tokenizer(writer, known, begin, end, adds_begin, template)
     for theirs, tensor in there.items():
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
@@ -120,10 +120,8 @@ def _family(config: ModelConfig) -> str:
 
 def _huggingface_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights by Hugging Face's names in fp32, with outputs first and rows in llama.cpp's rotary order."""
-    kind, made = _family(config), dict[str, Tensor]()
-    for entry in entries(config, FAMILIES[kind].names):
-        if entry.ours in weights:
-            entry.to_theirs(weights[entry.ours].detach().float(), made)
+    kind = _family(config)
+    made = to_theirs(config, FAMILIES[kind].names, weights, torch.float32)
     for name, tensor in made.items():
         if kind == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
             made[name] = tensor.t().contiguous()
@@ -144,7 +142,7 @@ def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:
     return blocks
 
 
-def _write_shape(writer: Any, config: ModelConfig, architecture: str) -> None:
+def _write_shape(writer: Any, config: ModelConfig) -> None:
     import gguf
 
     writer.add_name(config.name)
@@ -168,8 +166,7 @@ def _write_shape(writer: Any, config: ModelConfig, architecture: str) -> None:
 
 
 def _write_tokenizer(
-    writer: Any, known: Mapping[str, Any], end_of_text: int | None, begin: int | None, adds_begin: bool,
-    template: str | None,
+    writer: Any, known: Mapping[str, Any], begin: int | None, end: int | None, adds_begin: bool, template: str | None
 ) -> None:  # fmt: skip
     writer.add_tokenizer_model("gpt2")  # llama.cpp's name for byte-level BPE
     writer.add_tokenizer_pre(known["split"])
@@ -177,9 +174,10 @@ def _write_tokenizer(
     writer.add_token_types(known["types"])
     writer.add_token_merges(known["merges"])
     writer.add_add_bos_token(adds_begin)
-    if end_of_text is not None:
-        writer.add_bos_token_id(end_of_text if begin is None else begin)
-        writer.add_eos_token_id(end_of_text)
+    if begin is not None:
+        writer.add_bos_token_id(begin)
+    if end is not None:
+        writer.add_eos_token_id(end)
     if template is not None:
         writer.add_chat_template(template)
 

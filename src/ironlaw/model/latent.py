@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
             return self.cached(x, rotary, mask)
         latent, dropout = self.latent, self.config.dropout if self.training else 0.0
         query = self.query(x, rotary)
-        key, value = self.key_value(x, rotary)
+        key, value = self.expanded(*self.narrow(x, rotary))
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # (B, A, S, D or W)
         if isinstance(mask, BlockMask):
             mixed = flexible(query, key, value, mask, self.config.score_scale)
@@ -124,11 +124,6 @@ class LatentAttention(nn.Module):
         plain, turned = query.split((self.latent.plain_size, self.latent.rotary_size), dim=-1)
         return torch.cat((plain, rotate(turned, *rotary)), dim=-1)
 
-    def key_value(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, S, H) to keys (B, S, A, D) and values (B, S, A, W)."""
-        narrow, turned = self.narrow(x, rotary)
-        return self.expanded(narrow, turned)
-
     def narrow(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, S, H) to normed narrow vectors (B, S, rank) and rotated keys (B, S, 1, R), shared by all heads."""
         narrow, turned = self.latent_down(x).split((self.latent.key_value_rank, self.latent.rotary_size), dim=-1)
@@ -136,7 +131,7 @@ class LatentAttention(nn.Module):
         return self.latent_norm(narrow.float()), turned
 
     def expanded(self, narrow: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the outputs of `narrow` to keys and values, as in `key_value`."""
+        """Convert the outputs of `narrow` to keys (B, S, A, D) and values (B, S, A, W)."""
         latent, together = self.latent, self.latent_up(narrow)
         together = together.unflatten(-1, (-1, latent.plain_size + latent.value_size))  # this rank's heads
         plain, value = together.split((latent.plain_size, latent.value_size), dim=-1)

@@ -62,7 +62,7 @@ class PackedLinear(ReadOnlyLinear):
         self.product = torch.ops.mkldnn._linear_pointwise.default
         self.product_times = torch.ops.mkldnn._linear_pointwise.binary
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), _ROWS)
-        self.bytes = _bytes(self.packed)
+        self.bytes = self.packed.nbytes
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
     def forward(self, x: Tensor, activation: str = "none", times: Tensor | None = None) -> Tensor:
@@ -139,8 +139,6 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
         if packs and _fuses(parent):
             continue  # replaced as a whole
         for name, child in list(parent.named_children()):
-            if isinstance(child, ExpertLinear | nn.Embedding) and weights == "bf16":
-                child.to(dtype)
             if isinstance(child, nn.RMSNorm | nn.LayerNorm):
                 if on_cpu:
                     setattr(parent, name, PackedNorm(child))
@@ -149,22 +147,15 @@ def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
             if packs and _fuses(child):
                 assert isinstance(child, FeedForward)
                 setattr(parent, name, PackedFeedForward(child, dtype, compiled))
-            if not isinstance(child, nn.Linear) or name == "latent_up":  # `latent_up` is read in parts
-                continue
-            if packs and isinstance(child, Linear):
+            if packs and isinstance(child, Linear) and name != "latent_up":  # `latent_up` is read in parts
                 setattr(parent, name, packed(child, dtype, compiled))
-            else:
-                child.to(dtype)
-    if weights == "bf16":
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.to(dtype)
-    modules = list(model.modules())
-    own = sum(m.bytes for m in modules if isinstance(m, ReadOnlyLinear))
-    others = [
-        t for m in modules if not isinstance(m, ReadOnlyLinear) for t in (*m.parameters(False), *m.buffers(False))
-    ]
-    return own + sum(map(_bytes, others))
+    for module in model.modules():
+        if isinstance(module, nn.Linear | ExpertLinear | nn.Embedding) and weights == "bf16":
+            module.to(dtype)
+    return sum(
+        m.bytes if isinstance(m, ReadOnlyLinear) else sum(t.nbytes for t in (*m.parameters(False), *m.buffers(False)))
+        for m in model.modules()
+    )
 
 
 def multiplies_all(model: nn.Module, dtype: torch.dtype, compiled: bool) -> bool:
@@ -183,7 +174,3 @@ def multiplies_all(model: nn.Module, dtype: torch.dtype, compiled: bool) -> bool
 def _fuses(module: nn.Module) -> bool:
     """Whether a whole dense network can be fused."""
     return isinstance(module, FeedForward) and module.activation in _FUSED and isinstance(module.up, Linear)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -31,11 +31,11 @@ from ironlaw.model.rotary import fused_tables, rotary_tables, rotate
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
-def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
-    size = size or config.hidden
+def build_norm(config: ModelConfig) -> nn.Module:
+    size, eps, affine = config.hidden, config.norm_eps, config.norm_weight
     if config.norm == "layernorm":
-        return nn.LayerNorm(size, config.norm_eps, elementwise_affine=config.norm_weight, bias=config.norm_bias)
-    return nn.RMSNorm(size, config.norm_eps, elementwise_affine=config.norm_weight)
+        return nn.LayerNorm(size, eps, elementwise_affine=affine, bias=config.norm_bias)
+    return nn.RMSNorm(size, eps, elementwise_affine=affine)
 
 
 class Attention(nn.Module):
@@ -301,12 +301,14 @@ class Transformer(nn.Module):
     def rotary(self, sequence: int, windowed: bool, rotated: bool) -> tuple[Tensor, Tensor] | None:
         if self.config.positions != "rope" or not rotated:
             return None
-        which = "_local" if windowed and self.config.rope_theta_local else ""
-        scaling = self.config.rope_scaling or {}
-        if self.config.rope_long and sequence > scaling["original_context"]:
-            which = "_long"
-        rows = self.partition.positions(sequence)
-        return getattr(self, f"rotary_cos{which}")[rows], getattr(self, f"rotary_sin{which}")[rows]
+        scaling, rows = self.config.rope_scaling or {}, self.partition.positions(sequence)
+        long = bool(self.config.rope_long) and sequence > scaling["original_context"]
+        cos, sin = self._tables(windowed, long)
+        return cos[rows], sin[rows]
+
+    def _tables(self, windowed: bool, long: bool = False) -> tuple[Tensor, Tensor]:
+        which = "_long" if long else "_local" if windowed and self.config.rope_theta_local else ""
+        return getattr(self, f"rotary_cos{which}"), getattr(self, f"rotary_sin{which}")
 
     def rotary_at(
         self, positions: Tensor, windowed: bool, rotated: bool, long: Tensor | None
@@ -314,14 +316,10 @@ class Transformer(nn.Module):
         """Return the tables' rows for `positions` (N,), from the tables of long sequences where `long` (N,) is true."""
         if self.config.positions != "rope" or not rotated:
             return None
-        which = "_local" if windowed and self.config.rope_theta_local else ""
-        tables = []
-        for name in ("rotary_cos", "rotary_sin"):
-            table = getattr(self, name + which)[positions]
-            if long is not None:
-                table = torch.where(long[:, None], getattr(self, f"{name}_long")[positions], table)
-            tables.append(table)
-        cos, sin = tables
+        cos, sin = (table[positions] for table in self._tables(windowed))
+        if long is not None:
+            far = (table[positions] for table in self._tables(windowed, long=True))
+            cos, sin = (torch.where(long[:, None], *pair) for pair in zip(far, (cos, sin), strict=True))
         if self.config.latent is not None:
             return cos, sin
         return fused_tables(cos, sin, self.config.size_of_head, autocast_dtype(positions) or cos.dtype)

@@ -96,15 +96,22 @@ def compress(
 
 
 def mixed_formats(
-    model: Transformer, target: CompressionTarget, within: int, wide_bytes: int, batches: Iterable[Tensor]
+    model: Transformer, target: CompressionTarget, within: int, wide: torch.dtype, batches: Iterable[Tensor]
 ) -> dict[str, NumberFormat]:
-    """Returns formats of the blocks' matrices such that the model takes at most `within` bytes, with `wide_bytes` per
-    number of the uncompressed weights. Raises UserError if that is impossible."""
+    """Returns formats of the blocks' matrices such that the model takes at most `within` bytes, with the other weights
+    `stored` in `wide`. Raises UserError if that is impossible."""
     linears = ((name, m) for name, m in model.blocks.named_modules(prefix="blocks") if isinstance(m, Linear))
     weights = {f"{name}.weight": module.weight.detach() for name, module in linears}
-    others = model.config.parameters - sum(weight.numel() for weight in weights.values())
+    others = sum(stored(tensor.detach(), wide).nbytes for n, tensor in model.named_parameters() if n not in weights)
     squares = squared_gradients(model, weights, batches)
-    return layer_formats(weights, squares, target.format, within - wide_bytes * others)
+    return layer_formats(weights, squares, target.format, within - others)
+
+
+def stored(weight: Tensor, wide: torch.dtype) -> Tensor:
+    """Returns an uncompressed weight in the type that it was read in; in its own if that would change it, as norms of
+    1 + weight and those that a method has scaled."""
+    narrow = weight.to(wide)
+    return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
 
 
 def _compressed(
@@ -122,11 +129,6 @@ def _compressed(
     else:
         made = quantize(weight if kept is None else weight * kept, format.name, block=format.weight_block)
     return made if kept is None else made.pruned(kept)
-
-
-def int4_scales(held: Mapping[str, Quantized]) -> dict[str, Tensor]:
-    """Returns the scale of each number of the int4 weights, by name; fp32, in the weight's shape."""
-    return {name: weight.scale_of_each() for name, weight in held.items() if weight.format.name == "int4"}
 
 
 class _Seen:

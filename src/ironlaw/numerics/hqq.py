@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ironlaw.catalog.formats import NumberFormat, number_format
 from ironlaw.errors import UserError
-from ironlaw.numerics.quantized import Quantized, in_blocks, quantize, with_scales
-from ironlaw.numerics.rounding import round_to
+from ironlaw.numerics.quantized import Quantized, in_blocks, joined, quantize
+from ironlaw.numerics.rounding import encode, round_to
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20  # as chosen by the authors
 
@@ -28,13 +28,13 @@ def check_hqq(format: NumberFormat) -> None:
 
 
 def hqq(weight: Tensor, format: NumberFormat) -> Quantized:
-    """Quantises `weight` (N, K) to a format that `check_hqq` accepts."""
+    """Quantises `weight` (..., K) to a format that `check_hqq` accepts."""
     check_hqq(format)
     nearest = quantize(weight, format.name, block=format.weight_block)
     assert nearest.block is not None
-    blocks, scale = in_blocks(weight.detach().float(), nearest.block), nearest.scale()
-    size = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-30)
-    blocks, scale, beta = blocks / size, scale[:, None, :, None] / size, BETA
+    whole, scale = in_blocks(weight.detach().float().reshape(nearest.matrix_shape), nearest.block), nearest.scale()
+    size = whole.abs().amax((1, 3), keepdim=True).clamp(min=1e-30)
+    blocks, scale, beta = whole / size, scale[:, None, :, None] / size, BETA
     best, least = scale, torch.full_like(scale, torch.inf)
     for _ in range(STEPS):
         codes = round_to(blocks / scale, format.element)
@@ -45,4 +45,6 @@ def hqq(weight: Tensor, format: NumberFormat) -> Quantized:
         moved = (codes * (blocks - allowed)).sum((1, 3), keepdim=True) / codes.square().sum((1, 3), keepdim=True)
         scale, beta = torch.where(moved.isfinite() & (moved != 0), moved, scale), beta * GROWTH
     found = round_to((best * size)[:, 0, :, 0], number_format(format.scale))
-    return with_scales(weight, format, torch.where(found == 0, nearest.scale(), found))
+    found = torch.where(found == 0, nearest.scale(), found)
+    values = round_to(joined(whole / found[:, None, :, None]), format.element)
+    return Quantized.of(format, weight.shape, values, encode(found, number_format(format.scale)), None, nearest.block)

@@ -74,7 +74,7 @@ class Quantized:
         """Returns the numbers in fp32, in the original shape."""
         values = self._decoded()
         if self.block is not None:
-            values = _joined(in_blocks(values, self.block) * self.scale()[:, None, :, None])
+            values = joined(in_blocks(values, self.block) * self.scale()[:, None, :, None])
         return self._cut(values)
 
     def values(self) -> Tensor:
@@ -147,16 +147,7 @@ def quantize(
     if size is None:
         return Quantized.of(format, tensor.shape, round_to(matrix, format.element, generator))
     values, _, scales, tensor_scale = _round_blocks(matrix, format, size, generator)
-    return Quantized.of(format, tensor.shape, _joined(values), scales, tensor_scale, size)
-
-
-def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantized:
-    """Quantises a matrix (N, K) to nearest with the given scale of each block, in numbers of the scales' format."""
-    matrix, kept = weight.detach().float(), number_format(format.scale)
-    block = resolved_block(format, matrix, format.weight_block)
-    assert block is not None
-    values = round_to(_joined(in_blocks(matrix, block) / scale[:, None, :, None]), format.element)
-    return Quantized.of(format, weight.shape, values, encode(scale, kept), None, block)
+    return Quantized.of(format, tensor.shape, joined(values), scales, tensor_scale, size)
 
 
 def rounded(
@@ -178,7 +169,7 @@ def rounded(
         return round_to(matrix, format.element, generator)
     values, scale, _, tensor_scale = _round_blocks(matrix, format, size, generator, headroom, largest)
     scale = scaled_up(scale, tensor_scale) / headroom
-    return _joined(values * scale[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
+    return joined(values * scale[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
 
 
 def resolved_block(
@@ -273,5 +264,6 @@ def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     return matrix.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
 
 
-def _joined(blocks: Tensor) -> Tensor:
+def joined(blocks: Tensor) -> Tensor:
+    """Returns the padded matrix that `in_blocks` divided."""
     return blocks.flatten(2).flatten(0, 1)

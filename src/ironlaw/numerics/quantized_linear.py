@@ -59,7 +59,7 @@ class Int8Linear(QuantizedLinear):
             warnings.simplefilter("ignore")
             weight = torch._make_per_channel_quantized_tensor(codes, held.scales.flatten().double(), zeros, 0)
             self.packed = torch.ops.quantized.linear_prepack(weight, None)
-        self.bytes = codes.numel() + held.scales.numel() * held.scales.element_size()
+        self.bytes = codes.nbytes + held.scales.nbytes
         # Without VNNI, two 8-bit products are added in 16 bits, which suffices for half of the range.
         self.halved = not torch.cpu._is_vnni_supported()
         self.ends = torch.tensor([[1.0, -1.0]])
@@ -79,7 +79,7 @@ class WideInt8Linear(QuantizedLinear):
         super().__init__(bias)
         assert held.scales is not None
         self.codes, self.scales = held.codes.view(torch.int8), held.scales.flatten().to(torch.bfloat16)
-        self.bytes = self.codes.numel() + 2 * self.scales.numel()
+        self.bytes = self.codes.nbytes + self.scales.nbytes
 
     def product(self, rows: Tensor) -> Tensor:
         product: Tensor = torch.ops.aten._weight_int8pack_mm(rows.to(torch.bfloat16), self.codes, self.scales)

@@ -20,8 +20,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
-from ironlaw.model.huggingface.families import FAMILIES
-from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.huggingface.tensors import entries, to_theirs
 from ironlaw.numerics.packing import pack
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.numerics.rounding import encode
@@ -45,11 +44,14 @@ def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) 
         raise UserError(
             f"--dtype {name}: the run holds {found}; write `ironlaw compress RUN --to {name} --out DIR` first"
         )
-    if family_of(config).kind == "gpt2":
+    there = [entry for entry in entries(config, family_of(config).names) if entry.ours in held]
+    if any(entry.transposed for entry in there):
         raise UserError(
             f"GPT-2's matrices lie transposed, in layers that {LIBRARY[name]} does not hold: leave --dtype out, or use "
             "--to gguf"
         )
+    if any(entry.stacked or (entry.unstacked and name == "nf4") for entry in there):
+        raise UserError(f"experts are one stack there, which {LIBRARY[name]} does not hold: leave --dtype out")
     wide = next((w for w in held.values() if w.shape[-1] % (64 if name == "nf4" else 32)), None)
     if wide is not None and name != "fp8":
         raise UserError(f"rows of {wide.shape[-1]} numbers are no whole blocks of {name}: leave --dtype out")
@@ -59,25 +61,19 @@ def stored_tensors(
     config: ModelConfig, weights: Mapping[str, Tensor], held: Mapping[str, Quantized], name: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the file's tensors by their names, and `quantization_config`. Call `check_stored` first."""
-    codes, scales, tensors = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
-    ends = {"embedding.weight", "head.weight"}  # stored dequantised: no client supports compressed embeddings
-    for entry in entries(config, FAMILIES[family_of(config).kind].names):
-        one = held.get(entry.ours)
-        if one is None or entry.ours in ends:
-            entry.to_theirs(weights[entry.ours].detach().float(), tensors)
-            continue
-        entry.to_theirs(one.values(), codes)
-        entry.to_theirs(one.scale_of_each(), scales)
-        block, about = one.block, _config(one, name)
+    names, block = family_of(config).names, number_format(name).block_of(weight=True)
     assert block is not None
-    for there, values in codes.items():
-        group = block[1] if block[1] < values.shape[1] and block[0] == 1 else values.shape[1]
+    # Embedding and output layer are stored dequantised: no client supports compressed embeddings.
+    coded = {name: one for name, one in held.items() if name.startswith("blocks.")}
+    tensors = to_theirs(config, names, {n: weight for n, weight in weights.items() if n not in coded}, torch.float32)
+    scales = to_theirs(config, names, {n: one.scale_of_each() for n, one in coded.items()})
+    for there, values in to_theirs(config, names, {n: one.values() for n, one in coded.items()}).items():
         made = _nf4 if name == "nf4" else _compressed
-        tensors |= made(there, values, scales[there][:, ::group].contiguous(), name)
-    return tensors, about
+        tensors |= made(there, values, scales[there][:, :: block[1] or values.shape[1]].contiguous(), name)
+    return tensors, _config(name, block[1])
 
 
-def _config(held: Quantized, name: str) -> dict[str, Any]:
+def _config(name: str, group: int) -> dict[str, Any]:
     if name == "nf4":
         return {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
@@ -85,16 +81,15 @@ def _config(held: Quantized, name: str) -> dict[str, Any]:
             "llm_int8_skip_modules": ["lm_head"],
         }  # fmt: skip
     files, kind = _COMPRESSED[name]
-    numbers: dict[str, Any] = {"num_bits": held.format.element.bits, "type": kind, "symmetric": True, "dynamic": False}
-    assert held.block is not None
-    by_group = name in ("int4", "mxfp4")
-    numbers |= {"strategy": "group", "group_size": held.block[1]} if by_group else {"strategy": "channel"}
+    bits = number_format(name).element.bits
+    numbers: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+    numbers |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     if name == "mxfp4":
         numbers |= {"scale_dtype": "torch.uint8"}
-    group = {"targets": ["Linear"], "weights": numbers, "format": files}
+    layers = {"targets": ["Linear"], "weights": numbers, "format": files}
     return {
         "quant_method": "compressed-tensors", "format": files, "quantization_status": "compressed",
-        "ignore": ["lm_head"], "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "config_groups": {"group_0": layers},
     }  # fmt: skip
 
 

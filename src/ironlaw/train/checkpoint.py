@@ -29,7 +29,7 @@ from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
 from ironlaw.train.history import read_sessions
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
-from ironlaw.train.state import Stateful, host_copy, unique_weights
+from ironlaw.train.state import Stateful, host_copy, load_unique_weights, unique_weights
 from ironlaw.workload.blocks import FP32
 from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
@@ -103,8 +103,7 @@ class WholeFiles:
         return unique_weights(model)
 
     def _load(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        load_unique_weights(model, weights)
 
 
 class AdapterFiles(WholeFiles):

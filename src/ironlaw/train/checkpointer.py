@@ -53,14 +53,13 @@ class Checkpointer:
         *,
         store: Store | None = None,
         ranks: Mesh | None = None,
-        say: Callable[[str], None] | None = None,
-        before_write: Callable[[], None] | None = None,
+        say: Callable[[str], None] = lambda message: None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.policy, self.model_config = folder, policy, model
         self.store: Store = store or WholeFiles()
         self.ranks = ranks or Mesh(torch.device("cpu"))
-        self.say = say or (lambda message: None)
-        self.before_write = before_write or (lambda: None)
+        self.say, self.before_write = say, before_write
         self.last: Checkpoint | None = None  # the newest one known to be complete
         self.failure: str | None = None  # why the latest one was not written
         self.copied_bytes = 0  # of the latest copy

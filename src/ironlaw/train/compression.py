@@ -137,7 +137,7 @@ def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[R
 def compress_run(
     path: Path, target: CompressionTarget, out: Path, decoder: MakeDecoder, *, method: Method = "rtn",
     score: Score = "magnitude", whole: bool = False, within: int | None = None, data: str | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> CompressionResult:  # fmt: skip
     """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
@@ -145,7 +145,6 @@ def compress_run(
     data:   text to measure on, tokenized with the model's tokenizer; required for a Hugging Face directory.
     UserError is raised, before anything is written, if source, target, method and data are incompatible.
     """
-    say = say or (lambda message: None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: give --out a new directory")
     source = open_source(path, data, say, lambda model: check_method(model, target, method, within is not None))
@@ -165,7 +164,7 @@ def measure_compression(
     formats: dict[str, NumberFormat] = {}
     if within is not None:
         batches = _calibration(config, dataset)
-        formats = mixed_formats(model, target, within, source.wide.itemsize, batches)
+        formats = mixed_formats(model, target, within, source.wide, batches)
     quantized = compress(
         model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset), formats=formats
     )
@@ -176,11 +175,11 @@ def measure_compression(
     after = decoder(model, quantized)  # may pack the model in place
     # Without a kernel for its format the copy multiplies in the same way as the original: one timing serves both.
     speeds = decode_speeds(*((before, after) if after.kernels else (before,)), context=config.model.context)
-    bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
     result = CompressionResult(
         to=str(target), method=method, loss_before=source.loss, loss_after=loss_after,
         loss_served=_loss(model, config, dataset) if after.kernels else None,
-        bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in quantized.values()),
+        bytes_before=source.bytes,
+        bytes_after=sum(tensor.nbytes for tensor in taken.values()) + sum(each.bytes for each in quantized.values()),
         tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[-1],
         bytes_read=after.bytes_read, kernels=after.kernels,
         formats=dict(Counter(weight.format.name for weight in quantized.values())),

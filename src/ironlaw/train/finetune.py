@@ -7,7 +7,6 @@ with other base weights.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -76,12 +75,11 @@ def merge(model: nn.Module) -> None:
 
 
 def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:
-    """Atomically write PEFT's directory from unsharded tensors, which have our names."""
+    """Atomically write PEFT's directory, which must not exist, from unsharded tensors, which have our names."""
     source = config.train.start_from
     assert source is not None
     with complete_or_nothing(folder) as partial:
         write_adapter(partial, trained, config.model, names_of(Path(source), config.model), config.finetune, source)
-        shutil.rmtree(folder, ignore_errors=True)  # from an earlier session
 
 
 def base_digest(source: str) -> str:

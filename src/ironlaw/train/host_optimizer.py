@@ -142,7 +142,7 @@ def _bucketed(groups: Groups, bucket_bytes: int) -> Iterator[Groups]:
         part: list[nn.Parameter] = []
         for parameter in group["params"]:
             part.append(parameter)
-            held += parameter.numel() * parameter.element_size()
+            held += parameter.nbytes
             if held >= bucket_bytes:
                 yield [*bucket, settings | {"params": part}]
                 bucket, part, held = [], [], 0

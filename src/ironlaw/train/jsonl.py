@@ -23,11 +23,11 @@ class JsonLines:
     Writes are unbuffered: when `append` returns, the line is in the kernel's page cache and survives a kill.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, path: Path, say: Callable[[str], None] = lambda message: None) -> None:
         self.path = path
         self.pending: list[bytes] = []
         self._lock = threading.Lock()  # the checkpoint thread syncs while the training loop appends
-        self._say = say or (lambda message: None)
+        self._say = say
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
 

@@ -68,14 +68,13 @@ class Trainer:
         observer: Observer | None = None,
         start: checkpoint.Checkpoint | None = None,
         watch: Callable[[StepReport], None] | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.started = time.perf_counter()
         self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
         mesh = strategy.mesh
         self.strategy, self.mesh, self.observer, self.device = strategy, mesh, observer or Observer(), mesh.device
-        self.watch = watch or (lambda report: None)
-        self.say = say or (lambda message: None)
+        self.watch, self.say = watch or (lambda report: None), say
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
@@ -118,8 +117,7 @@ class Trainer:
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
             self.journal = cast(Journal, NoJournal())
-        mesh.barrier()  # the other ranks read the metrics after rank 0's journal has trimmed them
-        self.recovery.start_over(self.run.metrics())
+        self._read_metrics()
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
         """Restore the state of `found`. States that it does not hold start anew."""
@@ -131,6 +129,15 @@ class Trainer:
             average.start_over()
         self.step, self.tokens = found.step, found.tokens
         self.checkpointer.last = found
+
+    def _read_metrics(self) -> None:
+        """Go on from the metrics of the steps so far, on every rank, after rank 0 has dropped those of later ones."""
+        self.mesh.barrier()
+        entries = self.run.metrics()
+        self.recovery.start_over(entries)
+        for entry in entries:  # a session without a step or a validation of its own ends with those of before
+            self.train_loss = float(entry["loss"])
+            self.validation_loss = float(entry.get("validation_loss", self.validation_loss))
 
     def _setting(self) -> dict[str, Any]:
         """Return the settings that must be equal for step times of two sessions to be comparable."""
@@ -370,8 +377,7 @@ class Trainer:
         began = time.perf_counter()
         self._load(target)
         self.journal.forget_after(self.step, self.observed)
-        self.mesh.barrier()  # rank 0 has dropped the discarded metrics; all ranks read the rest
-        self.recovery.start_over(self.run.metrics())
+        self._read_metrics()
         self._spike_known = False
         wall = self.observed.wall_seconds
         wall["repeated"] = wall.get("repeated", 0.0) + time.perf_counter() - began

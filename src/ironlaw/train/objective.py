@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.profile import scope
 from ironlaw.observe.spans import MODULE_SCOPE
+from ironlaw.train.checkpoint import Checkpoint
+from ironlaw.train.finetune import base_digest
 from ironlaw.train.restore import load_first_weights, load_trained
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
 
@@ -157,8 +160,23 @@ def _frozen(model: Transformer, device: torch.device) -> Transformer:
     return model.to(device).eval().requires_grad_(False)
 
 
+def second_of(config: RunConfig) -> Path | None:
+    """Return the directory of the second model, if there is one: the teacher, or the model that DPO starts from."""
+    second = config.objective.teacher
+    if config.objective.kind == "dpo" and not config.finetune.adapts:
+        second = config.train.start_from
+    return None if second is None else at_home(second)
+
+
+def check_second(config: RunConfig, start: Checkpoint) -> None:
+    """Raise UserError if the second model is not the one that `start` was trained beside."""
+    second, before = second_of(config), start.index.get("second_sha256")
+    if second is not None and before not in (None, base_digest(str(second))):
+        raise UserError(f"{second} has changed since {start.path} was trained beside it: put its old weights back")
+
+
 def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
-    path = at_home(config.objective.teacher or "")
+    path = second_of(config) or Path()
     teacher = load_trained(path, needs_text=False).model
     if teacher.config.vocab != config.model.vocab:
         raise UserError(
@@ -176,10 +194,11 @@ def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
 
 
 def _preference(config: RunConfig, device: torch.device) -> CrossEntropy:
-    if config.finetune.adapts:
+    second = second_of(config)
+    if second is None:
         return Preference(config.objective.beta, None)
     reference = Transformer(config.model)
-    load_first_weights(config.train.start_from or "", reference, config.model)
+    load_first_weights(str(second), reference, config.model)
     return Preference(config.objective.beta, _frozen(reference, device))
 
 

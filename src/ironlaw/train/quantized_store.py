@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
+from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.train.state import Stateful, unique_weights
+from ironlaw.train.state import Stateful, load_unique_weights, unique_weights
 
 FILE = "quantized.safetensors"
 _PARTS = ("codes", "scales", "tensor_scale", "bitmap")
@@ -33,7 +34,7 @@ class QuantizedFiles:
     """A store (`checkpoint.Store`) that holds weights only, so that training cannot be resumed from it.
 
     held:  the compressed weights, by name; used only by `take` and `write`.
-    wide:  data type of the other weights.
+    wide:  data type of the other weights, as far as it holds their numbers.
     """
 
     held: Mapping[str, Quantized]
@@ -42,8 +43,7 @@ class QuantizedFiles:
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> dict[str, Tensor]:
         """Return the weights that are not quantized."""
-        found = {name: tensor for name, tensor in unique_weights(model).items() if name not in self.held}
-        return {n: t.to(self.wide) if t.is_floating_point() else t for n, t in found.items()}
+        return {n: stored(t, self.wide) for n, t in unique_weights(model).items() if n not in self.held}
 
     def write(self, folder: Path, taken: dict[str, Tensor]) -> dict[str, str]:
         tensors, about = dict(taken), {}
@@ -59,8 +59,7 @@ class QuantizedFiles:
         weights = {
             name: weight if isinstance(weight, Tensor) else weight.dequantize() for name, weight in read_held(folder)
         }
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        load_unique_weights(model, weights)
         return []
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.tokenizer import FAST, Tokenizer, has_tokenizer
+from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
 from ironlaw.model.adapters import adapted_layers
@@ -50,7 +50,7 @@ def check_text(folder: Path, dataset: Dataset, start: Checkpoint | None = None, 
     """Raise UserError if the run or model in `folder` has a tokenizer of other ids than `dataset`, or the run that goes
     on from `start` was trained on other text. A tokenizer that is learned from the text is another one when the text
     changes, and its ids mean nothing to weights of before."""
-    files = dataset.tokenizer_path, folder / FAST
+    files = dataset.tokenizer_path, tokenizers.tokenizer_file(folder) if has_tokenizer(folder) else None
     known = [read_json(file)["model"]["vocab"] for file in files if file is not None and file.is_file()]
     digest = start.index.get("text", dataset.digest) if start is not None else dataset.digest
     if known[1:] in ([], known[:1]) and digest == dataset.digest:
@@ -127,7 +127,7 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
         check_adapter(Path(finetune.start_from), finetune)
 
 
-def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> FinetuneConfig:
+def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> None:
     """Load the base and the adapters of a checkpoint into a `model` without adapters."""
     index: Mapping[str, Any] = checkpoint.index
     finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
@@ -136,7 +136,6 @@ def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) 
     with torch.random.fork_rng(devices=[]):  # adapters are initialized at random before they are read
         add_adapters(model, config, finetune, source)
     AdapterFiles().read(checkpoint.path, model, {})
-    return finetune
 
 
 def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bool = False) -> Transformer:

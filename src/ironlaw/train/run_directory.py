@@ -207,6 +207,8 @@ def _is_torn(path: Path) -> bool:
 
 _STATE = ("name", "rank", "groups", "no_decay")
 """Fields of an optimizer's config that determine its state and which tensors have it."""
+_KEPT = ("average_decay", "qat")
+"""Settings of [train] that a run may take up on its way, or change, but not drop."""
 
 
 def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
@@ -218,7 +220,9 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
         "train.sequence": (before.sequence, now.sequence),
         "train.seed": (before.train.seed, now.train.seed),
         "finetune": (before.finetune, now.finetune),
+        "objective.kind": (before.objective.kind, now.objective.kind),
         **{f"optimizer.{k}": (getattr(before.optimizer, k), getattr(now.optimizer, k)) for k in _STATE},
+        **{f"train.{k}": (True, False) for k in _KEPT if getattr(before.train, k) and not getattr(now.train, k)},
     }
     for name, (old, new) in fixed.items():
         if old != new:

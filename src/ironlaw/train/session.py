@@ -27,6 +27,7 @@ from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh
+from ironlaw.train.objective import check_second
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
@@ -77,11 +78,14 @@ def run_training(
         dataset = strategy.prepare(config, data_progress, say)
         start = mesh.on_rank_0(lambda: check_start(config, dataset, run, say))
         if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
-            say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
-            return Outcome(Ledger.load(run.ledger_file), start.step, None)
+            ledger = Ledger.load(run.ledger_file)
+            if ledger.facts["steps_done"] == start.step:  # else it is of an earlier session: the last one was killed
+                say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
+                return Outcome(ledger, start.step, None)
 
         def create() -> None:
             create_run(run, config)
+            shutil.rmtree(run.adapter, ignore_errors=True)  # of an earlier session: it would be older than checkpoints
             if not there:
                 lock()
             plan.save(run.plan_file)
@@ -158,6 +162,7 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
+        check_second(config, start)
         check_text(run.path, dataset, start)
     policy, steps = config.checkpoint, config.train.steps
     kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)

@@ -92,3 +92,9 @@ def unique_weights(model: nn.Module) -> dict[str, Tensor]:
             seen.add(tensor.data_ptr())
             weights[name] = tensor.detach()
     return weights
+
+
+def load_unique_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load `unique_weights`. A tied output layer is loaded with the embedding."""
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    assert all(name == "head.weight" for name in missing), missing

@@ -30,11 +30,11 @@ from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
-from ironlaw.train.finetune import about_base, add_adapters
+from ironlaw.train.finetune import about_base, add_adapters, base_digest
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
-from ironlaw.train.objective import CrossEntropy, objective_of
+from ironlaw.train.objective import CrossEntropy, objective_of, second_of
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
@@ -69,7 +69,7 @@ class Step:
         self.config, self.decisions, self.mesh, self.device, self.say = config, decisions, mesh, mesh.device, say
         self.precision: str = decisions.precision
         self.share = config.train.global_batch // mesh.dp  # sequences per replica
-        self.about: dict[str, Any] = {}  # extra fields of a checkpoint's index: the base of adapters
+        self.about: dict[str, Any] = {}  # extra fields of a checkpoint's index: the models it depends on
         self.clock, self.recording = StepClock(), False
         self.gradient_pointers: set[int] = set()  # addresses in the last profiled step
         self.small_square: tuple[int, float] | None = None  # sequences of a small batch, squared norm of its gradient
@@ -105,6 +105,8 @@ class Step:
             self.model.around = self.offload.around
         self.attention = attention_kernel(self.model, config, device, self.precision)
         self.objective = objective_of(config, device)
+        if (second := second_of(config)) is not None:
+            self.about["second_sha256"] = base_digest(str(second))
         self.store = AdapterFiles() if config.finetune.adapts else WholeFiles()
 
     def _first_model(self, read: bool) -> Transformer:

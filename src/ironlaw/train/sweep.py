@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def candidates() -> list[Candidate]:
 
 def sweep_formats(
     path: Path, decoder: MakeDecoder, budget_seconds: float, *, data: str | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return JSON with a list of `points`, the original model first: `to`, `method`, `whole`, `bytes`, `loss` (nats per
     held-out token, with the decoding kernels), `tokens_per_second` (the original's median times the speedup measured in
@@ -54,7 +53,6 @@ def sweep_formats(
     A candidate starts only if the longest run of its method so far fits in the remaining time; `left_out` lists the
     others. Raises UserError as `compress_run` does.
     """
-    say = say or (lambda message: None)
     began = time.monotonic()
     source = open_source(path, data, say, lambda model: None)
     before = decoder(source.copy(), {})
@@ -72,12 +70,11 @@ def sweep_formats(
             continue
         say(f"{len(points) + 1}: {_name(to, method, whole)}")
         result = measure_compression(source, target, before, decoder, method, whole=whole)[0]
-        found = asdict(result)
         points.append({
-            "name": _name(to, method, whole), "to": to, "method": method, "whole": whole, "bytes": found["bytes_after"],
-            "loss": found["loss_after"] if result.loss_served is None else result.loss_served,
-            "tokens_per_second": found["tokens_per_second_after"], "bytes_read": result.bytes_read,
-            "tokens_per_second_before": found["tokens_per_second_before"], "kernels": result.kernels,
+            "name": _name(to, method, whole), "to": to, "method": method, "whole": whole, "bytes": result.bytes_after,
+            "loss": result.loss_after if result.loss_served is None else result.loss_served,
+            "tokens_per_second": result.tokens_per_second_after, "bytes_read": result.bytes_read,
+            "tokens_per_second_before": result.tokens_per_second_before, "kernels": result.kernels,
         })  # fmt: skip
         longest[method] = max(longest.get(method, 0.0), time.monotonic() - started)
     usual = statistics.median(p["tokens_per_second_before"] for p in points)

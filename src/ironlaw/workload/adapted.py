@@ -34,8 +34,8 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             continue
         if op.kernel == "cast" and any(g.gradient_bytes for g in op.gradient):  # a weight's cast
             others = tuple(g for g in op.gradient if not g.gradient_bytes)
-            if own.casts_weights:
-                yield replace(op, gradient=others)
+            if own.casts_weights:  # not saved where no gradient of the input is asked for
+                yield replace(op, gradient=others, saved_bytes=op.saved_bytes if needs_gradient else 0)
             else:  # its other gradients still come last in the layer's backward pass
                 last = others
             continue
@@ -56,9 +56,10 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
         if not rows:
             yield replace(op, gradient=tuple(gradient))
             continue
-        freed, needs_gradient = op.frees_temporary_bytes, True  # these bytes are freed when the module returns
+        freed = op.frees_temporary_bytes  # when the module returns
         yield replace(op, gradient=tuple(gradient), frees_temporary_bytes=0)
-        *added, summed = _adapters(shape, op, rows)
+        *added, summed = _adapters(shape, op, rows, needs_gradient)
+        needs_gradient = True
         yield from (*added, with_memory(summed, frees_temporary=freed))
 
 
@@ -66,7 +67,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], needs
     """Yield what replaces one operation of a backward pass. `needs_gradient`: whether the layer's input does."""
     own, op = shape.adapters[0], replace(op, gradient_bytes=0)
     if op.kernel == "matmul_weight_gradient":  # only its memory remains, without gradient and absent weight copy
-        absent = 0 if not shape.casts or own.casts_weights else op.temporary_bytes
+        absent = op.temporary_bytes if shape.casts and not (own.casts_weights and needs_gradient) else 0
         freed = op.frees_saved_bytes - absent
         yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_saved_bytes=freed)
     elif op.kernel == "sum_rows":  # a bias gradient
@@ -95,21 +96,27 @@ def _dequantise(shape: Shape, op: Operation, columns: int) -> Operation:
     return call(f"{op.name}_dequantise", "add", elements, moved, temporary=size, frees_temporary=size)
 
 
-def _adapters(shape: Shape, op: Operation, adapters: Sequence[int]) -> Iterator[Operation]:
-    """Yield the down and up projections, and the sum with the frozen product. `adapters`: output rows of each."""
+def _adapters(shape: Shape, op: Operation, adapters: Sequence[int], needs_gradient: bool) -> Iterator[Operation]:
+    """Yield the down and up projections, and the sum with the frozen product. `adapters`: output rows of each;
+    `needs_gradient`: whether the input's is computed, without which the down projection's matrix is not saved."""
     assert op.matmul is not None
     (tokens, outputs, inputs), w, own = op.matmul, shape.matmul_bytes, shape.adapters[0]
     name, rank = f"{op.name}_adapter", own.rank
     for rows in adapters:
-        casts = rank * (rows + inputs) * w if shape.casts else 0
+        casts = rank * (rows + inputs * needs_gradient) * w if shape.casts else 0
         yield product(name, (tokens, rank, inputs), w, saved=tokens * rank * w + casts)
         yield product(name, (tokens, rows, rank), w)
-        if own.method == "dora":  # the norms of the merged rows; the unscaled output is saved
+        if own.method == "dora":  # the norms of the merged rows: saved with the factors and the unscaled output
             merged = rows * inputs * FP32
-            yield product(name, (rows, inputs, rank), FP32, saved=tokens * rows * w, temporary=merged,
+            yield product(name, (rows, inputs, rank), FP32, saved=_saved_by_dora(tokens, rows, w), temporary=merged,
                           frees_temporary=merged)  # fmt: skip
     size = tokens * outputs * w  # of the frozen product, of the adapters' and of their sum
     yield call(name, "add", tokens * outputs, 3 * size, temporary=2 * size, frees_temporary=2 * size)
+
+
+def _saved_by_dora(tokens: int, rows: int, w: int) -> int:
+    """The unscaled output, the factor of each row and its norm."""
+    return tokens * rows * w + rows * w + rows * FP32
 
 
 def _adapters_backward(
@@ -119,8 +126,8 @@ def _adapters_backward(
     (tokens, inputs, _), w, own = op.matmul, shape.matmul_bytes, shape.adapters[0]
     name, rank, dora, weight = f"{op.name}_adapter", own.rank, own.method == "dora", "matmul_weight_gradient"
     for number, rows in enumerate(adapters):
-        casts = rank * (rows + inputs) * w if shape.casts else 0
-        freed = tokens * rank * w + casts + dora * tokens * rows * w
+        casts = rank * (rows + inputs * needs_gradient) * w if shape.casts else 0
+        freed = tokens * rank * w + casts + dora * _saved_by_dora(tokens, rows, w)
         up = rows * (rank + dora) * FP32
         yield product(name, (rows, rank, tokens), w, kernel=weight, parameters=up, frees_saved=freed)
         yield product(name, (tokens, rank, rows), w)

@@ -7,7 +7,7 @@ neighbouring elements instead of halves, which permutes rows; norms may multiply
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -45,23 +45,13 @@ class Entry:
     skipped: int = 0  # unused first rows of theirs
     plus: float = 0.0  # ours minus theirs (norms that multiply by 1 + weight)
 
-    def shape_of_ours(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of ours from the shapes of theirs."""
-        import torch
-
-        return tuple(self.from_theirs([torch.empty(shape, device="meta") for shape in shapes]).shape)
-
     def from_theirs(self, tensors: list[Tensor]) -> Tensor:
         import torch
 
-        if self.unstacked:
-            return torch.stack(tensors)
-        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        tensor = tensor[0] if self.extra_dimension else tensor
-        tensor = self._part(tensor.unflatten(0, (self.merged_experts, -1)) if self.merged_experts else tensor)
+        parts = [self._part(tensor) for tensor in tensors]
+        tensor = torch.stack(parts) if self.unstacked else torch.cat(parts) if len(parts) > 1 else parts[0]
         tensor = tensor[torch.tensor(self.order, device=tensor.device)] if self.order else tensor
-        tensor = tensor.float() + self.plus if self.plus else tensor
-        return tensor.t() if self.transposed else tensor
+        return tensor.float() + self.plus if self.plus else tensor
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ours as it is read from theirs in `dtype`."""
@@ -72,37 +62,46 @@ class Entry:
         import torch
 
         tensor = (tensor - self.plus if self.plus else tensor).to(dtype or tensor.dtype)
-        tensor = tensor.t() if self.transposed else tensor
         if self.order:
             tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
-        if self.count > 1 or self.skipped or self.inputs_first:
-            shape = list(tensor.shape)
-            shape[int(self.stacked)] = shape[int(self.stacked)] * self.count + self.skipped
-            if self.inputs_first:
-                shape.append(shape.pop(1))
-            whole = there.setdefault(self.theirs[0], tensor.new_zeros(shape))
-            self._part(whole).copy_(tensor)
-            if self.merged_experts:
-                there[self.theirs[0]] = whole.flatten(0, 1)
-            return
-        tensor = tensor.flatten(0, 1) if self.merged_experts else tensor[None] if self.extra_dimension else tensor
         split = tensor.unbind() if self.unstacked else tensor.split(self.sizes) if self.sizes else (tensor,)
-        # Copies, because three views of one matrix would be saved as three whole matrices, or refused.
-        there |= {name: part.clone(memory_format=torch.contiguous_format)
-                  for name, part in zip(self.theirs, split, strict=True)}  # fmt: skip
+        for name, part in zip(self.theirs, split, strict=True):
+            if name not in there:  # of its own: three views of one matrix would be saved as three whole matrices
+                there[name] = part.new_zeros(self._shape(part.shape))
+            self._part(there[name]).copy_(part)
+
+    def _shape(self, part: Sequence[int]) -> list[int]:
+        """Return the shape of theirs with a part of this shape."""
+        shape = list(part)
+        shape[int(self.stacked)] = shape[int(self.stacked)] * self.count + self.skipped
+        shape = shape[::-1] if self.transposed else shape
+        shape = [shape[0], *shape[2:], shape[1]] if self.inputs_first else shape
+        shape = [shape[0] * shape[1], *shape[2:]] if self.merged_experts else shape
+        return [1, *shape] if self.extra_dimension else shape
 
     def _part(self, theirs: Tensor) -> Tensor:
-        """Return the view of theirs that is ours."""
-        if self.inputs_first:
-            theirs = theirs.movedim(-1, 1)
+        """Return the view of theirs that is ours, but for the order of rows."""
+        theirs = theirs[0] if self.extra_dimension else theirs
+        theirs = theirs.unflatten(0, (self.merged_experts, -1)) if self.merged_experts else theirs
+        theirs = theirs.movedim(-1, 1) if self.inputs_first else theirs
+        theirs = theirs.t() if self.transposed else theirs
         axis = int(self.stacked)
-        rows = theirs.shape[axis]
-        if self.interleaved:
-            chosen = slice(self.which, None, self.count)
-        else:
-            start = self.skipped + self.which * (rows // self.count)
-            chosen = slice(start, start + rows // self.count if self.count > 1 else None)
-        return theirs[(slice(None),) * axis + (chosen,)]
+        rows = theirs.shape[axis] // self.count
+        first = self.skipped + self.which * rows
+        chosen = slice(self.which, None, self.count) if self.interleaved else slice(first, None)
+        ours = theirs[(slice(None),) * axis + (chosen,)]
+        return ours.narrow(axis, 0, rows) if self.count > 1 else ours
+
+
+def to_theirs(
+    config: ModelConfig, names: Names, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Return theirs, in `dtype`, that consist of the given ones of ours."""
+    there: dict[str, Tensor] = {}
+    for entry in entries(config, names):
+        if entry.ours in weights:
+            entry.to_theirs(weights[entry.ours].detach(), there, dtype)
+    return there
 
 
 def entries(config: ModelConfig, names: Names) -> Iterator[Entry]:

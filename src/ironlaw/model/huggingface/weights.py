@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import known_json, read_json, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
-from ironlaw.model.huggingface.families import FAMILIES
-from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.huggingface.tensors import entries, to_theirs
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
@@ -35,14 +35,14 @@ class _Files:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}
         # If both exist, the index belongs to older files, and `transformers` reads the single file.
         single = (folder / SINGLE).is_file() or not (folder / SHARDED).is_file()
         path = None
         try:
             for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                self._files |= dict.fromkeys(file.keys(), file)
+                self.files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError:
             raise UserError(
                 f"no weights at {path}: give a directory with {SINGLE}, or {SHARDED} and all its files"
@@ -51,31 +51,22 @@ class _Files:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
         # Files of GPT-2 without its output layer omit the prefix of the names.
         whole = ("transformer.", "model.", "gpt_neox.")
-        self._prefix = "" if any(name.startswith(whole) for name in self._files) else "transformer."
-        self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self._files}
+        self._prefix = "" if any(name.startswith(whole) for name in self.files) else "transformer."
+        self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self.files}
 
     def _stored(self, name: str) -> str:
         stored = name if name == "lm_head.weight" else name.removeprefix(self._prefix)
-        if stored not in self._files:
+        if stored not in self.files:
             raise UserError(f"the weights in {self.folder} lack {name}: is its config.json that of another model?")
         return stored
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored(name)
-        return tuple(self._files[stored].get_slice(stored).get_shape())
-
-    def types(self) -> dict[torch.dtype, int]:
-        """Return the count of numbers stored in each dtype."""
-        counts: dict[torch.dtype, int] = {}
-        for name, file in self._files.items():
-            part = file.get_slice(name)
-            kind = _TYPES.get(part.get_dtype(), torch.float32)
-            counts[kind] = counts.get(kind, 0) + math.prod(part.get_shape())
-        return counts
+        return tuple(self.files[stored].get_slice(stored).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
-        tensor: Tensor = self._files[stored].get_tensor(stored)
+        tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
 
 
@@ -90,9 +81,12 @@ def _shards(folder: Path) -> list[Path]:
 
 def stored_type(folder: Path) -> torch.dtype:
     """Return the dtype of most numbers in a directory: bf16, fp16, or fp32 for anything else."""
+    counts = Counter[torch.dtype]()
     with ExitStack() as stack:
-        counts = _Files(folder, stack).types()
-    return max(counts, key=lambda kind: counts[kind])
+        for name, file in _Files(folder, stack).files.items():
+            part = file.get_slice(name)
+            counts[_TYPES.get(part.get_dtype(), torch.float32)] += math.prod(part.get_shape())
+    return counts.most_common(1)[0][0]
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
@@ -115,7 +109,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         for entry in entries(config, names_of(folder, config)):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
-            found = entry.shape_of_ours(shapes)
+            found = tuple(entry.from_theirs([torch.empty(shape, device="meta") for shape in shapes]).shape)
             if entry.ours == "positions.weight" and found[0] > config.context:
                 found = (config.context, *found[1:])  # a shorter context uses the first positions
             if found != wanted[entry.ours]:
@@ -159,25 +153,20 @@ def load_weights(folder: Path, model: torch.nn.Module, config: ModelConfig) -> N
 
 
 def write_model(
-    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
-    end_of_text: int | None = None, **more: Any,
+    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32, **more: Any
 ) -> None:  # fmt: skip
     """Write `config.json` and `model.safetensors` for `transformers`; `weights` have our names. For `more` see
     `write_tensors`."""
-    tensors: dict[str, Tensor] = {}
-    for entry in entries(config, FAMILIES[family_of(config).kind].names):
-        entry.to_theirs(weights[entry.ours].detach(), tensors, dtype)
-    write_tensors(folder, config, tensors, dtype, end_of_text, **more)
+    write_tensors(folder, config, to_theirs(config, family_of(config).names, weights, dtype), dtype, **more)
 
 
 def write_tensors(
-    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, end_of_text: int | None,
-    **more: Any,
-) -> None:  # fmt: skip
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype, **more: Any
+) -> None:
     """Write `config.json` and `model.safetensors`; `tensors` have their names. more: further fields of the config."""
     fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     # Otherwise the family's default special tokens would apply.
-    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None} | more
+    fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | more
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
