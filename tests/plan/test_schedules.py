@@ -10,30 +10,10 @@ from ironlaw.plan.cluster.memory import in_flight
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.schedule import CLASSES, fewer_layers_at_ends, passes
+from ironlaw.workload.schedule import fewer_layers_at_ends, passes, pytorch_passes
 
 GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
 SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]
-
-
-def orders_of(schedule, ranks, micro_batches, chunks):
-    """Each rank's actions in a schedule of PyTorch."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-
-    class Stage:
-        is_first, is_last, group_rank, group, submod, device = True, False, 0, None, None, "cpu"
-        has_backward, num_stages, group_size, stage_index_to_group_rank = True, ranks * chunks, ranks, {}
-
-        def __init__(self, index):
-            self.stage_index = index
-
-    v_shaped = "V" in schedule
-    held = [Stage(0), Stage(ranks * chunks - 1)] if v_shaped else [Stage(index * ranks) for index in range(chunks)]
-    return schedules._ComputationType, getattr(schedules, schedule)(held, micro_batches, loss_fn=None).pipeline_order
-
-
-def parts_of(action):
-    return [] if action is None else (getattr(action, "sub_actions", None) or [action])
 
 
 def played(schedule, ranks, micro_batches, chunks, seconds):
@@ -41,7 +21,20 @@ def played(schedule, ranks, micro_batches, chunks, seconds):
 
     Passes are timed here, each as soon as its rank and its inputs are ready; `seconds` of a rank's whole share.
     """
-    kinds, orders = orders_of(schedule, ranks, micro_batches, chunks)
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    kinds = schedules._ComputationType
+    total = ranks * chunks
+
+    class Stage:
+        is_first, is_last, group_rank, group, submod, device = True, False, 0, None, None, "cpu"
+        has_backward, num_stages, group_size, stage_index_to_group_rank = True, total, ranks, {}
+
+        def __init__(self, index):
+            self.stage_index = index
+
+    v_shaped = "V" in schedule
+    held = [Stage(0), Stage(total - 1)] if v_shaped else [Stage(index * ranks) for index in range(chunks)]
+    orders = getattr(schedules, schedule)(held, micro_batches, loss_fn=None).pipeline_order
     forward, inputs, weights = (part / chunks for part in seconds)
     cost = {kinds.FORWARD: forward, kinds.BACKWARD_INPUT: inputs, kinds.BACKWARD_WEIGHT: weights}
     cost[kinds.FULL_BACKWARD] = inputs + weights
@@ -55,7 +48,7 @@ def played(schedule, ranks, micro_batches, chunks, seconds):
         if action.computation_type is kinds.BACKWARD_WEIGHT:
             return done.get(("inputs", stage, batch))
         after = [done.get(("forward", stage, batch))]
-        after += [] if stage == ranks * chunks - 1 else [done.get(("inputs", stage + 1, batch))]
+        after += [] if stage == total - 1 else [done.get(("inputs", stage + 1, batch))]
         return None if None in after else max(after)
 
     moved = True
@@ -64,7 +57,7 @@ def played(schedule, ranks, micro_batches, chunks, seconds):
         for rank, order in orders.items():
             while position[rank] < len(order):
                 action = order[position[rank]]
-                parts = parts_of(action)
+                parts = [] if action is None else (getattr(action, "sub_actions", None) or [action])
                 starts = [ready(part) for part in parts]
                 if None in starts:
                     break
@@ -170,11 +163,5 @@ def test_virtual_stages_that_do_not_divide_the_layers_are_as_equal_as_can_be():
 def test_orders_written_here_are_those_that_pytorch_runs(schedule, chunks, ranks, micro_batches):
     if schedule == "dualpipe":
         micro_batches += 2 * ranks  # it wants as many as stages
-    kinds, orders = orders_of(CLASSES[schedule], ranks, micro_batches, chunks)
-    words = dict(
-        zip((kinds.FORWARD, kinds.FULL_BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT), "FBIW", strict=True)
-    )
-    assert passes(schedule, ranks, chunks, micro_batches) == [
-        [(words[p.computation_type], p.stage_index, p.microbatch_index) for a in orders[rank] for p in parts_of(a)]
-        for rank in range(ranks)
-    ]
+    order = pytorch_passes(schedule, ranks, chunks, micro_batches)
+    assert passes(schedule, ranks, chunks, micro_batches) == [list(one) for one in order]

@@ -4,15 +4,15 @@
     stages_of("1f1b", pp=16, virtual=2, rank=3)     # numbers of a rank's stages: [3, 19]
     orders = passes("1f1b", pp=2, virtual=1, micro_batches=4)     # per rank: Pass(kind, stage, micro_batch)
 
-Kinds: F forward, B backward, I only the input gradients of a backward pass, W only its weight gradients. Orders are
-those of PyTorch's schedules.
+Kinds: F forward, B backward, I only the input gradients of a backward pass, W only its weight gradients. Orders that
+are not written here are taken from PyTorch's schedules.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 V_SHAPED = ("zbv", "dualpipe")
 
@@ -90,7 +90,9 @@ def passes_of_rank(schedule: str, pp: int, virtual: int, micro_batches: int, ran
         return [Pass(kind, rank, m) for kind in "FB" for m in range(micro_batches)]
     if schedule in ("1f1b", "zb"):
         return _alternating(rank, pp, virtual, micro_batches, split=schedule == "zb")
-    return _v_shaped(schedule, rank, pp, micro_batches)
+    if schedule in V_SHAPED:
+        return _v_shaped(schedule, rank, pp, micro_batches)
+    return list(pytorch_passes(schedule, pp, virtual, micro_batches)[rank])
 
 
 def _alternating(rank: int, pp: int, virtual: int, micro_batches: int, split: bool) -> list[Pass]:
@@ -143,3 +145,38 @@ def _v_shaped(schedule: str, rank: int, pp: int, micro_batches: int) -> list[Pas
         if kind == "I":
             waiting.append((chunk, order[-1]))
     return [each for each in order if each.micro_batch < micro_batches]
+
+
+@lru_cache(maxsize=16)
+def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
+    """Return each pipeline rank's passes in the order of PyTorch's schedules."""
+    from torch.distributed.pipelining import schedules
+
+    class StageStub:
+        """The attributes of a stage that PyTorch needs to order passes."""
+
+        is_first, is_last, group_rank, group, submod, device = True, False, 0, None, None, "cpu"
+        has_backward, num_stages, group_size = True, pp * virtual, pp
+
+        def __init__(self, index: int) -> None:
+            self.stage_index = index
+            self.stage_index_to_group_rank: dict[int, int] = {}
+
+    class Order(getattr(schedules, CLASSES[schedule])):  # type: ignore[misc]
+        def _prepare_schedule_with_comms(self, actions: Any) -> None:
+            """Skip the placement of messages: they are not passes, and it takes quadratic time."""
+
+    held: list[Any] = [StageStub(index) for index in stages_of(schedule, pp, virtual, 0)]
+    order_of = Order(held, micro_batches, loss_fn=None).pipeline_order
+    kinds = schedules._ComputationType
+    short = {
+        kinds.FORWARD: "F", kinds.FULL_BACKWARD: "B", kinds.BACKWARD_INPUT: "I", kinds.BACKWARD_WEIGHT: "W",
+    }  # fmt: skip
+    result = []
+    for rank in range(pp):
+        order = []
+        for action in order_of[rank]:
+            for part in [] if action is None else (getattr(action, "sub_actions", None) or [action]):
+                order.append(Pass(short[part.computation_type], part.stage_index, part.microbatch_index))
+        result.append(tuple(order))
+    return tuple(result)
