@@ -16,7 +16,6 @@ import csv
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import tomli_w
@@ -24,7 +23,6 @@ from scipy.linalg import cho_factor, cho_solve
 
 from ironlaw.plan.measured.inference import ServingRun, read_serving
 from ironlaw.plan.serving import rates as serving_rates
-from ironlaw.plan.serving import timing
 from ironlaw.plan.serving.demand import Demand
 from ironlaw.plan.serving.rates import NAMES, Rates, effect_names, link
 from ironlaw.plan.serving.timing import System, at_concurrency, decode_seconds, prompt_seconds, room_tokens, unlimited
@@ -35,8 +33,8 @@ FOLDER = Path(serving_rates.__file__).parent
 KERNELS = ("engine", "release", "class", "vendor", "format", "pair", "side", "kernel", "mixture")
 EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "weights": (KERNELS, 0.7, 0.8),
-    "products": (KERNELS, 0.7, 0.0),
-    "decode_products": (("engine", "vendor", "side"), 0.5, 0.0),
+    "products": ((*KERNELS, "support"), 0.7, 0.0),
+    "decode_products": (("engine", "vendor", "side", "support"), 1.0, 0.0),
     "cache": (("engine", "side"), 0.5, 0.3),
     "attention": (("engine", "pair", "side"), 0.7, -0.5),
     "layer_seconds": (("engine", "release", "host", "class", "vendor", "mixture"), 1.0, float(np.log(8e-6))),
@@ -183,12 +181,10 @@ class Problem:
                     part[np.arange(len(at)), self.index[constant, effect][1][at]] += slope
         return np.concatenate([*(part[:, :-1] for part in found), np.diag(1 / self.spread)])
 
-    @mock.patch.object(timing, "HOST_SHARED", 1.0)
-    def fit(self, used: np.ndarray, start: np.ndarray | None = None, steps: int = 60) -> np.ndarray:
-        """Levenberg-Marquardt with a soft L1 loss of the rows and a square one of the effects. A prompt's host time
-        stops all requests here: else rates say little of it, and a source that is left out is planned worse."""
-        x = self.start.copy() if start is None else start.copy()
-        damping, residual = 1e-3, self.residuals(x, used)
+    def fit(self, used: np.ndarray, steps: int = 60) -> np.ndarray:
+        """Levenberg-Marquardt with a soft L1 loss of the rows and a square one of the effects."""
+        x, damping = self.start, 1e-3
+        residual = self.residuals(x, used)
         for _ in range(steps):
             rows = len(residual) - len(x)
             slope, error = self.jacobian(x, used)[:rows], residual[:rows]
@@ -234,15 +230,15 @@ def _stack(values: list[Any]) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def left_out(problem: Problem, parts: np.ndarray, best: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def left_out(problem: Problem, parts: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Errors of each part by constants fitted without it, and whether the rest knew its engine on such devices. A fit
-    starts from `best`: its first step already takes effects that no row is left to speak of back to 0."""
+    starts anew: from constants that had seen the part, descent ended beside them, and errors came out too small."""
     errors = {kind: np.full(len(parts), np.nan) for kind in WEIGHTS}
     known = np.zeros(len(parts), dtype=bool)
     for part in sorted(set(parts)):
         there = parts == part
         known[there] = problem.known(~there)[there]
-        for kind, found in problem.errors(problem.fit(~there, best, 8)).items():
+        for kind, found in problem.errors(problem.fit(~there)).items():
             errors[kind][there] = found[there]
     return errors, known
 
@@ -330,15 +326,15 @@ def main() -> None:
         runs, rejected = read_serving(csv.DictReader(file))
     print(f"{len(runs)} rows, {len(rejected)} cannot be planned: {sorted({reason for _, _, reason in rejected})[:5]}")
     problem = Problem([run for run in runs if not run.suspect])
-    best = problem.fit(np.ones(len(problem.runs), dtype=bool))
     if arguments.record:
-        errors, known = left_out(problem, parts_of(problem, arguments.record), best)
+        errors, known = left_out(problem, parts_of(problem, arguments.record))
         show(problem, errors)
         stated = serving_rates.read("constants.toml")["interval"]
         print(f"within the 80% intervals: {coverage(errors, known, stated)}")
         return
+    best = problem.fit(np.ones(len(problem.runs), dtype=bool))
     show(problem, problem.errors(best))
-    found = [left_out(problem, parts_of(problem, by), best) for by in ("group", "device")]
+    found = [left_out(problem, parts_of(problem, by)) for by in ("group", "device")]
     errors = {kind: np.concatenate([errors[kind] for errors, _ in found]) for kind in WEIGHTS}
     known = np.concatenate([known for _, known in found])
     stated = {"known": intervals(problem, errors, known), "unseen": intervals(problem, errors, ~known)}

@@ -276,7 +276,7 @@ def test_the_search_holds_its_limits_and_takes_the_cheapest() -> None:
 
 @pytest.mark.parametrize(("more", "devices"), [("", 8), (" speculate=4 accept=0.8", 1)])
 def test_the_search_counts_on_speculation(more: str, devices: int) -> None:
-    request = parse_request("input=1024 output=256 rate=1/s tpot=6ms" + more)
+    request = parse_request("input=1024 output=256 rate=1/s tpot=7ms" + more)
     model, engine = ModelConfig.named("llama3-70b"), serving_engine("vllm")
     chosen, _, _ = search_serving(model, engine, [Formats("fp8")], request, devices=("b200-sxm",))
     assert chosen.served.devices == devices

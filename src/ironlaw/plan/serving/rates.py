@@ -95,11 +95,12 @@ def effect_names(
 
     host: how the engine drives the device; release: any engine up to 2024, or after; age: the same of this engine;
     class: devices of a generation; vendor: a vendor's devices by kind of memory; pair, side: an engine (or its family)
-    on a class, on a vendor's devices; kernel: an engine's kernel for a format; mixture: experts on an engine.
+    on a class, on a vendor's devices; support: the latter up to 2024, or after; kernel: an engine's kernel for a
+    format; mixture: experts on an engine.
     """
     family, own = format_family(weights), engine.family == "gguf"
     kind, release = device_class(device), "2024" if year <= 2024 else "2025"
-    side = engine.key if own else "gpu"
+    side, of_vendor = engine.key if own else "gpu", f"{engine.family}/{vendor(device)}"
     return {
         "engine": engine.key,
         "host": engine.host,
@@ -109,7 +110,8 @@ def effect_names(
         "vendor": vendor(device),
         "format": f"gguf-{family}" if own else family,
         "pair": f"{side}/{kind}" + (f"/{backend}" if backend and own else ""),
-        "side": f"{engine.family}/{vendor(device)}",
+        "side": of_vendor,
+        "support": f"{of_vendor}/{release}",
         "kernel": f"{engine.key}/{weights if own else family}" if own or family in ("int4", "int8") else "",
         "mixture": f"{side}/experts" if experts else "",
     }
