@@ -54,7 +54,7 @@ what engines and devices that nobody ran in 16 do better, and 16 bits on these w
 UNIT, LOSS_SCALE, GROUP_ROWS = 0.15, 1.5, 60
 LARGEST = 3.0  # error (natural logarithm) beyond which a row is a mistake
 DIFFERENCE = 1e-5
-LONGEST, DONE = 1.5, 3e-5  # step of an effect; share of the loss that a step must gain
+MOST_STEPS, LONGEST, DONE = 60, 1.5, 3e-5  # of a fit; step of an effect; share of the loss that a step must gain
 WEIGHTS = {"decode": 1.0, "prompt": 0.8, "first": 0.5, "requests": 0.8, "unlimited": 0.6}
 NONE = -1  # place of what has no effect
 ENDS = {"low": min, "high": max}
@@ -181,11 +181,11 @@ class Problem:
                     part[np.arange(len(at)), self.index[constant, effect][1][at]] += slope
         return np.concatenate([*(part[:, :-1] for part in found), np.diag(1 / self.spread)])
 
-    def fit(self, used: np.ndarray, steps: int = 60) -> np.ndarray:
+    def fit(self, used: np.ndarray) -> np.ndarray:
         """Levenberg-Marquardt with a soft L1 loss of the rows and a square one of the effects."""
         x, damping = self.start, 1e-3
         residual = self.residuals(x, used)
-        for _ in range(steps):
+        for _ in range(MOST_STEPS):
             rows = len(residual) - len(x)
             slope, error = self.jacobian(x, used)[:rows], residual[:rows]
             weight = 1 / np.sqrt(1 + (error / LOSS_SCALE) ** 2)

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map_only
 
 from ironlaw.ledger import Phase
+from ironlaw.observe.attention_masks import OddMasks, hides_nothing_else, mask_saves
 from ironlaw.observe.gradients import graph_of
 from ironlaw.observe.loop_lines import LineTrace
 from ironlaw.observe.partition import Partition
@@ -41,7 +42,6 @@ COPIES = ("clone", "_to_copy", "copy_")
 SPREADING = ("repeat", "repeat_interleave", *COPIES)  # besides what works element by element
 LEAST_ELEMENTS, FULL = 2**14, 0.05  # of an operand that is looked into, and the part of it that is not zero
 LEAST_WIDE, TIMES_WIDER = 2**18, 8  # elements of a result, and how many times those of all its operands
-HIDDEN = -1e4  # added to a score that no token should see; half precision reaches -65,504
 MOST_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
 WORK = (*MATRIX_PRODUCTS, "attention", "rnn", "lstm", "gru", "fft")  # what a model is for; parts of names
 LEAST_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
@@ -89,7 +89,7 @@ class CloseLook(TorchDispatchMode):
         self.made_by: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self.wide: dict[int, int] = {}  # address of what is wide -> elements
         self.masked: CountedCall | None = None
-        self._attention = _OddMasks()
+        self._attention = OddMasks()
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # kind -> line -> seconds
         self._whole, self._backward, self._operations = 0.0, 0.0, 0
         self._learns: set[str] = set()  # lines that take values with a gradient
@@ -401,48 +401,6 @@ def is_wide(operands: list[Tensor], made: list[Tensor]) -> bool:
         return False
     held = sum(min(t.numel(), sum(part.nbytes() for part in storages(t)) // t.element_size()) for t in operands)
     return made[0].numel() >= TIMES_WIDER * held
-
-
-def hides_nothing_else(mask: Tensor) -> bool:
-    """Whether a mask of attention hides from every token those after it, and nothing else."""
-    visible, hidden = (mask, ~mask) if mask.dtype is torch.bool else (mask == 0, mask < HIDDEN)
-    causal = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
-    square = mask.shape[-2] == mask.shape[-1] > 1
-    return square and bool((visible == causal).all() and (hidden != causal).all())
-
-
-def mask_saves(heads: Sequence[Tensor], mask: Tensor, **instead: Any) -> float:
-    """Share of the attention's time, forward and backward, that another way to say the mask saves.
-
-    `heads`: queries, keys and values (B, H, S, D).
-    """
-    leaves = q, k, v = [torch.randn_like(each).requires_grad_() for each in heads]
-
-    def both_ways(**how: Any) -> None:
-        torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v, **how).sum(), leaves)
-
-    return share_saved(partial(both_ways, attn_mask=mask.detach()), partial(both_ways, **instead))
-
-
-class _OddMasks(TorchFunctionMode):
-    """Sees attention that a mask of three dimensions keeps from its fused kernel: underneath it is several calls."""
-
-    running = False
-    seen: tuple[Tensor, ...] = ()  # queries, keys, values and mask of the latest
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
-            heads, mask = [given.get(name) for name in ("query", "key", "value")], given.get("attn_mask")
-            alike = all(isinstance(t, Tensor) and t.dim() == 4 and t.shape[1] == given["query"].shape[1] for t in heads)
-            odd = isinstance(mask, Tensor) and mask.dim() == 3 and not mask.requires_grad
-            if alike and odd and not given.get("dropout_p"):
-                self.running, self.seen = True, (*heads, mask)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.running = False
 
 
 def is_denormal(tensor: Tensor) -> bool:

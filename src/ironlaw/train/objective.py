@@ -176,7 +176,8 @@ def check_second(config: RunConfig, start: Checkpoint) -> None:
 
 
 def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
-    path = second_of(config) or Path()
+    path = second_of(config)
+    assert path is not None
     teacher = load_trained(path, needs_text=False).model
     if teacher.config.vocab != config.model.vocab:
         raise UserError(
