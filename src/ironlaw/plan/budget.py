@@ -59,6 +59,18 @@ Costs = tuple[dict[str, Estimate], dict[str, Any]]
 """Estimates by name, and the facts that they are based on."""
 
 
+def run_seconds(step: Estimate, steps: int) -> Estimate:
+    """Returns the time of a run of `steps` steps."""
+    return step.scaled(steps, f"{steps:,} steps x step time; no data loading, checkpoints, failures or restarts")
+
+
+def add_costs(ledger: Ledger, cluster: Cluster, prices: Prices) -> dict[str, Any]:
+    """Adds the `budget` of the ledger's total time to its totals; returns it as JSON, with its facts."""
+    found, facts = budget(ledger, cluster, ledger.totals["total_seconds"], prices)
+    ledger.totals |= found
+    return {name: estimate.to_json() for name, estimate in found.items()} | facts
+
+
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
     """Returns money, energy and carbon of a run that takes `total` seconds and whose step is `ledger`."""
     count = cluster.count

@@ -26,12 +26,16 @@ from ironlaw.workload.layout import Layout
 DECODER, CLUSTER = "training a decoder", "clusters, --on 8xh100-sxm-80gb"
 RANKS = "processes of this machine, --ranks 2 without --on"
 TRACED, SERVED = "a traced module, PACKAGE.MODULE:FUNCTION", 'serving, --serve "input=1024 output=256 rate=10/s"'
+REPLICATED = "a traced module on accelerators, --on 8xh100-sxm-80gb"
 
 SUBJECTS = {
-    **dict.fromkeys(("tokens", "steps", "seq", "global_batch", "precision", "optimizer"), (DECODER,)),
-    **dict.fromkeys(("network", "per_node"), (CLUSTER,)), **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),
-    "layout": (CLUSTER, RANKS, SERVED), "ranks": (RANKS,), "input": (TRACED,), "real": (TRACED,), "weights": (SERVED,),
-    "kv": (SERVED,),
+    **dict.fromkeys(("tokens", "seq", "global_batch"), (DECODER,)),
+    **dict.fromkeys(("steps", "precision", "optimizer"), (DECODER, TRACED)),
+    **dict.fromkeys(("network", "per_node"), (CLUSTER, REPLICATED)),
+    **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),
+    "layout": (CLUSTER, REPLICATED, RANKS, SERVED), "ranks": (RANKS,), "input": (TRACED,), "real": (TRACED,),
+    "weights": (SERVED,), "kv": (SERVED,), "price_per_hour": (CLUSTER, REPLICATED, SERVED),
+    **dict.fromkeys(("grid", "pue"), (CLUSTER, REPLICATED)),
 }  # fmt: skip
 """Subjects that each option applies to."""
 
@@ -94,7 +98,8 @@ class Options:
 
     def refuse_beside(self, *subjects: str) -> None:
         """Raises UserError for an option that applies to none of `subjects`."""
-        refuse_options(vars(self) | {"seq": self.sequence, "input": self.inputs}, SUBJECTS, *subjects)
+        prices = {"price_per_hour": self.prices.usd_per_hour, "grid": self.prices.grid, "pue": self.prices.pue}
+        refuse_options(vars(self) | prices | {"seq": self.sequence, "input": self.inputs}, SUBJECTS, *subjects)
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,12 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.ledger import Ledger
+from ironlaw.report import labels
 from ironlaw.report.document import Cell, Document, Print, Row, bad, dim, good, interval, quantity, strong
 from ironlaw.report.plan_view import derivations, memory_inputs, model_inputs, plan_view, totals, why_view
 from ironlaw.report.serving_view import serving_view
 
 More = Mapping[str, Any]
-
-
-def _hours(value: float | None) -> str:
-    return units.NOT_KNOWN if value is None else f"{units.count(value)} h"
 
 
 # Totals in the order of the table: their usual names, and how they are printed.
@@ -33,22 +30,14 @@ SHOWN: dict[str, tuple[str, Print]] = {
     "hfu": ("HFU", units.percent),
     "peak_bytes": ("Peak memory", units.bytes_),
     "total_seconds": ("Total time", units.seconds),
-    "accelerator_hours": ("Accelerator-hours", _hours),
-    "rent_usd": ("Rent", units.dollars),
-    "purchase_usd": ("Purchase", units.dollars),
-    "break_even_hours": ("Buying pays after", _hours),
-    "break_even_runs": ("Buying pays after", lambda v: f"{v:.1f} such runs" if v is not None else units.NOT_KNOWN),
-    "energy_joules": ("Energy", units.energy),
-    "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
+    **labels.COSTS,
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
 # Total -> the totals it is calculated from.
 DERIVED = {
     "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
     "mfu_palm": ("parameters", "step_seconds"), "mfu_6nd": ("parameters", "step_seconds"), "hfu": ("step_seconds",),
-    "total_seconds": ("step_seconds",), "accelerator_hours": ("total_seconds",), "rent_usd": ("accelerator_hours",),
-    "break_even_runs": ("purchase_usd", "rent_usd"), "energy_joules": ("total_seconds",),
-    "carbon_kg": ("energy_joules",),
+    "total_seconds": ("step_seconds",), **labels.COSTS_FROM,
 }  # fmt: skip
 
 
@@ -339,4 +328,7 @@ def plan_views(outcome: Any, why: bool = False) -> list[Document]:
         return [serving_view(ledger, more), assumed]
     if "cluster" in more:
         return [cluster_view(ledger, outcome.fits, more), *([cluster_why_view(ledger, more)] if why else [])]
-    return [plan_view(ledger, outcome.fits), ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]
+    made = plan_view(ledger, outcome.fits)
+    if "budget" in more:
+        _money(made, ledger, more["budget"])
+    return [made, ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]
