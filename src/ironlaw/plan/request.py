@@ -1,13 +1,13 @@
 """Answers to plan requests (`ironlaw plan WHAT --on WHERE`).
 
 WHAT is a config file, a catalogued model, or a Hugging Face config (its file or directory); WHERE is `this`, the
-measured machine, or a catalogued cluster such as `64xh100-sxm-80gb`.
+measured machine, a catalogued cluster such as `64xh100-sxm-80gb`, or `any` hardware within limits on time and rent.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,15 @@ def plan_request(
     on: str,
     overrides: Sequence[str] = (),
     options: Options | None = None,
+    say: Callable[[float, str], None] = lambda share, what: None,
 ) -> PlanOutcome:
-    """Returns the plan. Raises UserError for requests that cannot be planned."""
+    """Returns the plan. Raises UserError for requests that cannot be planned.
+
+    `say` is told how far a search for hardware is, 0 to 1, and what is tried.
+    """
     options = options or Options()
     if isinstance(what, RunConfig):
-        return _planned(RequestedModel(what.model, what), on, options)
+        return _planned(RequestedModel(what.model, what), on, options, say)
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.requests.replicas import plan_traced
 
@@ -55,15 +59,18 @@ def plan_request(
         from ironlaw.plan.requests.replicas import plan_by_tracing
 
         return plan_by_tracing(Path(what), refusal, on, options)
-    return _planned(requested, on, options)
+    return _planned(requested, on, options, say)
 
 
-def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
+def _planned(requested: RequestedModel, on: str, options: Options, say: Callable[[float, str], None]) -> PlanOutcome:
     if on == "this":
         return _on_this(requested, options)
     options.refuse_beside(DECODER, CLUSTER)
+    from ironlaw.plan.requests.cheapest import leaves_hardware_open, plan_within_limits
     from ironlaw.plan.requests.cluster import plan_on_cluster
 
+    if leaves_hardware_open(on, options):
+        return plan_within_limits(requested, on, options, say)
     return plan_on_cluster(requested, on, options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.models import taken_model
+from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
@@ -23,9 +25,9 @@ from ironlaw.plan.cluster.system import ClusterSystem, update_cost, usable_bytes
 from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, settle
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
-from ironlaw.plan.requests.hardware import asked_hardware
+from ironlaw.plan.requests.hardware import asked_hardware, assumed_network
 from ironlaw.plan.requests.replicas import plan_adapters
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import IMBALANCE
@@ -41,8 +43,30 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
     work = settle(requested.model, options, cluster.count, config)
-    precision = _precision(requested, cluster.accelerator, options, assumed)
+    return plan_work(requested, cluster, layout, work, options, assumed)
+
+
+def plan_work(
+    requested: RequestedModel, cluster: Cluster, layout: Layout | None, work: Work, options: Options,
+    assumed: list[Assumption],
+) -> PlanOutcome:  # fmt: skip
+    """Plans the work on a cluster, in the layout if one is given; `assumed`: what was, of the cluster."""
+    request = request_of(requested, cluster, layout, work, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
+    request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
+    if trainer and answer.fits and answer.layout:
+        answer.more["emit"] = emit(trainer.name, request, answer.layout)
+    return answer.held_to(options.limits)
+
+
+def request_of(
+    requested: RequestedModel, cluster: Cluster, layout: Layout | None, work: Work, options: Options,
+    assumed: Sequence[Assumption],
+) -> ClusterRequest:  # fmt: skip
+    """Returns the request, under no software yet. Raises UserError for a precision without a rate, or a layout that
+    the trainer of `--emit` refuses."""
+    config, assumed = requested.config, [*assumed, *assumed_network(cluster)]
+    precision = _precision(requested, cluster.accelerator, options, assumed)
     if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
         why = "no measurement; balancing aims at 1 (arXiv 2408.15664)"
@@ -60,18 +84,16 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         requested.model, cluster, work.sequence, work.global_batch, precision, optimizer=optimizer, config=config,
         steps=work.steps, assumed=work.assumed + assumed, prices=options.prices, layout=layout,
     )  # fmt: skip
-    if trainer:
-        trainer.check(request, layout)
+    if options.emit is None:
+        return request
+    trainer = trainer_named(options.emit)
+    trainer.check(request, layout)
 
-        def excluded(candidate: Layout) -> str | None:
-            reason = trainer.cannot(candidate, requested.model, optimizer)
-            return f"{trainer.name}: {reason}" if reason else None
+    def excluded(candidate: Layout) -> str | None:
+        reason = trainer.cannot(candidate, requested.model, optimizer)
+        return f"{trainer.name}: {reason}" if reason else None
 
-        request = replace(request, excluded=excluded)
-    request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
-    if trainer and answer.fits and answer.layout:
-        answer.more["emit"] = emit(trainer.name, request, answer.layout)
-    return answer
+    return replace(request, excluded=excluded)
 
 
 def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:

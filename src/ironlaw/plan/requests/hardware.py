@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError
+from ironlaw.plan.cluster.system import fabric_of
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.request_types import Assumption, Options, assume_accelerator
 from ironlaw.workload.layout import Layout, parse_layout
@@ -46,3 +48,13 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
     if note:
         assumed.append(Assumption("network", f"{found.fabric} at the node's usual rate", "none is said", "--network"))
     return replace(cluster, node=found)
+
+
+def assumed_network(cluster: Cluster) -> list[Assumption]:
+    """Returns the rate of a network that traffic needs and the catalogue does not know of the node."""
+    node = cluster.node
+    if cluster.count <= max(node.accelerators, node.scale_up_accelerators) or node.network_bytes_per_second:
+        return []
+    rate = fabric_of(cluster.accelerator, node).network_bytes_per_second * node.accelerators
+    why = f"the network of a {node.product[0].lower()}{node.product[1:]} is not known"
+    return [Assumption("network", f"{units.si(8 * rate, 'bit/s')} for each", why, "--network")]

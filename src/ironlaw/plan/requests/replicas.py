@@ -24,7 +24,7 @@ from ironlaw.plan.request_types import (
     assume_unsaid,
     settle,
 )
-from ironlaw.plan.requests.hardware import asked_hardware
+from ironlaw.plan.requests.hardware import asked_hardware, assumed_network
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import fits
 from ironlaw.workload.layout import Layout
@@ -43,14 +43,15 @@ def _outcome(
     """Returns the plan with the time and the costs of `steps` steps, if they are known."""
     answer = PlanOutcome.of(ledger, assumed)
     if steps is None:
-        if any(value is not None for value in vars(options.prices).values()):
-            raise UserError("--price-per-hour, --grid and --pue are for the costs of a run: add --steps")
+        if options.limits or any(value is not None for value in vars(options.prices).values()):
+            raise UserError("prices, --grid, --pue and limits are for a whole run: add --steps")
         return answer
     ledger.facts["steps"] = steps
     ledger.totals["total_seconds"] = run_seconds(ledger.totals["step_seconds"], steps)
     if cluster is None or not answer.fits:
         return answer
-    return replace(answer, more=answer.more | {"budget": add_costs(ledger, cluster, options.prices)})
+    answer = replace(answer, more=answer.more | {"budget": add_costs(ledger, cluster, options.prices)})
+    return answer.held_to(options.limits)
 
 
 # -- traced modules ----------------------------------------------------------------------------------------------------
@@ -76,6 +77,7 @@ def replicas_asked(on: str, options: Options) -> tuple[Cluster | None, Layout | 
     if on == "this":
         return None, None, []
     cluster, layout, assumed = asked_hardware(on, options)
+    assumed += assumed_network(cluster)
     if layout is None:
         return cluster, None, assumed
     plain = Layout(dp=layout.dp, zero=layout.zero, shard=layout.shard, accumulation=layout.accumulation)
@@ -156,6 +158,7 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
         ledger = _ledger(config, cluster, zero)
         if fits(ledger):
             break
+    assumed += assumed_network(cluster)
     if cluster.count > 1:
         assumed.append(Assumption("layout", f"dp {cluster.count}, ZeRO {zero}", "the first that fits of 0 and 3", ""))
     if not requested.has_file:
