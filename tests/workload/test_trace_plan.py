@@ -240,6 +240,7 @@ def test_wrong_modules(package: str, spec: str, says: str) -> None:
     [
         ([], "h200", "add --input"),
         (TOKENS, "h2000", "did you mean"),
+        (TOKENS, "any", "add --on 8xh100"),
         (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
         (["tokens=2x640:int64", "targets=2x640:int64"], "h200", r"640 tokens are more than model\.context"),
     ],

@@ -76,6 +76,8 @@ def replicas_asked(on: str, options: Options) -> tuple[Cluster | None, Layout | 
     Raises UserError for a layout that divides the module."""
     if on == "this":
         return None, None, []
+    if on == "any":
+        raise UserError("hardware is sought for decoders alone: add --on 8xh100-sxm-80gb")
     cluster, layout, assumed = asked_hardware(on, options)
     assumed += assumed_network(cluster)
     if layout is None:
