@@ -47,7 +47,9 @@ class TrainerOptions:
         return self.excludes(layout, model)
 
     def check(self, request: ClusterRequest, layout: Layout | None) -> None:
-        """Raise UserError if the options cannot express the precision, the optimizer or the layout."""
+        """Raise UserError if the options cannot express the precision, the optimizer, the hardware or the layout."""
+        if request.cluster.accelerator.vendor == "google":
+            raise UserError(f"options of {self.name} are written for GPUs: leave --emit out on a TPU")
         for kind, word, known in (
             ("precision", request.precision, self.precisions),
             ("optimizer", request.optimizer, self.optimizers),

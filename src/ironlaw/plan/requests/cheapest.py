@@ -22,10 +22,10 @@ from ironlaw.catalog.nodes import Cluster, Node, node
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
 from ironlaw.plan.cluster.estimate import ClusterRequest
-from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.emit.trainers import trainer_named
 from ironlaw.plan.request_types import Limits, Options, PlanOutcome, RequestedModel, Work, settle
 from ironlaw.plan.requests.advice import MOST_ACCELERATORS, fastest
-from ironlaw.plan.requests.cluster import plan_work, request_of, software_for
+from ironlaw.plan.requests.cluster import plan_work, request_of, software_for, tried_in_turn
 from ironlaw.plan.requests.hardware import asked_hardware
 from ironlaw.workload.layout import Layout
 
@@ -38,6 +38,14 @@ training, and no plan of a large random sample 0.75 (tests/plan/test_sanity.py).
 
 TOO_LITTLE = 1.1
 """Doubling the accelerators that shortens a step by less than this factor ends the search on their kind."""
+
+LEAST_BYTES = 6.0
+"""Bytes per parameter that a run holds at least: 16-bit weights and gradients, and a 16-bit state."""
+
+SUPERLINEAR = 1.3
+"""More accelerators shorten a step by at most this factor over their number, as nothing is recomputed any more."""
+
+TRIED_WITHOUT = 4  # doublings in a row for which nothing fits, or no layout can be formed
 
 SHOWN = 6  # kinds of hardware in the answer
 
@@ -122,7 +130,7 @@ def _offers(
 ) -> list[Offer]:
     """Returns the best offer of each kind within the limits, best first. Kinds that cost more at the most attainable
     speed than what was found are not planned."""
-    limits, asked = options.limits, list[tuple[float, float, ClusterRequest]]()
+    limits, asked, refusal = options.limits, list[tuple[float, float, ClusterRequest]](), None
     for kind in kinds:
         rent = hourly_rent(kind, options.prices)
         if rent is None:
@@ -131,14 +139,15 @@ def _offers(
         try:
             request = request_of(requested, kind, None, work, options, [])
             rate = request.system.hardware.peak(request.precision) * MOST_ATTAINED
-        except UserError:
-            if len(kinds) == 1:
-                raise
-            ruled_out["without figures in the catalogue"] += 1
+        except UserError as error:
+            refusal = error
+            ruled_out["refused"] += 1
             continue
         tokens = work.steps * work.global_batch * work.sequence
         alone = 6 * (requested.model.active_parameters - requested.model.embedding_parameters) * tokens / rate
         asked.append((alone * rent["usd_per_hour"] / 3600, alone, request))
+    if refusal and not asked:
+        raise refusal
     asked.sort(key=lambda entry: entry[0])
     found: list[Offer] = []
     for number, (least_usd, alone, request) in enumerate(asked):
@@ -188,21 +197,31 @@ def _joined(of: Node) -> int:
 def _numbers(
     request: ClusterRequest, options: Options, alone: float, usd_per_hour: float, most: int
 ) -> Iterator[Offer]:
-    """Yields the fastest layout on 1, 2, 4, ... to `most` accelerators, from the number that could meet the deadline at
-    the most attainable speed (`alone`: seconds on one), while doubling pays."""
-    software = software_for(options.engine, None, request.cluster.accelerator)
-    count, before = 1, None
-    while options.limits.seconds is not None and alone / count > options.limits.seconds:
-        count *= 2
-    while count <= most:
-        for one in software:
-            engine = engine_named(one.value)
-            there = replace(request, engine=engine.name, cluster=replace(request.cluster, count=count))
-            if layout := fastest(there):
-                offer = Offer(there, layout.layout, layout.step_seconds, usd_per_hour)
-                if before is not None and before / offer.step_seconds < TOO_LITTLE:
-                    return
-                before = offer.step_seconds
-                yield offer
-                break
-        count *= 2
+    """Yields the fastest layout on 1, 2, 4, ... to `most` accelerators, while doubling pays, from the number that holds
+    the weights and could meet the deadline at the most attainable speed (`alone`: seconds on one)."""
+    trainer = trainer_named(options.emit) if options.emit else None
+    software = software_for(options.engine, trainer, request.cluster.accelerator)
+    memory, deadline = request.cluster.accelerator.memory_bytes, options.limits.seconds or math.inf
+    assert memory is not None
+    least = max(1.0, alone / deadline, request.model.parameters * LEAST_BYTES / memory.value)
+    count, before, without = 2 ** math.ceil(math.log2(least)), math.inf, 0
+    while count <= most and without < TRIED_WITHOUT:
+        there = replace(request, cluster=replace(request.cluster, count=count))
+        offers = (_offer(replace(there, engine=name), usd_per_hour) for name in tried_in_turn(software))
+        offer = next(filter(None, offers), None)
+        if offer is None:
+            count, without = 2 * count, without + 1
+            continue
+        if before / offer.step_seconds < TOO_LITTLE:
+            return
+        yield offer
+        late = max(1.0, offer.seconds / deadline / SUPERLINEAR)  # the smaller numbers would be late, too
+        count, before, without = count * 2 ** max(1, math.ceil(math.log2(late))), offer.step_seconds / late, 0
+
+
+def _offer(request: ClusterRequest, usd_per_hour: float) -> Offer | None:
+    """Returns the fastest layout, if there is one; those that offload are left out, as no measured run backs them."""
+    found = fastest(request)
+    if found is None or found.layout.offload != "none":
+        return None
+    return Offer(request, found.layout, found.step_seconds, usd_per_hour)

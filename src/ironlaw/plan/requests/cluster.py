@@ -23,6 +23,7 @@ from ironlaw.plan.cluster.layout_space import UNITS, engines_for, lacking
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
 from ironlaw.plan.cluster.system import ClusterSystem, update_cost, usable_bytes
 from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
+from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work, settle
@@ -154,6 +155,17 @@ def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelera
     return [Assumption("engine", name, reason, "--engine") for name, reason in dict(found).items()]
 
 
+def _may_pass(engine: TrainingEngine) -> bool:
+    """Returns whether another engine may have a layout that fits where this one has none."""
+    return set(engine.lacks) >= MODEL_PARALLEL
+
+
+def tried_in_turn(software: Sequence[Assumption]) -> list[str]:
+    """Returns the engines that a search tries until a layout fits."""
+    names = [one.value for one in software]
+    return [name for number, name in enumerate(names) if all(_may_pass(engine_named(one)) for one in names[:number])]
+
+
 def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
     """Returns the answer for the first engine that runs the given layout, or has one that fits. UserError if none."""
     passed: list[str] = []
@@ -166,7 +178,7 @@ def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[C
                 able = ", ".join(engines_for(request.layout)) or GENERIC
                 raise UserError(f"layout '{request.layout}': {passed[-1]}: use --engine {able}")
             continue
-        may_pass = request.layout is None and not last and set(engine.lacks) >= MODEL_PARALLEL
+        may_pass = request.layout is None and not last and _may_pass(engine)
         try:
             answer = result_on_cluster(asked)
         except UserError:
