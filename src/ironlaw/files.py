@@ -68,7 +68,7 @@ def cache_problem() -> str | None:
 
 def open_file(path: Path) -> IO[bytes]:
     """Open a regular file for reading. Pipes and devices are refused: reading them may never end."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -132,8 +132,7 @@ def test_a_corpus_without_text_is_one_line(tmp_path: Path, content: bytes | None
     with pytest.raises(UserError, match="has no text") as caught:
         corpus = corpora.find(str(tmp_path), maximum_file_bytes=10)
         corpus.scan()
-        if not corpus.files:
-            raise corpora.no_text(str(tmp_path), corpus)
+        corpora.check_has_text(corpus)
     assert "\n" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ironlaw.data.corpus import Corpus, CorpusDocument, File, tail_cut
+from ironlaw.data.corpus import Corpus, CorpusDocument, File, check_has_text, tail_cut
 from ironlaw.data.readers import Content
 from ironlaw.errors import UserError
 
@@ -69,7 +69,7 @@ def split(
     corpus: Corpus, fraction: float, seed: int, all_text: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Splitter:  # fmt: skip
-    """Scan the corpus, removing files without text from it, and decide what to hold out.
+    """Scan the corpus, removing files without text from it, and decide what to hold out. UserError if none has text.
 
     `all_text = False` skips the scan of a large corpus; its documents are then assigned as they are read.
     """
@@ -89,6 +89,7 @@ def split(
             numbers.add(number(content_key(text), seed))
 
     corpus.scan(see, progress)
+    check_has_text(corpus)
     records = [file for file in corpus.files if file.kind != "text"]
     complete = sum(file.size for file in records) <= _SMALL_BYTES
     if records and complete:

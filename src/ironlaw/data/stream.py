@@ -202,11 +202,9 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     """Return a dataset whose training tokens are made on request; held-out text is tokenised now."""
     if corpus.tokenised:
         raise UserError(f"{corpus.root} is tokenised already: leave data.streaming out, preparing it only copies it")
-    source = config.all_sources[0]
+    source = corpus.source
     splitter = splitting.split(corpus, config.validation_fraction, config.seed, all_text=False)
-    if not corpus.files:
-        raise corpora.no_text(source.path, corpus)
-    tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
+    tokenizer = given or shared_tokenizer(config, vocab, [corpus], all_text=False)
     validation = _held_out(corpus, splitter, tokenizer, source.path)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
     key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ironlaw.train.transfer import Arrival, TransferStream
+from ironlaw.train.transfer import TransferStream
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]
@@ -63,7 +63,7 @@ class _Pair:
     host: Tensor
     gradient: Tensor
 
-    def fetch(self, stream: TransferStream) -> list[Arrival]:
+    def fetch(self, stream: TransferStream) -> list[torch.cuda.Event]:
         """Start to copy the gradient to the host, if there is one."""
         self.host.grad = None
         if self.parameter.grad is None:
@@ -103,19 +103,17 @@ class HostOptimizer(Combined):
         returning = []
         for pairs, part, arrivals in zip(self._buckets, self.parts, leaving, strict=True):
             for arrival in arrivals:
-                arrival.wait_on_host()
+                arrival.synchronize()
             part.step()
             returning += [self.stream.back_into(pair.host, pair.parameter.data) for pair in pairs]
         for arrival in returning:
-            arrival.wait_on_device()  # the next forward pass reads the new weights
+            arrival.wait()  # the next forward pass reads the new weights
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the device's gradients; the host's are buffers that the next step overwrites."""
+        assert set_to_none
         for pair in self._pairs():
-            if set_to_none:
-                pair.parameter.grad = None
-            elif pair.parameter.grad is not None:
-                pair.parameter.grad.zero_()
+            pair.parameter.grad = None
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:

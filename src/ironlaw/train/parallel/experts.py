@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from ironlaw.config import RunConfig
-from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, update_routing
+from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, inverse, update_routing
 from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
 
@@ -84,7 +84,7 @@ class SharedPeers(Peers):
         arrived: Tensor = _Exchange.apply(rows, received, sent, self.exchanging)
         expert = torch.arange(here.shape[1], device=rows.device).repeat(ep).repeat_interleave(here.flatten())
         order = expert.argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = inverse(order)
         computed = super().compute(experts, _Permute.apply(arrived, order, back), here.sum(0))
         returned: Tensor = _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
         return returned

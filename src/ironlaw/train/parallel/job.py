@@ -1,5 +1,5 @@
-"""A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. Its strategy plans on all
-ranks, prepares data once, steps on a layout and watches the ranks.
+"""A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. It is planned on all ranks,
+steps on a layout and watches the ranks.
 
 Before the first step ranks compare what they run. A difference is refused with one line that names the rank.
 """
@@ -24,10 +24,7 @@ import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import torchrun_integer
-from ironlaw.data.dataset import Dataset
-from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
 from ironlaw.train.history import write_event
@@ -40,8 +37,6 @@ from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.session import run_training
-from ironlaw.train.strategy import Strategy
-from ironlaw.workload.layout import Layout
 
 CLOCK_SECONDS = 5.0
 """With a larger difference between clocks, checkpoints and logs of one job contradict each other."""
@@ -102,29 +97,17 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe") 
 SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 
 
-class RankStrategy(Strategy):
-    mesh: Ranks
-    step_class = LayoutStep
+def train_on_ranks(
+    config: RunConfig, ranks: Ranks, store: dist.Store, out: Path, profile: Profile,
+    end: Callable[[int], Any] = os._exit, **named: Any,
+) -> Outcome:  # fmt: skip
+    """Train on every rank. `store` is exclusive to these ranks; `end` ends a rank after a hang."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, store: dist.Store, **named: Any) -> None:
-        """`store` is exclusive to these ranks; `named` is passed to the watcher."""
-        super().__init__(ranks)
-        self.config, self.store, self.named = config, store, named
+    def observer(run: RunDirectory) -> RankObserver:
+        watcher = Watcher(ranks, store, config.recovery.collective_seconds, partial(_hung, run), end)
+        return RankObserver(ranks, config, watcher)
 
-    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        return plan_job(config, profile, self.mesh)
-
-    def prepare(
-        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
-    ) -> Dataset:
-        """Prepare data on rank 0; the other ranks then find everything in the cache."""
-        self.mesh.on_rank_0(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
-        return prepare(config.data, config.model.vocab)
-
-    def observer(self, run: RunDirectory) -> RankObserver:
-        seconds = self.config.recovery.collective_seconds
-        watcher = Watcher(self.mesh, self.store, seconds, partial(_hung, run), **self.named)
-        return RankObserver(self.mesh, self.config, watcher)
+    return run_training(config, out, profile, ranks, make_plan=plan_job, step=LayoutStep, observer=observer, **named)
 
 
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
@@ -140,18 +123,14 @@ class RankJob:
     rendezvous: Rendezvous
 
     @property
-    def layout(self) -> Layout:
-        return planned_layout(self.config, self.ranks.config)
-
-    @property
     def title(self) -> str:
         """Description of the job for the console."""
         left = self.rendezvous.size - self.ranks.size
-        return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
+        layout = planned_layout(self.config, self.ranks.config)
+        return f"{self.ranks.size} ranks: {layout}" + (f" ({left} more stand by)" if left else "")
 
     def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        strategy = RankStrategy(self.config, self.ranks, self.rendezvous.store)
-        return run_training(self.config, out, profile, strategy, **named)
+        return train_on_ranks(self.config, self.ranks, self.rendezvous.store, out, profile, **named)
 
 
 Choose = Callable[[RunConfig, int], RunConfig]  # the layout of so many ranks

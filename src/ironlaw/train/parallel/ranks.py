@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +83,7 @@ class Ranks(Mesh):
                 reply = [function(), None]
             except UserError as problem:
                 error, reply = problem, [None, str(problem)]
-        dist.broadcast_object_list(reply, group=_patient())
+        dist.broadcast_object_list(reply, group=_patient(dist.group.WORLD))
         if error is not None:
             raise error
         if reply[1] is not None:
@@ -113,17 +114,12 @@ class Ranks(Mesh):
 
 
 PATIENCE = datetime.timedelta(days=7)
-_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the current group of all ranks
 
 
-def _patient() -> dist.ProcessGroup:
+@lru_cache(maxsize=1)
+def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group with a long timeout, since rank 0 may prepare data for hours. If it dies, all notice at once."""
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _patient_groups:
-        _patient_groups.clear()
-        _patient_groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _patient_groups[world]
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def with_dp(config: LayoutConfig, size: int) -> LayoutConfig:
