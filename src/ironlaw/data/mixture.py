@@ -19,7 +19,7 @@ from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Samples
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.order import mix, permuted
+from ironlaw.data.order import mix, permutations
 from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, join_splits
 from ironlaw.data.source import prepare_source
@@ -45,11 +45,7 @@ class Mixture:
         self.per_epoch = max(math.ceil(part.per_epoch * BLOCK / n) for part, n in zip(parts, self.places, strict=True))
 
     def locate(self, first: int, number: int) -> np.ndarray:
-        blocks, positions = np.divmod(np.arange(first, first + number), BLOCK)
-        slots = np.empty(number, dtype=np.int64)
-        for block in np.unique(blocks).tolist():
-            here = blocks == block
-            slots[here] = permuted(positions[here], BLOCK, mix(self._seed, block, 2))
+        blocks, slots = permutations(first, number, BLOCK, lambda block: mix(self._seed, block, 2))
         which = np.searchsorted(self._ends, slots, side="right")
         # The number of each sample within its source's order.
         numbers = blocks * self.places[which] + slots - (self._ends - self.places)[which]

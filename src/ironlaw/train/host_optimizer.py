@@ -76,13 +76,12 @@ class HostOptimizer(Combined):
     """Runs the optimizer that `build` makes on the host. Results are bit-equal if device and host compute alike."""
 
     def __init__(
-        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:  # fmt: skip
+        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream
+    ) -> None:
         self.stream = stream
         self._buckets: list[list[_Pair]] = []
         parts = []
-        for bucket in _bucketed(groups, bucket_bytes):
+        for bucket in _bucketed(groups):
             pairs, hosted = [], []
             for group in bucket:
                 here = [self._pair(parameter) for parameter in group["params"]]
@@ -131,8 +130,8 @@ class HostOptimizer(Combined):
         return (pair for pairs in self._buckets for pair in pairs)
 
 
-def _bucketed(groups: Groups, bucket_bytes: int) -> Iterator[Groups]:
-    """Split the groups into buckets of about `bucket_bytes`; each piece keeps the settings of its group."""
+def _bucketed(groups: Groups) -> Iterator[Groups]:
+    """Split the groups into buckets of about `BUCKET_BYTES`; each piece keeps the settings of its group."""
     bucket: Groups = []
     held = 0
     for group in groups:
@@ -141,7 +140,7 @@ def _bucketed(groups: Groups, bucket_bytes: int) -> Iterator[Groups]:
         for parameter in group["params"]:
             part.append(parameter)
             held += parameter.nbytes
-            if held >= bucket_bytes:
+            if held >= BUCKET_BYTES:
                 yield [*bucket, settings | {"params": part}]
                 bucket, part, held = [], [], 0
         if part:
