@@ -87,16 +87,12 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight = ctx.gradients
-        if _retains_graph():
+        # Whether the graph is retained, as in pipelines that separate gradients of inputs and weights.
+        if torch._C._autograd._get_current_graph_task_keep_graph():
             return tuple(g if g is None else g * gradient for g in (of_x, of_weight)) + (None,) * 5
         # In place, as they are used once. Their scale (mean, accumulation, loss scale) is known only now.
         ctx.gradients = None
         return tuple(g if g is None else g.mul_(gradient) for g in (of_x, of_weight)) + (None,) * 5
-
-
-def _retains_graph() -> bool:
-    """Whether this backward pass retains its graph, as in pipelines that separate gradients of inputs and weights."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _aligned(weight: Tensor) -> Tensor:

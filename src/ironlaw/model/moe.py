@@ -62,8 +62,7 @@ class Peers:
 
     def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert, in the same order."""
-        out: Tensor = experts(rows, counts)
-        return out
+        return experts(rows, counts)
 
 
 ALONE = Peers()
@@ -263,8 +262,7 @@ class MixtureOfExperts(nn.Module):
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's rows, (N, H)."""
         rows = rows.flatten(0, -2)
-        out: Tensor = Combine.apply(rows, routing.weights, routing.source, routing.place, routing.kept, routing.filled)
-        return out
+        return Combine.apply(rows, routing.weights, routing.source, routing.place, routing.kept, routing.filled)
 
 
 class _Attach(torch.autograd.Function):
@@ -302,8 +300,7 @@ def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | fl
         return carrier
     whole: Any = carrier
     carrier = whole.full_tensor() if hasattr(whole, "full_tensor") else carrier
-    attached: Tensor = _Attach.apply(carrier, torch.stack(losses).sum(), weight)
-    return attached
+    return _Attach.apply(carrier, torch.stack(losses).sum(), weight)
 
 
 @dataclass(frozen=True)

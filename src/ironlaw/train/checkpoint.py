@@ -70,10 +70,7 @@ class WholeFiles:
     name = "whole"
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        taken: tuple[dict[str, Tensor], dict[str, Any]] = host_copy(
-            (self._weights(model), {name: part.state_dict() for name, part in states.items()})
-        )
-        return taken
+        return host_copy((self._weights(model), {name: part.state_dict() for name, part in states.items()}))
 
     def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
         weights, states = taken

@@ -86,8 +86,7 @@ class SharedPeers(Peers):
         order = expert.argsort(stable=True)
         back = inverse(order)
         computed = super().compute(experts, _Permute.apply(arrived, order, back), here.sum(0))
-        returned: Tensor = _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
-        return returned
+        return _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
 
     def _fixed(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute rows (E, C, H) with a capacity: every rank has C rows for every expert."""
@@ -97,8 +96,7 @@ class SharedPeers(Peers):
         by_expert = arrived.view(ep, count // ep, capacity, hidden).transpose(0, 1).reshape(count // ep, -1, hidden)
         computed = super().compute(experts, by_expert, counts)
         by_rank = computed.view(count // ep, ep, capacity, hidden).transpose(0, 1).reshape(count, capacity, hidden)
-        returned: Tensor = _Exchange.apply(by_rank, None, None, self.exchanging)
-        return returned
+        return _Exchange.apply(by_rank, None, None, self.exchanging)
 
 
 class _Exchange(torch.autograd.Function):

@@ -88,8 +88,7 @@ class Ranks(Mesh):
             raise error
         if reply[1] is not None:
             raise SystemExit(2)
-        result: Result = reply[0]
-        return result
+        return reply[0]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -99,8 +98,7 @@ class Ranks(Mesh):
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        return total.tolist()
 
     def barrier(self) -> None:
         dist.barrier()

@@ -82,7 +82,12 @@ class ShardedFiles:
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, StepPlugin)]
         from_one_process = not (folder / FOLDER).is_dir()  # written by one process
-        known = {} if not spread else _of_one_process(folder) if from_one_process else _known(folder)
+        known: dict[str, torch.Size] = {}
+        if spread and from_one_process:  # its states, each with the shape of a scalar
+            known = {f"{n}/": torch.Size() for n in torch.load(folder / STATE, weights_only=True, mmap=True)}
+        elif spread:
+            metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
+            known = {n: entry.size for n, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for part in spread:
             wanted = part.wanted(wanted, known)
         if from_one_process:
@@ -117,25 +122,13 @@ class ShardedFiles:
                 ) from None
 
 
-def _known(folder: Path) -> dict[str, torch.Size]:
-    """Return the names and global shapes of the tensors in a checkpoint."""
-    metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
-    return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _of_one_process(folder: Path) -> dict[str, torch.Size]:
-    """Return the states in a checkpoint of one process, each with the shape of a scalar."""
-    return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
-
-
 def _host(tensor: Tensor) -> Tensor:
     """Return a host copy that no later step changes; for a DTensor, of this rank's part."""
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
     from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
 
-    copied: Tensor = _offload_state_dict_to_cpu({"tensor": tensor.detach()})["tensor"]
-    return copied
+    return _offload_state_dict_to_cpu({"tensor": tensor.detach()})["tensor"]
 
 
 # -- adapters -----------------------------------------------------------------------------------------------------
