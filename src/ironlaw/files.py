@@ -219,6 +219,11 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
+def is_taken(path: Path) -> bool:
+    """Whether something is at `path` that is not an empty directory."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
 def as_name(text: str, at_most: int = 64) -> str:
     """Return `text` as one component of a path: no separators, no spaces, no leading dot or dash."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:at_most].strip(".-") or "unnamed"

@@ -9,6 +9,7 @@ import typer
 
 from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.errors import UserError
+from ironlaw.files import is_taken
 from ironlaw.report.console import answer, messages, output, print_json
 from ironlaw.train.run_directory import beside
 from ironlaw.units import parse_bytes
@@ -133,7 +134,7 @@ def export(
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
     folder = folder or beside(run, to)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_taken(folder):
         raise UserError(f"{folder} exists: give a new directory")
 
     from ironlaw.train.restore import load_run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw.errors import UserError, printable
+from ironlaw.files import is_taken
 from ironlaw.report.console import answer, messages, print_json, progress
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def bench(
         raise UserError("--seconds goes with --rate, instead of --requests")
     if trace is None and prefix >= input:
         raise UserError(f"--prefix {prefix} leaves nothing of --input {input}: give fewer")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and is_taken(out):
         raise UserError(f"{out} exists: give another --out")
     if trace is not None:
         plans = load.read_trace(trace)[:requests]

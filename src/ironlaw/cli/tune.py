@@ -13,7 +13,7 @@ import typer
 
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, refuse_options, shortened
-from ironlaw.files import write_json, write_text
+from ironlaw.files import is_taken, write_json, write_text
 from ironlaw.report.console import answer, messages, output
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def tune(
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
     load = {"concurrency": concurrency, "input": input, "output": output_tokens, "data": data}
     refuse_options(load, dict.fromkeys(load, ("--serve",)), *(["--serve"] if serve else []))
-    if out.exists() and any(out.iterdir()):
+    if is_taken(out):
         raise UserError(f"{out} exists: give another --out")
 
     from ironlaw.explain.tune import INTERRUPTED

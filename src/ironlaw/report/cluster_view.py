@@ -42,14 +42,6 @@ SHOWN: dict[str, tuple[str, Print]] = {
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
-# Total -> the totals it is calculated from.
-DERIVED = {
-    "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
-    "mfu_palm": ("parameters", "step_seconds"), "mfu_6nd": ("parameters", "step_seconds"), "hfu": ("step_seconds",),
-    "total_seconds": ("step_seconds",), "accelerator_hours": ("total_seconds",), "rent_usd": ("accelerator_hours",),
-    "break_even_runs": ("purchase_usd", "rent_usd"), "energy_joules": ("total_seconds",),
-    "carbon_kg": ("energy_joules",),
-}  # fmt: skip
 
 
 def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
@@ -297,7 +289,7 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
         "tokens_per_second": batch, "peak_bytes": memory_inputs(line for line in ledger.memory if line.bytes),
         "total_seconds": [f"{work['steps']:,} steps, {units.tokens(work['tokens'])} tokens [asked or assumed]"],
     }  # fmt: skip
-    derivations(made, ledger, SHOWN, DERIVED, inputs)
+    derivations(made, ledger, SHOWN, inputs)
     made.heading(f"Engine {more['engine']['name']}")
     made.text(more["engine"]["source"], indent=2)
     if facts["low_precision"]:

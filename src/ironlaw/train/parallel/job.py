@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
 from ironlaw.train.history import write_event
+from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import broadcast_choice, plan_job
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable
@@ -92,7 +93,6 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     ranks.on_rank_0(refuse)
 
 
-Result = TypeVar("Result")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
 SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 

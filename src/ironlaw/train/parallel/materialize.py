@@ -45,7 +45,7 @@ def materialize(parts: Iterable[Transformer], device: torch.device, initialize: 
     """Allocate the parts' memory and, if `initialize`, draw the weights: torch's generator must be freshly seeded."""
     parts = list(parts)
     for part in parts:
-        tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
+        tied = part.is_tied
         part.to_empty(device=device)
         if tied:  # `to_empty` has separated them
             assert part.embedding is not None

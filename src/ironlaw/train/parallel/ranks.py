@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,12 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.schema import Refusals, refuse
-from ironlaw.train.mesh import Mesh
+from ironlaw.train.mesh import Mesh, Result
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import TIMEOUT_SECONDS, Rendezvous, join
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import expert_dp
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
