@@ -183,7 +183,8 @@ class LiveRun:
         self._step_seconds: float | None = None
         self._last_line = 0.0
         self._attention_said = False
-        self._data = DataProgress(console)
+        self.say: Callable[[str], None] = console.print
+        self.data_progress = DataProgress(console)
 
     def __enter__(self) -> Self:
         if self._page is not None:
@@ -192,21 +193,15 @@ class LiveRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._data.close()
+        self.data_progress.close()
         if self._live is not None:
             self._live.stop()
         if self._page is not None:
             self._page.__exit__(*error)
 
-    def say(self, message: str) -> None:
-        self.console.print(message)
-
-    def data_progress(self, done: int, total: int) -> None:
-        self._data(done, total)
-
     def planned(self, plan: Ledger, data: Any) -> None:
         """Print the head of the run: the prepared data and the plan."""
-        self._data.close()
+        self.data_progress.close()
         totals, train, validation = plan.totals, len(data.train.tokens), len(data.validation.tokens)
         source = "from the cache" if data.reused else "prepared"
         text = f"{units.count(train)} training" if train else "tokenised while training,"

@@ -17,6 +17,7 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
+from ironlaw.data.shards import Progress
 from ironlaw.errors import UserError
 from ironlaw.files import at_home
 from ironlaw.ledger import Ledger
@@ -41,7 +42,6 @@ from ironlaw.train.run_directory import RunDirectory, create_run, find_run, lock
 from ironlaw.train.step import Step
 from ironlaw.train.tracking import check_installed
 
-DataProgress = Callable[[int, int], None]
 LOOK_SECONDS = 0.6  # of probing the machine's current speed before a run
 WORTH_A_LOOK = 0.02  # the most that probing may take of the planned run
 
@@ -56,7 +56,7 @@ def run_training(
     step: type[Step] = Step,
     observer: Callable[[RunDirectory], Observer] = lambda run: Observer(),
     resume: bool = False,
-    data_progress: DataProgress | None = None,
+    data_progress: Progress | None = None,
     planned: Callable[[Ledger, Dataset], None] | None = None,
     watch: Callable[[dict[str, Any]], None] | None = None,
     say: Callable[[str], None] | None = None,
