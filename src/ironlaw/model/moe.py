@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,10 @@ class Peers:
 
     def positions_in_expert(self, chosen: Tensor, experts: int) -> Tensor:
         """Return the number of earlier choices of the same expert in the whole micro-batch, (N, k)."""
-        return positions_in_expert(chosen, experts)
+        flat = chosen.flatten()  # in the order of the tokens
+        order, counts = flat.argsort(stable=True), counts_of(flat, experts)
+        number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[flat[order]]
+        return torch.empty_like(order).scatter_(0, order, number).view_as(chosen)
 
     def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert, in the same order."""
@@ -71,14 +74,6 @@ ALONE = Peers()
 def counts_of(chosen: Tensor, experts: int) -> Tensor:
     """Return the number of choices of each expert, (E,). `bincount` knows no tensors without values."""
     return chosen.new_zeros(experts).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-
-
-def positions_in_expert(chosen: Tensor, experts: int) -> Tensor:
-    """Return for each choice the number of earlier choices of the same expert, in token order, (N, k)."""
-    flat = chosen.flatten()
-    order, counts = flat.argsort(stable=True), counts_of(flat, experts)
-    number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[flat[order]]
-    return torch.empty_like(order).scatter_(0, order, number).view_as(chosen)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -303,21 +298,12 @@ def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | fl
     return _Attach.apply(carrier, torch.stack(losses).sum(), weight)
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The balance of a step's expert loads, over all layers with experts."""
+class ExpertLoad(NamedTuple):
+    """The balance of a step's expert loads, over all layers with experts, by the names of a run's metrics."""
 
-    busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
-    unused: float  # share of experts that no token chose
-    dropped: float  # share of choices without a row; 0 when dropless
-
-    def metrics(self) -> dict[str, float]:
-        """Return the values under the names of a run's metrics."""
-        return {
-            "expert_load_busiest_over_mean": self.busiest_over_mean,
-            "experts_unused": self.unused,
-            "expert_choices_dropped": self.dropped,
-        }
+    expert_load_busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
+    experts_unused: float  # share of experts that no token chose
+    expert_choices_dropped: float  # share of choices without a row; 0 when dropless
 
 
 @torch.no_grad()

@@ -202,7 +202,7 @@ def balance(model: nn.Module, ranks: Ranks) -> ExpertLoad | None:
     found = update_routing(model)
     if ranks.config.pp == 1:
         return found
-    mine = [0.0] * 3 if found is None else [found.busiest_over_mean, found.unused, found.dropped]
+    mine = found or (0.0, 0.0, 0.0)
     total = torch.tensor([*(value * len(layers) for value in mine), len(layers)], dtype=torch.float64)
     total = total.to(ranks.device)
     dist.all_reduce(total, group=ranks.group("pp"))
