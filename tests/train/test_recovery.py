@@ -65,7 +65,7 @@ def raised(history: list[MeasuredStep], first: int, last: int, loss: float, norm
 def test_a_rise_that_stays_is_one_after_patience() -> None:
     found = first_spike(raised(curve(300, 0.05), 200, 240, loss=2.0))
     assert found is not None
-    assert (found.first, found.last) == (200, 202)
+    assert (found.first_step, found.last_step) == (200, 202)
     assert "robust standard deviations above" in found.reason
 
 
@@ -73,10 +73,10 @@ def test_gradients_that_break_out_earlier_mark_its_beginning_and_make_a_smaller_
     small = raised(curve(1000, 0.05), 900, 940, loss=0.35)  # between half of what counts and all of it
     assert first_spike(small) is None
     found = first_spike(raised(small, 900, 940, loss=0.0, norm=100.0))
-    assert found is not None and found.first == 900
+    assert found is not None and found.first_step == 900
     early = raised(raised(curve(1000, 0.05), 898, 899, loss=0.0, norm=100.0), 900, 940, loss=2.0)
     found = first_spike(early)
-    assert found is not None and (found.first, found.last) == (898, 902)
+    assert found is not None and (found.first_step, found.last_step) == (898, 902)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -45,12 +45,12 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Spike:
-    """Outlying steps `first` to `last`. `typical` and `spread` describe the loss of the steps before, in nats."""
+    """Outlying steps, first to last. `typical_loss` and `spread` describe the loss of the steps before, in nats."""
 
-    first: int
-    last: int
+    first_step: int
+    last_step: int
     reason: str
-    typical: float
+    typical_loss: float
     spread: float
 
 
@@ -156,27 +156,24 @@ class Recovery:
         """Return the response to a spike, including the evidence, as it is written to `events.jsonl`. `checkpoints`:
         the steps of the intact and usable ones. `to_step` is None if none precedes the spike; `strike` counts from 1.
         """
-        config, before = self.config, [step for step in checkpoints if step < spike.first]
-        far = [step for step in before if step <= spike.first - 1 - config.rewind]
+        config, before = self.config, [step for step in checkpoints if step < spike.first_step]
+        far = [step for step in before if step <= spike.first_step - 1 - config.rewind]
         target = max(far) if far else min(before) if before else None
-        first = self.batch(max(0, spike.first - 1 - config.skip_before, target or 0))
-        end = self.batch(spike.last - 1) + 1 + config.skip_after
-        strike = self._strike(spike)
+        first = self.batch(max(0, spike.first_step - 1 - config.skip_before, target or 0))
+        end = self.batch(spike.last_step - 1) + 1 + config.skip_after
+        strike, length = self._strike(spike), spike.last_step - spike.first_step
         return {
             "event": "stop" if strike >= config.strikes else "rollback",
             "strike": strike,
             "to_step": target,
             "skipped_batches": [first, end],
-            "spike": {
-                "first_step": spike.first, "last_step": spike.last, "reason": spike.reason,
-                "typical_loss": spike.typical, "spread": spike.spread,
-            },
-            "evidence": [asdict(m) for m in self.history[-(4 * config.patience + spike.last - spike.first) :]],
+            "spike": asdict(spike),
+            "evidence": [asdict(m) for m in self.history[-(4 * config.patience + length) :]],
         }  # fmt: skip
 
     def _strike(self, spike: Spike) -> int:
         """Return 1 plus the number of spikes in a row, each within `forgive_steps` of the next, since the last stop."""
-        strike, later = 1, spike.first
+        strike, later = 1, spike.first_step
         for event in reversed(self.decisions):
             if event["event"] == "stop" or later - event["spike"]["first_step"] > self.config.forgive_steps:
                 break
@@ -210,11 +207,11 @@ def respond(
     Raises UserError if the run must stop: at the last strike, or with a loss that is not finite and no checkpoint.
     """
     if not recovery.config.enabled:
-        raise UserError(f"{spike.reason} in step {spike.last}: {_MILDER}, or allow recovery.enabled")
+        raise UserError(f"{spike.reason} in step {spike.last_step}: {_MILDER}, or allow recovery.enabled")
     record, target = _choose(spike, recovery, folder)
     if record["event"] == "stop":
         # A resumed run must not start from a checkpoint within the spike.
-        record["to_step"] = spike.first - 1 if record["to_step"] is None else record["to_step"]
+        record["to_step"] = spike.first_step - 1 if record["to_step"] is None else record["to_step"]
         _write(event, record)
         recovery.decisions.append(record)
         drop_after(folder, record["to_step"])
@@ -222,17 +219,18 @@ def respond(
     if target is None:
         if not math.isfinite(recovery.history[-1].loss + recovery.history[-1].grad_norm):
             raise UserError(
-                f"{spike.reason} in step {spike.last}, and there is no checkpoint before it to go back to: {_MILDER}"
+                f"{spike.reason} in step {spike.last_step}, and there is no checkpoint before it to go back to: "
+                f"{_MILDER}"
             )
         _write(event, record | {"event": "spike"})
-        say(f"loss spike in step {spike.first} ({spike.reason}); no checkpoint before it, training goes on")
+        say(f"loss spike in step {spike.first_step} ({spike.reason}); no checkpoint before it, training goes on")
         return None
     _write(event, record)
     recovery.decisions.append(record)
     drop_after(folder, target.step)
     first, end = record["skipped_batches"]
     say(
-        f"loss spike in step {spike.first} ({spike.reason}): back to step {target.step}, leaving out batches "
+        f"loss spike in step {spike.first_step} ({spike.reason}): back to step {target.step}, leaving out batches "
         f"{first} to {end - 1} (strike {record['strike']} of {recovery.config.strikes})"
     )
     return target
