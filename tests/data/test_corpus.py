@@ -90,7 +90,8 @@ def split_texts(path: Path, fraction: float, seed: int = 0) -> dict[str, list[st
     splitter = splits.split(corpus, fraction, seed)
     parts: dict[str, list[str]] = {"train": [], "validation": []}
     for document in corpus.documents():
-        for split, text in splitter.parts(document):
+        assert document.content is not None
+        for split, text in splitter.parts(document.file, document.content):
             parts[split].append(str(text))
     return parts
 

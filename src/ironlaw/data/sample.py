@@ -10,7 +10,7 @@ from ironlaw.data import readers
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.building import make
 from ironlaw.data.config import DataConfig
-from ironlaw.data.corpus import Corpus, CorpusDocument, File
+from ironlaw.data.corpus import Corpus, File
 from ironlaw.data.splits import Splitter, number, split
 
 _SHARE = 2**20  # characters that any place may contribute
@@ -59,7 +59,7 @@ def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, 
         contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
     for content in contents:
         if content is not None:
-            for split, part in splitter.parts(CorpusDocument(content, file, (0, 0), 0)):
+            for split, part in splitter.parts(file, content):
                 if split == "train" and isinstance(part, str):
                     yield part
 

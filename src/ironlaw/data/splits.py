@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ironlaw.data.corpus import Corpus, CorpusDocument, File, check_has_text, tail_cut
+from ironlaw.data.corpus import Corpus, File, check_has_text, tail_cut
 from ironlaw.data.readers import Content
 from ironlaw.errors import UserError
 
@@ -46,10 +46,8 @@ class Splitter:
     tail: bool  # there is only one document: its tail is held out
     names: dict[str, int] | None = None  # numbers by file name, where the name decides instead of the text
 
-    def parts(self, document: CorpusDocument) -> list[tuple[Split, Content]]:
-        """Return the document with its split; two parts where the tail is held out."""
-        content = document.content
-        assert content is not None
+    def parts(self, file: File, content: Content) -> list[tuple[Split, Content]]:
+        """Return a document with its split; two parts where the tail is held out."""
         if self.tail:
             if isinstance(content, np.ndarray):
                 cut = max(1, int(len(content) * (1 - self.fraction)))
@@ -57,7 +55,7 @@ class Splitter:
                 cut = tail_cut(content, self.fraction)
             both: list[tuple[Split, Content]] = [("train", content[:cut]), ("validation", content[cut:])]
             return [part for part in both if len(part[1])]
-        return [("validation" if self.number(document.file, content) < self.threshold else "train", content)]
+        return [("validation" if self.number(file, content) < self.threshold else "train", content)]
 
     def number(self, file: File, content: Content) -> int:
         if self.names is not None:
