@@ -17,7 +17,7 @@ import torch
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
-from ironlaw.report.live import LiveRun
+from ironlaw.report.live import DataProgress, LiveRun
 from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
@@ -155,11 +155,11 @@ def test_ctrl_c_before_the_first_step(
 ) -> None:
     """While the corpus is tokenised: nothing to save, exit code 130, no traceback, no run directory."""
 
-    def progress(self: LiveRun, done: int, total: int) -> None:
+    def progress(self: DataProgress, done: int, total: int) -> None:
         assert [path for path in (tmp_path / "data-cache").iterdir() if path.name.startswith(".partial")]
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(LiveRun, "data_progress", progress)
+    monkeypatch.setattr(DataProgress, "__call__", progress)
     config = tiny_file(data={"cache": str(tmp_path / "data-cache")})
     code, _, messages = ironlaw_here("train", config, "--out", "run")
     assert code == 130 and "Traceback" not in messages, messages

@@ -148,7 +148,6 @@ class Batches:
     def __init__(
         self, samples: Samples, sequences_per_batch: int, rank: int = 0, world: int = 1, documents: bool = False
     ):
-        check_world(sequences_per_batch, rank, world)
         self.samples, self.sequence = samples, samples.sequence
         self.sequences_per_batch, self.documents = sequences_per_batch, documents
         self.seconds = {"read": 0.0, "pack": 0.0}  # since the start, by stage
@@ -190,15 +189,6 @@ def fill_window(
 def empty(rows: int, sequence: int, documents: bool) -> Batch[np.ndarray]:
     inputs = np.empty((rows, sequence), dtype=np.int64)
     return Batch(inputs, np.empty_like(inputs), np.empty((rows, sequence), dtype=np.int32) if documents else None)
-
-
-def check_world(sequences_per_batch: int, rank: int, world: int) -> None:
-    if sequences_per_batch % world:
-        raise UserError(
-            f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {world} "
-            f"data-parallel ranks: use a multiple of {world}"
-        )
-    assert 0 <= rank < world
 
 
 def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) -> None:

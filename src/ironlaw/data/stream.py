@@ -24,7 +24,7 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import check_world, empty, fill_window
+from ironlaw.data.batches import empty, fill_window
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Stream
 from ironlaw.data.order import mix, permuted
@@ -75,7 +75,6 @@ class StreamBatches:
         self, stream: Stream, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1,
         documents: bool = False,
     ):  # fmt: skip
-        check_world(sequences_per_batch, rank, world)
         self.sequence, self.sequences_per_batch, self.seed = sequence, sequences_per_batch, seed
         self.share = sequences_per_batch // world
         self.documents = documents
