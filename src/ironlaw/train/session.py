@@ -166,11 +166,6 @@ def check_start(
     config: RunConfig, dataset: Dataset, run: RunDirectory, say: Callable[[str], None]
 ) -> checkpoint.Checkpoint | None:
     """Check everything that can fail before the first step. Returns the checkpoint to start from, if there is one."""
-    if dataset.vocab > config.model.vocab:
-        raise UserError(
-            f"the tokenizer has {dataset.vocab} entries, model.vocab = {config.model.vocab}: "
-            f"set model.vocab = {dataset.vocab}"
-        )
     if config.objective.teacher is not None:
         check_text(at_home(config.objective.teacher), dataset, teaches=True)
     loader = Loader(dataset, config.data, config.sequence)

@@ -178,13 +178,12 @@ def job(
     used = _quietly(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank < used and planned and choose is not None:
         config = broadcast_choice(rendezvous.store, rendezvous.rank, lambda: _chosen(choose, written, config, used))
-    _quietly(lambda: check(config, used))
+    layout = _quietly(lambda: check(config, used))
     if rendezvous.rank >= used:
         stand_by(rendezvous)
         raise SystemExit(0)
     try:
         timeout = config.recovery.collective_seconds + SPARE_SECONDS
-        layout = check(config, used)
         ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
         check_alike(ranks, rank_facts(config))
         yield RankJob(config, ranks, rendezvous)
