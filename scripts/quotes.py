@@ -41,7 +41,7 @@ def quoted() -> list[tuple[Path, str, tuple[str, ...]]]:
 
 def is_everywhere_the_same(command: str) -> bool:
     words = command.split()
-    return words[1] in ("catalog", "formats") or (words[1] == "plan" and "--on" in words)
+    return words[1] in ("catalog", "formats") or (words[1] == "plan" and bool({"--on", "--within"} & {*words}))
 
 
 def recorded(command: str) -> str:

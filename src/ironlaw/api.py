@@ -231,22 +231,25 @@ def plan(
     serve: Text | None = None,
     weights: Text | None = None,
     price_per_hour: Annotated[float, Field(ge=0.0001, le=1e6)] | None = None,
+    within: Text | None = None,
+    max_rent: Annotated[float, Field(ge=0.01, le=1e12)] | None = None,
 ) -> PlanResult:
     """Plan a run before it starts, or with `serve="input=1024 output=256 rate=10/s"` a served model.
 
     `what` is a config file, its tables, a `RunConfig`, a catalogued model or a Hugging Face config. `on` is hardware
-    such as `"8xh100-sxm-80gb"`, by default this machine. The other arguments are the options of `ironlaw plan`; None
-    leaves one out. PyTorch is not imported.
+    such as `"8xh100-sxm-80gb"`, by default this machine, or with `within="7d"` or `max_rent` the best for these. The
+    other arguments are the options of `ironlaw plan`; None leaves one out. PyTorch is not imported.
     """
     from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.request_types import Options, Prices
+    from ironlaw.plan.request_types import Limits, Options, Prices
 
     is_file = isinstance(what, str | Path)
     subject = str(what) if is_file else _config(what, settings)
     overrides = with_settings(settings) if is_file else []
+    limits = Limits.of(within, max_rent)
     options = Options(
         tokens, sequence, global_batch, steps, precision, optimizer, engine, layout, None,
-        Prices(price_per_hour, None, None), network=network, weights=weights,
+        Prices(price_per_hour, None, None), limits, network=network, weights=weights,
     )  # fmt: skip
     if serve is not None:
         from ironlaw.plan.serving.answer import answer_serving
@@ -254,7 +257,7 @@ def plan(
         model = subject.model if isinstance(subject, RunConfig) else resolve(subject, overrides).model
         answer = answer_serving(model, on, serve, options)
     else:
-        answer = plan_request(subject, on=on or "this", overrides=overrides, options=options)
+        answer = plan_request(subject, on=on or limits.usual_place, overrides=overrides, options=options)
     return PlanResult(answer.ledger, answer.fits, answer.more)
 
 

@@ -22,6 +22,14 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a number of bytes: write for example 20GiB") from None
 
 
+def parse_seconds(text: str) -> float:
+    """Parse "90s", "15min", "1.5h" or "7d" into seconds. ValueError with an example if `text` is none of these."""
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(s|sec|min|m|h|d|days?|w|weeks?)?\s*", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is no time: write for example 90s, 15min, 1h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[(match[2] or "s")[0]]
+
+
 def _rounded(value: float, digits: int = 3) -> float:
     """Round to the printed digits. Units are chosen after rounding, so that 999.7 k prints as 1.00 M, not 1,000 k."""
     return float(f"{value:.{digits}g}")

@@ -436,6 +436,16 @@ def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
     assert run.alternatives == ()
 
 
+def test_software_without_fused_attention_until_lately_is_planned_without_it_and_its_interval_knows(tmp_path):
+    said = {"framework": "Megatron-DeepSpeed", "precision": "bf16", "tp": "8", "seq": "8192"}
+    rows = [ROW | said | {"attention": attention} for attention in ("", "standard", "flash")]
+    record = validate(write(tmp_path / "runs.csv", rows))
+    unsaid, standard, flash = (row["predicted_step_seconds"] for row in record.rows)
+    low, (certain, _), _ = (row["step_interval"] for row in record.rows)
+    assert unsaid == standard > 1.1 * flash
+    assert low[0] < 0.95 * certain and any("attention = standard" in word for word in record.runs[0].assumed)
+
+
 def test_sharded_weights_under_the_software_of_2021_wait_for_ranks_one_by_one(tmp_path):
     """Beside arXiv 2104.04473, table 2 (ZeRO-3 without model parallelism), which set no constant: layers, hidden,
     heads, accelerators, micro-batch, TFLOP/s by the paper's formula. 26 to 72% too fast before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,11 @@ from ironlaw.machine.profile import Curve, MatmulFit, Profile
 from ironlaw.machine.timing import AS_MATMUL, COPY_RATE
 from ironlaw.plan import module as traced_plan
 from ironlaw.plan.cluster.system import hardware_of
-from ironlaw.plan.module import accelerator_target, plan_module, plan_traced
+from ironlaw.plan.module import accelerator_target, plan_module
 from ironlaw.plan.request import plan_request
-from ironlaw.plan.request_types import Options
+from ironlaw.plan.request_types import Options, Prices
 from ironlaw.plan.totals import fits
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
 from ironlaw.workload.operations import line_name, product
 from ironlaw.workload.program import replicated, step_of_trace
@@ -49,6 +51,10 @@ class Image(nn.Module):
         return self.layers(image)
 """
 TOKENS = ["tokens=2x64:int64", "targets=2x64:int64"]
+
+
+def plan_traced(spec: str, inputs: list[str], on: str, *, real: bool = False, **options: Any) -> Ledger:
+    return plan_request(spec, on=on, options=Options(inputs=tuple(inputs), real=real, **options)).ledger
 
 
 @pytest.fixture
@@ -234,6 +240,7 @@ def test_wrong_modules(package: str, spec: str, says: str) -> None:
     [
         ([], "h200", "add --input"),
         (TOKENS, "h2000", "did you mean"),
+        (TOKENS, "any", "add --on 8xh100"),
         (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
         (["tokens=2x640:int64", "targets=2x640:int64"], "h200", r"640 tokens are more than model\.context"),
     ],
@@ -281,7 +288,7 @@ def test_a_newer_library_multiplies_faster_on_a_v100_in_a_traced_plan_too() -> N
 def test_on_several_accelerators(package: str) -> None:
     """A replica each: seconds and bytes of one, FLOPs of all."""
     one = plan_traced(f"{package}:build", TOKENS, "h200")
-    eight = plan_traced(f"{package}:build", TOKENS, "8xh200")
+    eight = plan_traced(f"{package}:build", TOKENS, "8xh200", layout="zero=0")
     check(eight)
     assert eight.totals["flops_per_step"].value == 8 * one.totals["flops_per_step"].value
     (added,) = eight.select(kind=Kind.COLLECTIVE)
@@ -290,14 +297,66 @@ def test_on_several_accelerators(package: str) -> None:
     assert buckets == added.bytes_moved and eight.totals["peak_bytes"].value > one.totals["peak_bytes"].value
 
 
-def test_zero_3_divides_what_lasts_and_gathers_two_units(package: str) -> None:
+def test_what_replicas_send_takes_time_beyond_the_passes_that_hide_it(package: str) -> None:
+    def waits(on: str, layout: str, **options: Any) -> float:
+        ledger = plan_traced(f"{package}:wide", ["input=8x512"], on, layout=layout, **options)
+        return sum(line.seconds or 0.0 for line in ledger.select(phase=Phase.COMMUNICATION))
+
+    alone, inside = waits("h200", "dp=1"), waits("8xh200", "zero=0")
+    assert alone == 0 and inside > 1e-3  # 1.2 GB of gradients, 0.9 TB/s at most
+    assert waits("8xh200", "zero=3") > inside  # half as much again is sent
+    # The last of four micro-batches alone reduces, where ZeRO 3 sends for each.
+    assert waits("8xh200", "zero=0 accumulation=4") == pytest.approx(inside, rel=0.2)
+    assert waits("8xh200", "zero=3 accumulation=4") > 3 * waits("8xh200", "zero=3")
+    slow = {"network": "1x 100 Gb/s Ethernet"}
+    assert waits("16xh200", "zero=3", **slow) > waits("16xh200", "zero=3 shard=8", **slow) > 3 * inside
+
+
+@pytest.mark.parametrize(
+    ("layout", "held", "sent"),
+    [
+        (Layout(dp=4), {"communication": 1200}, [("replicate", "all_reduce", 1, 1200)]),
+        (Layout(dp=4, zero=1), {"optimizer": 600, "communication": 1200},
+         [("shard", "all_gather", 2, 1200), ("shard", "reduce_scatter", 1, 1200)]),
+        (Layout(dp=4, zero=2), {"weights": 308, "optimizer": 600, "gathered": 2000, "reducing": 800},
+         [("shard", "all_gather", 2, 1200), ("shard", "reduce_scatter", 2, 1200)]),
+        (Layout(dp=4, zero=3), {"weights": 308, "optimizer": 600, "gathered": 1600, "reducing": 800},
+         [("shard", "all_gather", 4, 2400), ("shard", "reduce_scatter", 2, 1200)]),
+        (Layout(dp=4, zero=3, shard=2), {"weights": 608, "optimizer": 1200, "gathered": 1600, "reducing": 800},
+         [("shard", "all_gather", 4, 2400), ("shard", "reduce_scatter", 2, 1200), ("replicate", "all_reduce", 2, 600)]),
+    ],
+)  # fmt: skip
+def test_zero_divides_what_lasts(layout: Layout, held: dict[str, int], sent: list[tuple[str, str, int, int]]) -> None:
     trace = ModuleTrace([], "two layers", 300, 300, 4, 1200, 1200, 8, 16, (800, 400))
-    whole = step_of_trace(trace)
-    part = replicated(whole, trace, 4, zero=3)
-    held = {tensor.component: tensor.bytes for tensor in part.tensors[0]}
-    assert held == {"weights": 308, "optimizer": 600, "batch": 16, "gradients": 0, "gathered": 1600, "reducing": 800}
-    assert [(c.kind, c.calls, c.bytes) for c in part.collectives[0]] == [
-        ("all_gather", 4, 2400),
-        ("reduce_scatter", 2, 1200),
-    ]
-    assert [op.elements for op in part.stages[0].update][:2] == [75, 75]
+    part = replicated(step_of_trace(trace), trace, layout)
+    whole = {"weights": 1208, "optimizer": 2400, "batch": 16, "gradients": 0}
+    assert {tensor.component: tensor.bytes for tensor in part.tensors[0]} == whole | held
+    assert list(part.collectives[0]) == sent
+    assert [op.elements for op in part.stages[0].update][:2] == [300 // layout.sharing] * 2
+
+
+def test_the_fastest_zero_stage_that_fits_is_planned_and_a_number_of_steps_has_its_price(package: str) -> None:
+    asked = Options(inputs=("input=8x512",), steps=1000, optimizer="sgd", prices=Prices(usd_per_hour=2.0))
+    answer = plan_request(f"{package}:wide", on="8xh200", options=asked)
+    stages = [plan_traced(f"{package}:wide", ["input=8x512"], "8xh200", layout=f"zero={z}", optimizer="sgd")
+              for z in range(4)]  # fmt: skip
+    totals, least = answer.ledger.totals, min(stage.totals["step_seconds"].value for stage in stages)
+    assert answer.fits and totals["step_seconds"].value == least
+    assert totals["rent_usd"].value == pytest.approx(1000 * least * 8 / 3600 * 2.0)
+    assert answer.more["budget"]["rent"]["usd_per_hour"] == 2.0 and totals["carbon_kg"].value > 0
+    assert [one["name"] for one in answer.more["assumed"]] == ["layout"]
+    assert stages[0].memory_bytes()["optimizer"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layout": "tp=2 dp=4"}, "replicated whole"), ({"layout": "dp=4"}, "dp = 4 is not the 8"),
+        ({"layout": "shard=2"}, "needs zero"), ({"optimizer": "muon"}, "are planned"),
+        ({"prices": Prices(grid="france")}, "add --steps"), ({"engine": "nemo"}, "--engine is for"),
+        ({"tokens": "1B"}, "--tokens is for"),
+    ],
+)  # fmt: skip
+def test_what_replicas_of_a_module_are_not_asked(package: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        plan_traced(f"{package}:wide", ["input=8x512"], "8xh200", **options)

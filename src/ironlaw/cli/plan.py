@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from ironlaw import units
 from ironlaw.cli.options import Json, Set
 from ironlaw.errors import UserError
-from ironlaw.report.console import answer, messages, print_json, show
+from ironlaw.report.console import answer, messages, print_json, progress, show
 
 if TYPE_CHECKING:
     from ironlaw.plan.request_types import PlanOutcome
@@ -22,6 +23,12 @@ def plan(
     ],
     on: Annotated[
         str | None, typer.Option(help="this (unless given), h100-sxm-80gb, 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")
+    ] = None,
+    within: Annotated[
+        str | None, typer.Option(help="Of the run, such as 7d: the cheapest hardware, or number of --on NAME.")
+    ] = None,
+    max_rent: Annotated[
+        float | None, typer.Option(min=0.01, max=1e12, help="US dollars of the run: without --within the fastest.")
     ] = None,
     set_: Set = None,
     tokens: Annotated[str | None, typer.Option(help="To train on in all: 1T, 500B, 2e12.")] = None,
@@ -70,20 +77,24 @@ def plan(
     json: Json = False,
 ) -> None:
     from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.request_types import Options, Prices
+    from ironlaw.plan.request_types import Limits, Options, Prices
 
-    runnable = None
+    runnable, limits = None, Limits.of(within, max_rent)
     if ranks and serve is None:  # layouts that the trainer refuses are not planned
         from ironlaw.train.parallel.planning import runs
 
         runnable = runs
     options = Options(
         tokens, seq, global_batch, steps, precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
-        ranks=ranks, weights=weights, kv=kv, runnable=runnable,
+        Prices(price_per_hour, grid, pue), limits, inputs=tuple(input_ or ()), real=real, network=network,
+        per_node=per_node, ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
     if serve is None:
-        _show(plan_request(what, on=on or "this", overrides=set_ or [], options=options), why, json)
+        with progress("Planning") if limits else nullcontext(lambda share, what: None) as say:
+            plan = plan_request(
+                what, on=on or ("any" if limits else "this"), overrides=set_ or [], options=options, say=say
+            )
+        _show(plan, why, json)
         return
     if on == "this":
         raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")

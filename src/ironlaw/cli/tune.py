@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as encoder
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tomli_w
 import typer
 
+from ironlaw import units
 from ironlaw.cli.options import Json, Set
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, refuse_options, shortened
@@ -112,8 +112,10 @@ def _tune_serving(
 
 def seconds_of(text: str) -> float:
     """Parse a time to spend, in seconds: `90s`, `15min`, `1h`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
-    seconds = float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    try:
+        seconds = units.parse_seconds(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds <= LONGEST_SECONDS:
         raise UserError(f"--budget {shortened(text)!r} is no time to spend: write for example 90s, 15min or 1h")
     return seconds

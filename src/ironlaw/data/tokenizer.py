@@ -172,19 +172,19 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
         file = tokenizer_file(home)
     if not file.is_file():
         raise UserError(f'data.tokenizer = "{path}" is not a file: write the path of a tokenizer.json')
-    try:
-        inner = read_tokenizer(file)
-    except Exception as error:  # the library raises a bare Exception for every malformed file
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
-    return Tokenizer(inner, file, end_of_text, home)
+    return Tokenizer(read_tokenizer(file), file, end_of_text, home)
 
 
 def read_tokenizer(file: Path) -> HuggingFaceTokenizer:
-    """Read a tokenizer without the padding and truncation that were saved with it: both spoil a corpus."""
+    """Read a tokenizer without the padding and truncation that were saved with it: both spoil a corpus. Raises
+    UserError for a file that is none."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-    inner = HuggingFaceTokenizer.from_file(str(file))
+    try:
+        inner = HuggingFaceTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception for every malformed file
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
     inner.no_padding()
     inner.no_truncation()
     return inner

@@ -83,15 +83,16 @@ def _straggler(now: ObservedPlans) -> list[Proposal]:
 
 def _threads(now: ObservedPlans) -> list[Proposal]:
     gains, ranks = now.fact("thread_gain"), len(now.fact("rank_own_seconds") or [0])
+    threads, cores = now.fact("threads"), now.fact("cores")
     # Ranks share the cores; what was timed at the end of one had those of the others, too.
-    if gains is None or now.fact("threads") < now.fact("cores") <= now.fact("threads") * ranks:
+    if None in (gains, threads, cores) or threads < cores <= threads * ranks:
         return []
     saved = sum(
         (x.seconds or 0.0) * gains["matmul" if x.kind in PRODUCTS else "elementwise"]
         for x in now.timed
         if x.kind is not Kind.HOST
     )
-    return _saved(now, f"torch.set_num_threads({now.fact('cores')})", saved, f"kernels {BOTH_WAYS}")
+    return _saved(now, f"torch.set_num_threads({cores})", saved, f"kernels {BOTH_WAYS}")
 
 
 def _left_on(now: ObservedPlans) -> list[Proposal]:

@@ -59,6 +59,18 @@ Costs = tuple[dict[str, Estimate], dict[str, Any]]
 """Estimates by name, and the facts that they are based on."""
 
 
+def run_seconds(step: Estimate, steps: int) -> Estimate:
+    """Returns the time of a run of `steps` steps."""
+    return step.scaled(steps, f"{steps:,} steps x step time; no data loading, checkpoints, failures or restarts")
+
+
+def add_costs(ledger: Ledger, cluster: Cluster, prices: Prices) -> dict[str, Any]:
+    """Adds the `budget` of the ledger's total time to its totals; returns it as JSON, with its facts."""
+    found, facts = budget(ledger, cluster, ledger.totals["total_seconds"], prices)
+    ledger.totals |= found
+    return {name: estimate.to_json() for name, estimate in found.items()} | facts
+
+
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
     """Returns money, energy and carbon of a run that takes `total` seconds and whose step is `ledger`."""
     count = cluster.count
@@ -76,17 +88,10 @@ def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
         "purchase": None, "rent": None,
         "rent_quotes": [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes],
     }  # fmt: skip
-    if prices.usd_per_hour is not None:
-        rate, told = prices.usd_per_hour, "--price-per-hour"
-        facts["rent"] = {"usd_per_hour": rate, "provider": "given", "date": "", "source": told}
-    elif quotes:
-        # Prefer the quote for the requested node, else the most recent one.
-        of_node = (quote for quote in quotes if cluster.node.name in re.sub(r"[. ]", "-", quote.provider.lower()))
-        chosen = next(of_node, max(quotes, key=lambda quote: quote.date))
-        rate, told = chosen.usd.value, f"{chosen.provider}, {chosen.date}"
-        facts["rent"] = _quote(chosen)
-    else:
+    facts["rent"] = asked = hourly_rent(cluster, prices)
+    if asked is None:
         return {}, facts
+    rate, told = asked["usd_per_hour"], ", ".join(filter(None, (asked["provider"], asked["date"])))
     rent = replace(hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({told})"), origin=Origin.CITED)
     if known is None or known.purchase is None:
         return {"rent_usd": rent}, facts
@@ -108,6 +113,18 @@ def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
             *(paid / bound if bound else None for bound in (rent.high, rent.low)),
         ),
     }, facts  # fmt: skip
+
+
+def hourly_rent(cluster: Cluster, prices: Prices) -> dict[str, Any] | None:
+    """Returns the rent of an accelerator and its source: the given one, else the quote for the requested node, else the
+    most recent one; None if none is known."""
+    if prices.usd_per_hour is not None:
+        return {"usd_per_hour": prices.usd_per_hour, "provider": "given", "date": "", "source": "--price-per-hour"}
+    known = price(cluster.accelerator)
+    if known is None or not known.rent:
+        return None
+    of_node = (q for q in known.rent if cluster.node.name in re.sub(r"[. ]", "-", q.provider.lower()))
+    return _quote(next(of_node, max(known.rent, key=lambda quote: quote.date)))
 
 
 def _quote(quote: Quote) -> dict[str, Any]:

@@ -72,8 +72,9 @@ class _Rank:
         self.stages, self.last = program.stages_at(position), program.last_stage
         self.parameters = {s: list(program.stages[s].parameters) for s in self.stages}
         self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
-        self.fsdp = sharded(layout)
-        self.ddp = not self.fsdp and layout.dp * layout.cp > 1
+        listed = program.sent is None  # else gathered weights and buckets are among the program's tensors
+        self.fsdp = listed and sharded(layout)
+        self.ddp = listed and not self.fsdp and layout.dp * layout.cp > 1
         self.expert_dp = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
         self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # bytes of one message between stages

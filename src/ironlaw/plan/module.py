@@ -1,10 +1,10 @@
 """Plans for any torch module: traced on fake tensors, then timed for this machine or a catalogued accelerator.
 
-    ledger = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
+    ledger = plan_module(build, [parse_input("tokens=8x2048:int64")], "8xh200")
 
-Assumed: one process (or one replica on each of several accelerators), one micro-batch per step, AdamW on every trained
-parameter, gradients in the parameters' own type. The module decides the rest: what it recomputes and which types it
-uses. torch is imported only when a module is traced.
+Several accelerators hold replicas, which may share weights, gradients and state by ZeRO. Assumed unless said: one
+micro-batch per step, AdamW on every trained parameter, gradients in the parameters' own type. The module decides the
+rest: what it recomputes and which types it uses. torch is imported only when a module is traced.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, parse_cluster
-from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
@@ -31,16 +30,12 @@ from ironlaw.plan.cluster.system import UNUSABLE_BYTES, fabric_of, hardware_of
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.memory import peak_memory
-from ironlaw.plan.recipe import batch_of, recipe_of
-from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, assume_unsaid, settle
-from ironlaw.plan.stage_costs import collective_costs, fold
-from ironlaw.plan.step import finetuning, with_adapters, with_objective
+from ironlaw.plan.stage_costs import CollectiveCost, collective_costs, fold
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.module_source import read_inputs, resolve_module
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.optimizers import FP32
-from ironlaw.workload.program import Program, replicated, step, step_of_trace
+from ironlaw.workload.optimizers import FP32, OptimizerName
+from ironlaw.workload.program import Program, replicated, step_of_trace
 from ironlaw.workload.updates import Loop, Update
 
 if TYPE_CHECKING:
@@ -106,7 +101,8 @@ class CataloguedAccelerator:
 
     def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
         assert self.fabric is not None
-        return float(collective_seconds(kind, size, ranks, fabric=self.fabric))
+        inside = min(ranks, max(1, self.fabric.island_ranks // stride))
+        return float(collective_seconds(kind, size, ranks, inside, fabric=self.fabric))
 
 
 EAGER_FRAMEWORK = "torchtitan"
@@ -135,32 +131,25 @@ class PlannedTarget:
         return 1 if self.cluster is None else self.cluster.count
 
 
-def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> Ledger:
-    """Returns the plan of `package.module:factory` for inputs such as `name=8x2048:int64`.
-
-    `on` is "this" or catalogued accelerators; `real` as in `trace`. Raises UserError without inputs.
-    """
-    if not inputs:
-        raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
-    return plan_module(resolve_module(spec), read_inputs(inputs), on, name=spec, real=real)
-
-
 def plan_module(
     module_or_factory: nn.Module | Callable[[], nn.Module],
     inputs: Inputs,
-    on: str = "this",
+    on: str | Cluster = "this",
     *,
     loss: Loss | None = None,
     precision: str = "auto",
     name: str | None = None,
     real: bool | None = None,
     repeated: bool = False,
+    layout: Layout | None = None,
+    optimizer: str = "adamw",
 ) -> Ledger:
     """Returns the planned ledger of one training step.
 
-    `precision`: "as is" runs the module in its own types, "bf16" and "fp16" under autocast; "auto" is "as is" on this
-    machine, and autocast on an accelerator with a 16-bit matrix peak. `inputs` are those of one replica; several
-    replicas are planned with ZeRO 0, or with ZeRO 3 if that does not fit.
+    `on`: "this" machine or catalogued accelerators. `precision`: "as is" runs the module in its own types, "bf16" and
+    "fp16" under autocast; "auto" is "as is" on this machine, and autocast on an accelerator with a 16-bit matrix peak.
+    `inputs` are those of one replica's micro-batch. `layout`: replicas, ZeRO stage and accumulation; without it the
+    ZeRO stage is the fastest that fits. `real`, `repeated`: as in `trace`. Raises UserError for what is not planned.
     """
     from ironlaw.workload.trace import trace
 
@@ -168,16 +157,41 @@ def plan_module(
         raise UserError(
             f"precision {precision}: a module is traced in its own types, or under autocast: use bf16 or fp16"
         )
-    target = (
-        _this_machine(load_profile(), precision) if on == "this" else accelerator_target(parse_cluster(on), precision)
-    )
+    if optimizer not in FOR_MODULES:
+        raise UserError(f"optimizer {optimizer}: of a traced module's, {', '.join(FOR_MODULES)} are planned")
+    cluster = parse_cluster(on) if isinstance(on, str) and on != "this" else on
+    if isinstance(cluster, Cluster):
+        target = accelerator_target(cluster, precision)
+    else:
+        target = _this_machine(load_profile(), precision)
     how: Any = {"loss": loss, "precision": target.precision, "real": real, "repeated": repeated}
     how["cpu"] = target.facts["device"] == "cpu"
     traced = trace(module_or_factory, inputs, **how)
-    ledger = _planned(traced, target, name)
-    if target.replicas > 1 and not fits(ledger):
-        ledger = _planned(traced, target, name, zero=3)
+    loop = None if optimizer == "adamw" else _loop(traced, optimizer, how["cpu"])
+    ledger = _fastest(traced, target, name, loop, layout)
     ledger.facts["inputs"] = traced.inputs
+    return ledger
+
+
+def _fastest(
+    traced: ModuleTrace, target: PlannedTarget, name: str | None, loop: Loop | None, layout: Layout | None
+) -> Ledger:
+    """Returns the plan of the layout, by default of the ZeRO stage with the least step time that fits."""
+    if layout is not None or target.replicas == 1:
+        return _planned(traced, target, name, (layout and layout.accumulation) or 1, loop, layout)
+    layouts = [Layout(dp=target.replicas, zero=zero) for zero in range(4)]
+    plans = [(layout, _planned(traced, target, name, 1, loop, layout)) for layout in layouts]
+    able = [(layout, ledger) for layout, ledger in plans if fits(ledger)]
+    chosen, ledger = min(able or plans[3:], key=lambda one: one[1].totals["step_seconds"].value)
+    others = ", ".join(
+        f"zero={layout.zero} {units.seconds(other.totals['step_seconds'].value)}"
+        for layout, other in able
+        if layout != chosen
+    )
+    reason = "the fastest that fits" if able else "the least memory, and it does not fit"
+    if others:
+        reason += f" ({others})"
+    ledger.facts["assumed"].append(["layout", str(chosen), reason, '--layout "dp=8 zero=2 accumulation=4"'])
     return ledger
 
 
@@ -198,12 +212,13 @@ def plan_trace(
 
 def _planned(
     traced: ModuleTrace, target: PlannedTarget, name: str | None, accumulation: int = 1, loop: Loop | None = None,
-    zero: int = 0,
+    layout: Layout | None = None,
 ) -> Ledger:  # fmt: skip
     cpu = target.facts["device"] == "cpu"
     optimizers = [update.description() for update in loop.updates] if loop else ["AdamW, fused (assumed)"]
     if loop is None and traced.has_complex:
-        loop, optimizers = _unfused(traced, cpu), ["AdamW, not fused, for it takes no complex parameters (assumed)"]
+        loop = _loop(traced, "adamw", cpu)
+        optimizers = ["AdamW, not fused, for it takes no complex parameters (assumed)"]
     facts: dict[str, Any] = {
         "model": {"name": name or traced.name},
         "precision": _types(traced),
@@ -212,19 +227,29 @@ def _planned(
         "optimizers": optimizers,
     }
     program = step_of_trace(traced, accumulation, loop, cpu)
-    replicas = target.replicas
-    if replicas > 1:
-        program = replicated(program, traced, replicas, zero)
-        reason = "replicas of the inputs given, ZeRO 0 where that fits, else 3"
-        facts["assumed"].append(["layout", f"dp={replicas} zero={zero}", reason, ""])
+    if layout is not None and layout.dp > 1:
+        program = replicated(program, traced, layout)
+        facts["layout"] = str(layout)
     return ledger_on(target, program, traced.parameters, facts)
 
 
-def _unfused(traced: ModuleTrace, cpu: bool) -> Loop:
-    """Returns AdamW by PyTorch's calls on the real numbers of all parameters, in fp32."""
-    numbers, tensors = traced.trained_bytes // FP32, traced.trained_tensors
+FOR_MODULES: dict[str, tuple[str, bool]] = {
+    "adamw": ("AdamW", True), "adam": ("Adam", True), "sgd": ("SGD", True), "momentum": ("SGD", True),
+    "rmsprop": ("RMSprop", False), "adam8bit": ("Adam8bit", False),
+}  # fmt: skip
+"""Optimizers planned for traced modules, whose work follows from the elements alone: class, whether it has a kernel."""
+
+
+def _loop(traced: ModuleTrace, optimizer: str, cpu: bool) -> Loop:
+    """Returns clipping and one optimizer of all parameters. Those of complex numbers are not fused."""
+    kind, fused = FOR_MODULES[optimizer]
+    width = FP32 if traced.has_complex else traced.trained_bytes // max(1, traced.trained_parameters)
+    numbers, tensors = traced.trained_bytes // max(1, width), max(1, traced.trained_tensors)
     shapes = (((numbers // tensors,), tensors),)
-    update = Update("AdamW", "adamw", shapes, FP32, False, True, 0, 0, foreach=not cpu)
+    fused, decays = fused and not traced.has_complex, optimizer == "adamw"
+    update = Update(
+        kind, cast(OptimizerName, optimizer), shapes, width, fused, decays, 0, 0, foreach=not cpu and not fused
+    )
     return Loop((update,), clips=True, cuda=not cpu)
 
 
@@ -237,6 +262,8 @@ def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: d
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
     lines = fold(program.operations(), target.machine)
     lines += _communication(program, target, lines)
+    if target.cluster is not None:
+        facts = {"accelerators": target.replicas} | facts
     if target.replicas > 1:
         lines = [replace(line, flops=None if line.flops is None else line.flops * target.replicas) for line in lines]
         peak_rate = system.peak_flops_per_second * target.replicas
@@ -258,14 +285,42 @@ def ledger_on(target: PlannedTarget, program: Program, parameters: int, facts: d
 
 
 def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line]) -> list[Line]:
-    """Returns the collectives of a replica; their time is exposed where it exceeds that of forward and backward."""
-    if target.replicas == 1:
+    """Returns the collectives of a replica, with the time that computation does not hide.
+
+    Weights gathered for a pass hide behind it, but for the first unit; reductions hide behind the backward pass (DDP's
+    behind the last micro-batch's), but for the last one. Weights that are gathered after the update hide behind
+    nothing.
+    """
+    layout = program.layout
+    if layout.accelerators == 1:
         return []
     sent = collective_costs(program, program.collectives[0], target.machine)
-    total = sum(cost.seconds for cost in sent)
-    passes = sum(line.seconds or 0.0 for line in lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
-    exposed = max(0.0, total - passes) / total if total else 0.0
-    return [replace(cost, exposed_seconds=exposed * cost.seconds).line() for cost in sent]
+    passes = {
+        phase: sum(line.seconds or 0.0 for line in lines if line.phase is phase)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    if layout.zero < 2:
+        passes[Phase.BACKWARD] /= program.micro_batches
+    shares = [_beside(cost, layout) for cost in sent]
+    hidden = dict.fromkeys(passes, 0.0)
+    for phase, window in passes.items():
+        demand = sum(share[phase] * cost.seconds for cost, share in zip(sent, shares, strict=True) if phase in share)
+        alone = [cost.seconds / max(1, cost.count) for cost, share in zip(sent, shares, strict=True) if phase in share]
+        if demand:
+            hidden[phase] = min(window, demand - max(alone)) / demand
+    return [
+        replace(cost, exposed_seconds=cost.seconds * (1 - sum(hidden[p] * part for p, part in share.items()))).line()
+        for cost, share in zip(sent, shares, strict=True)
+    ]
+
+
+def _beside(cost: CollectiveCost, layout: Layout) -> dict[Phase, float]:
+    """Returns the phases that may hide a collective, each with its share of the collective's time."""
+    if cost.dimension == "world":
+        return {}
+    if cost.kind == "all_gather":
+        return {1: {}, 2: {Phase.FORWARD: 1.0}, 3: {Phase.FORWARD: 0.5, Phase.BACKWARD: 0.5}}.get(layout.zero, {})
+    return {Phase.BACKWARD: 1.0}
 
 
 # -- targets -----------------------------------------------------------------------------------------------------
@@ -339,81 +394,3 @@ def _types(traced: ModuleTrace) -> str:
         if op.flops:
             flops[op.dtype] += op.flops
     return " and ".join(dtype for dtype, _ in flops.most_common()) or "no matrix products"
-
-
-# -- adapters --------------------------------------------------------------------------------------------------------
-
-USUAL_SEQUENCE = 2048
-OURS = "ironlaw"  # the engine of our own trainer
-
-
-def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
-    """Plans fine-tuning with adapters on catalogued accelerators, as Ironlaw's trainer runs it.
-
-    Every block is recomputed if the job does not fit otherwise; a config file sets recomputation itself. Several
-    accelerators hold replicas, which also shard the base (ZeRO 3) if it does not fit on one; communication overlaps
-    with computation. Raises UserError for other layouts and for models whose adapters are not planned.
-    """
-    assert requested.config is not None
-    if requested.model.latent is not None or requested.model.moe is not None:
-        raise UserError("adapters of latent attention and experts are not planned: give a dense model")
-    if options.layout or options.emit or options.network or options.per_node or options.engine not in (None, OURS):
-        raise UserError(
-            "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
-            "--network and --per-node out"
-        )
-    cluster = parse_cluster(on)
-    config, assumed = _settled(requested.config, options, cluster.count)
-    modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
-    choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
-    for mode, zero in choices:
-        config = config.model_copy(update={"recompute": config.recompute.model_copy(update={"mode": mode})})
-        ledger = _ledger(config, cluster, zero)
-        if fits(ledger):
-            break
-    if cluster.count > 1:
-        assumed.append(Assumption("layout", f"dp {cluster.count}, ZeRO {zero}", "the first that fits of 0 and 3", ""))
-    if not requested.has_file:
-        assumed.append(Assumption("recomputation", mode, "the first that fits of none and full", "a config file"))
-    return PlanOutcome.of(ledger, assumed)
-
-
-def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
-    train, usual = config.train, min(config.model.context, USUAL_SEQUENCE)
-    said = options.sequence or train.sequence
-    work = settle(config.model, replace(options, sequence=said or usual), replicas, config)
-    assumed = assume_unsaid("usual for fine-tuning", ("sequence", said, f"{usual:,} tokens", "--seq"))
-    batch = work.global_batch
-    if batch % replicas:
-        why = f"{batch} do not divide among {replicas} replicas"
-        assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--global-batch"))
-        batch = replicas
-    micro = train.micro_batch or 1
-    if train.micro_batch is None:
-        assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
-    document = config.model_dump(exclude_none=True)
-    document["train"] |= {
-        "sequence": work.sequence, "global_batch": batch, "micro_batch": min(micro, batch // replicas),
-        "steps": work.steps, "precision": options.precision or train.precision,
-    }  # fmt: skip
-    document["optimizer"]["name"] = options.optimizer or config.optimizer.name
-    return build_config(document, where="the options"), assumed
-
-
-def _ledger(config: RunConfig, cluster: Cluster, zero: int) -> Ledger:
-    target = accelerator_target(cluster, config.train.precision)
-    recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
-    layout = Layout(dp=cluster.count, zero=zero, micro_batch=config.micro_batch)
-    program = step(config.model, batch_of(config), layout, recipe)
-    program = with_objective(program, config)
-    ledger = ledger_on(target, program, config.model.parameters, {
-        "model": config.model.model_dump(mode="json", exclude_none=True), "sequence": config.sequence,
-        "global_batch": config.train.global_batch, "micro_batch": config.micro_batch,
-        "accumulation": program.micro_batches, "steps": config.train.steps,
-    })  # fmt: skip
-    held = {"weights", "optimizer", "gradients", "average"}
-    states = sum(line.bytes or 0.0 for line in ledger.memory if line.component in held)
-    left = target.system.memory_bytes - target.system.context_bytes - states
-    room = f"{units.bytes_(left)} are left for activations" if left > 0 else f"{units.bytes_(-left)} too much already"
-    ledger.facts["finetune"] = f"{finetuning(config, program)}; held throughout: {units.bytes_(states)}, {room}"
-    return ledger

@@ -1,13 +1,13 @@
 """Answers to plan requests (`ironlaw plan WHAT --on WHERE`).
 
 WHAT is a config file, a catalogued model, or a Hugging Face config (its file or directory); WHERE is `this`, the
-measured machine, or a catalogued cluster such as `64xh100-sxm-80gb`.
+measured machine, a catalogued cluster such as `64xh100-sxm-80gb`, or `any` hardware within limits on time and rent.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from ironlaw.plan.request_types import (
     CLUSTER,
     DECODER,
     RANKS,
-    TRACED,
-    Assumption,
     Options,
     PlanOutcome,
     RequestedModel,
@@ -38,17 +36,19 @@ def plan_request(
     on: str,
     overrides: Sequence[str] = (),
     options: Options | None = None,
+    say: Callable[[float, str], None] = lambda share, what: None,
 ) -> PlanOutcome:
-    """Returns the plan. Raises UserError for requests that cannot be planned."""
+    """Returns the plan. Raises UserError for requests that cannot be planned.
+
+    `say` is told how far a search for hardware is, 0 to 1, and what is tried.
+    """
     options = options or Options()
     if isinstance(what, RunConfig):
-        return _planned(RequestedModel(what.model, what), on, options)
+        return _planned(RequestedModel(what.model, what), on, options, say)
     if re.fullmatch(r"[\w.]+:\w+", what):
-        from ironlaw.plan.module import plan_traced
+        from ironlaw.plan.requests.replicas import plan_traced
 
-        options.refuse_beside(TRACED)
-        ledger = plan_traced(what, options.inputs, on, real=options.real or None)
-        return PlanOutcome.of(ledger, (Assumption(*one) for one in ledger.facts["assumed"]))
+        return plan_traced(what, on, options)
     try:
         requested = resolve(what, overrides)
     except UserError as refusal:
@@ -56,55 +56,22 @@ def plan_request(
 
         if overrides or isinstance(refusal, InvalidConfig) or not is_config_file(Path(what)):
             raise
-        return _by_tracing(Path(what), refusal, on, options)
-    return _planned(requested, on, options)
+        from ironlaw.plan.requests.replicas import plan_by_tracing
+
+        return plan_by_tracing(Path(what), refusal, on, options)
+    return _planned(requested, on, options, say)
 
 
-def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
+def _planned(requested: RequestedModel, on: str, options: Options, say: Callable[[float, str], None]) -> PlanOutcome:
     if on == "this":
         return _on_this(requested, options)
     options.refuse_beside(DECODER, CLUSTER)
+    from ironlaw.plan.requests.cheapest import leaves_hardware_open, plan_within_limits
     from ironlaw.plan.requests.cluster import plan_on_cluster
 
+    if leaves_hardware_open(on, options):
+        return plan_within_limits(requested, on, options, say)
     return plan_on_cluster(requested, on, options)
-
-
-TRACED_SEQUENCE = 2048
-"""Default sequence length in tokens; short, because recurrent layers are traced step by step."""
-
-
-def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
-    """Plans a decoder that only transformers can build, by tracing. Raises UserError with `refusal` if that fails."""
-    from ironlaw.catalog.nodes import parse_cluster
-    from ironlaw.plan.module import plan_module
-    from ironlaw.workload.module_source import Input, causal_decoder
-
-    own = "any module can be planned by tracing: ironlaw plan PACKAGE.MODULE:FUNCTION --input NAME=SIZES:DTYPE"
-    try:
-        build, context = causal_decoder(path)
-    except (UserError, ValueError, OSError) as error:
-        raise UserError(f"{refusal} ({error}); {own}") from None
-    unread = ("ranks", "layout", "emit", "engine", "network", "per_node", "optimizer", "tokens", "steps")
-    if given := [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]:
-        raise UserError(
-            f"{refusal}; by tracing one AdamW step is planned, on replicas alone: leave {' and '.join(given)} out"
-        )
-    replicas = 1 if on == "this" else parse_cluster(on).count
-    sequence = options.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)
-    batch = options.global_batch or replicas
-    if batch % replicas:
-        raise UserError(f"--global-batch {batch} is no multiple of {replicas} replicas: give --global-batch {replicas}")
-    inputs = [Input(name, (batch // replicas, sequence), "int64", "zeros") for name in ("input_ids", "labels")]
-    ledger = plan_module(build, inputs, on, precision=options.precision or "auto", name=str(path), repeated=True)
-    kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
-    assumed = [Assumption("planned by", "tracing", f"{refusal}; {kind}", "")]
-    assumed += [Assumption(*one) for one in ledger.facts["assumed"]]
-    assumed += assume_unsaid(
-        "a first try",
-        ("sequence", options.sequence, f"{sequence:,} tokens", "--seq"),
-        ("global batch", options.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
-    )
-    return PlanOutcome.of(ledger, assumed)
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ironlaw import units
 from ironlaw.catalog.accelerators import taken_for
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, refuse_options
@@ -26,12 +27,16 @@ from ironlaw.workload.layout import Layout
 DECODER, CLUSTER = "training a decoder", "clusters, --on 8xh100-sxm-80gb"
 RANKS = "processes of this machine, --ranks 2 without --on"
 TRACED, SERVED = "a traced module, PACKAGE.MODULE:FUNCTION", 'serving, --serve "input=1024 output=256 rate=10/s"'
+REPLICATED = "a traced module on accelerators, --on 8xh100-sxm-80gb"
 
 SUBJECTS = {
-    **dict.fromkeys(("tokens", "steps", "seq", "global_batch", "precision", "optimizer"), (DECODER,)),
-    **dict.fromkeys(("network", "per_node"), (CLUSTER,)), **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),
-    "layout": (CLUSTER, RANKS, SERVED), "ranks": (RANKS,), "input": (TRACED,), "real": (TRACED,), "weights": (SERVED,),
-    "kv": (SERVED,),
+    **dict.fromkeys(("tokens", "seq", "global_batch"), (DECODER,)),
+    **dict.fromkeys(("steps", "precision", "optimizer"), (DECODER, TRACED)),
+    **dict.fromkeys(("network", "per_node"), (CLUSTER, REPLICATED)),
+    **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),
+    "layout": (CLUSTER, REPLICATED, RANKS, SERVED), "ranks": (RANKS,), "input": (TRACED,), "real": (TRACED,),
+    "weights": (SERVED,), "kv": (SERVED,), "price_per_hour": (CLUSTER, REPLICATED, SERVED),
+    **dict.fromkeys(("grid", "pue", "within", "max_rent"), (CLUSTER, REPLICATED)),
 }  # fmt: skip
 """Subjects that each option applies to."""
 
@@ -70,6 +75,35 @@ class Prices:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a run may take at most; None: anything."""
+
+    seconds: float | None = None
+    rent_usd: float | None = None
+
+    @classmethod
+    def of(cls, within: str | None, rent_usd: float | None) -> Limits:
+        """Returns the limits of a time as users write it. Raises UserError for one that is none."""
+        try:
+            return cls(None if within is None else units.parse_seconds(within), rent_usd)
+        except ValueError as error:
+            raise UserError(f"--within {error}") from None
+
+    @property
+    def usual_place(self) -> str:
+        """What is planned for where no hardware is named."""
+        return "any" if self else "this"
+
+    def __bool__(self) -> bool:
+        return self.seconds is not None or self.rent_usd is not None
+
+    def allow(self, seconds: float, rent_usd: float) -> bool:
+        return (self.seconds is None or seconds <= self.seconds) and (
+            self.rent_usd is None or rent_usd <= self.rent_usd
+        )
+
+
+@dataclass(frozen=True)
 class Options:
     """The options beside WHAT and WHERE; None: not given."""
 
@@ -83,6 +117,7 @@ class Options:
     layout: str | None = None
     emit: str | None = None
     prices: Prices = field(default_factory=Prices)
+    limits: Limits = field(default_factory=Limits)
     inputs: tuple[str, ...] = ()  # of a traced module: NAME=SIZES:DTYPE
     real: bool = False  # a traced module runs one step on real tensors
     network: str | None = None  # of a node, as text; None: the usual one
@@ -94,7 +129,9 @@ class Options:
 
     def refuse_beside(self, *subjects: str) -> None:
         """Raises UserError for an option that applies to none of `subjects`."""
-        refuse_options(vars(self) | {"seq": self.sequence, "input": self.inputs}, SUBJECTS, *subjects)
+        prices = {"price_per_hour": self.prices.usd_per_hour, "grid": self.prices.grid, "pue": self.prices.pue}
+        limits = {"within": self.limits.seconds, "max_rent": self.limits.rent_usd}
+        refuse_options(vars(self) | prices | limits | {"seq": self.sequence, "input": self.inputs}, SUBJECTS, *subjects)
 
 
 @dataclass(frozen=True)
@@ -110,6 +147,18 @@ class PlanOutcome:
     def of(cls, ledger: Ledger, assumed: Iterable[Assumption]) -> PlanOutcome:
         """Returns the plan of one process or of identical replicas."""
         return cls(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+
+    def held_to(self, limits: Limits) -> PlanOutcome:
+        """Returns the plan with limits beside what is planned: one that fails is a no, as memory is. Raises UserError
+        for a limit on a rent that is not known."""
+        totals, found = self.ledger.totals, dict[str, Any]()
+        for name, limit in (("total_seconds", limits.seconds), ("rent_usd", limits.rent_usd)):
+            if limit is not None and self.fits:
+                if name not in totals:
+                    raise UserError("--max-rent needs a price, and none is known: give --price-per-hour")
+                found[name] = {"limit": limit, "holds": totals[name].value <= limit}
+        holds = all(one["holds"] for one in found.values())
+        return replace(self, fits=self.fits and holds, more=self.more | ({"limits": found} if found else {}))
 
     def to_json(self) -> dict[str, Any]:
         """Returns `fits` and the totals, each {value, interval, origin, basis}, then `more` and the whole ledger."""

@@ -10,15 +10,12 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.ledger import Ledger
+from ironlaw.report import labels
 from ironlaw.report.document import Cell, Document, Print, Row, bad, dim, good, interval, quantity, strong
 from ironlaw.report.plan_view import derivations, memory_inputs, model_inputs, plan_view, totals, why_view
 from ironlaw.report.serving_view import serving_view
 
 More = Mapping[str, Any]
-
-
-def _hours(value: float | None) -> str:
-    return units.NOT_KNOWN if value is None else f"{units.count(value)} h"
 
 
 # Totals in the order of the table: their usual names, and how they are printed.
@@ -33,13 +30,7 @@ SHOWN: dict[str, tuple[str, Print]] = {
     "hfu": ("HFU", units.percent),
     "peak_bytes": ("Peak memory", units.bytes_),
     "total_seconds": ("Total time", units.seconds),
-    "accelerator_hours": ("Accelerator-hours", _hours),
-    "rent_usd": ("Rent", units.dollars),
-    "purchase_usd": ("Purchase", units.dollars),
-    "break_even_hours": ("Buying pays after", _hours),
-    "break_even_runs": ("Buying pays after", lambda v: f"{v:.1f} such runs" if v is not None else units.NOT_KNOWN),
-    "energy_joules": ("Energy", units.energy),
-    "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
+    **labels.COSTS,
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
 
@@ -49,8 +40,11 @@ def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
     made = Document()
     _title(made, ledger, more)
     _verdict(made, ledger, fits, more)
+    _limits(made, ledger, more)
     _engine(made, more)
     totals(made, ledger, {k: v for k, v in SHOWN.items() if k not in IN_WHY_ONLY}, absent=False)
+    if len(more.get("hardware", {}).get("rows", ())) > 1:
+        _hardware(made, more["hardware"])
     if len(more["candidates"]) > 1:
         _candidates(made, more)
     if more["ruled_out"]:
@@ -115,6 +109,30 @@ def _verdict(made: Document, ledger: Ledger, fits: bool, more: More) -> None:
         made.text(f"Chosen over {other}: {choice}.", role="dim")
     elif " " in choice:
         made.text(f"{choice[0].upper()}{choice[1:]}.", role="dim")
+
+
+def _limits(made: Document, ledger: Ledger, more: More) -> None:
+    """Say whether what was asked for holds, and where it may not."""
+    for name, limit in more.get("limits", {}).items():
+        (label, show), planned = SHOWN[name], ledger.totals[name]
+        sure = planned.high is None or planned.high <= limit["limit"]
+        tail = "" if sure or not limit["holds"] else f"; the upper end of its interval, {show(planned.high)}, does not"
+        mark = good("Holds: ") if limit["holds"] else bad("Does not hold: ")
+        made.text(mark, f"{label.lower()} {show(planned.value)}, at most {show(limit['limit'])} asked{tail}.")
+
+
+def _hardware(made: Document, hardware: More) -> None:
+    """Add the best number of accelerators of each kind that holds the limits."""
+    made.heading(f"Hardware within the limits, {hardware['sought']} first")
+    made.table(
+        ["<accelerators", "total time", "rent", "step", "<layout"],
+        [[Cell(f"{row['accelerators']:,} x {row['product']}", "strong" if first else ""),
+          units.seconds(row["total_seconds"]), units.dollars(row["rent_usd"]), units.seconds(row["step_seconds"]),
+          row["layout"]] for row, first in ((row, row is hardware["rows"][0]) for row in hardware["rows"])],
+    )  # fmt: skip
+    walls = ", ".join(f"{count} {wall}" for wall, count in hardware["ruled_out"].items())
+    if walls:
+        made.text(f"Kinds ruled out: {walls}.", indent=2, role="dim")
 
 
 def _would_fit(made: Document, more: More) -> None:
@@ -327,8 +345,13 @@ def plan_views(outcome: Any, why: bool = False) -> list[Document]:
     """Return the views of a `PlanOutcome`: of training on this machine or a cluster, or of serving."""
     ledger, more = outcome.ledger, outcome.more
     assumed = assumed_view(more.get("assumed", []))
+    fits = outcome.fits or "limits" in more  # which are held against what fits
     if "served" in more:
         return [serving_view(ledger, more), assumed]
     if "cluster" in more:
-        return [cluster_view(ledger, outcome.fits, more), *([cluster_why_view(ledger, more)] if why else [])]
-    return [plan_view(ledger, outcome.fits), ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]
+        return [cluster_view(ledger, fits, more), *([cluster_why_view(ledger, more)] if why else [])]
+    made = plan_view(ledger, fits)
+    if "budget" in more:
+        _limits(made, ledger, more)
+        _money(made, ledger, more["budget"])
+    return [made, ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

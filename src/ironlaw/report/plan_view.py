@@ -15,6 +15,7 @@ PLANNED = (
     "parameters", "flops_per_step", "step_seconds", "tokens_per_second", "mfu", "peak_bytes", "resident_bytes",
     "total_seconds", "energy_joules",
 )  # fmt: skip
+ON_ACCELERATORS = (*PLANNED[:-1], "rent_usd", "energy_joules", "carbon_kg")
 MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
 # Total -> the totals it is calculated from.
 DERIVED = {
@@ -30,7 +31,9 @@ def plan_view(ledger: Ledger, fits: bool) -> Document:
     """Return parameters, FLOPs, memory, time and energy of a planned run, each with its interval and origin."""
     made, facts = Document(), ledger.facts
     _title(made, facts)
-    totals(made, ledger, {name: labels.TOTALS[name] for name in PLANNED})
+    catalogued = "accelerators" in facts
+    shown = {name: labels.TOTALS[name] for name in (ON_ACCELERATORS if catalogued else PLANNED)}
+    totals(made, ledger, shown, absent=not catalogued)
     made.heading("Memory at the peak" + (f": {facts['peak_at']}" if facts.get("peak_at") else ""))
     noted = ((line.component, line.bytes, line.note) for line in ledger.memory)
     made.shares(((name, held, note or labels.meaning(name, units.bytes_)) for name, held, note in noted), units.bytes_)
@@ -69,7 +72,8 @@ def _title(made: Document, facts: Mapping[str, Any]) -> None:
         f"{facts['threads']} threads" if facts.get("device") == "cpu" and "threads" in facts else "",
         f"machine measured {facts['measured'][:10]}" if facts.get("measured") else "",
     ]
-    name = f"Plan of {model.get('name', 'a model')} on {facts.get('machine', 'this machine')}"
+    count = f"{facts['accelerators']:,} x " if facts.get("accelerators", 1) > 1 else ""
+    name = f"Plan of {model.get('name', 'a model')} on {count}{facts.get('machine', 'this machine')}"
     made.title(name, below=", ".join(filter(None, shape)))
 
 

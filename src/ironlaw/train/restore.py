@@ -18,7 +18,6 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
-from ironlaw.files import read_json
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
@@ -51,7 +50,7 @@ def check_text(folder: Path, dataset: Dataset, start: Checkpoint | None = None, 
     on from `start` was trained on other text. A tokenizer that is learned from the text is another one when the text
     changes, and its ids mean nothing to weights of before."""
     files = dataset.tokenizer_path, tokenizers.tokenizer_file(folder) if has_tokenizer(folder) else None
-    known = [read_json(file)["model"]["vocab"] for file in files if file is not None and file.is_file()]
+    known = [tokenizers.read_tokenizer(file).get_vocab() for file in files if file is not None and file.is_file()]
     digest = start.index.get("text", dataset.digest) if start is not None else dataset.digest
     if known[1:] in ([], known[:1]) and digest == dataset.digest:
         return

@@ -131,7 +131,7 @@ class Layout:
             self.reason_context(model, sequence)
             or self._reason_experts(model)
             or self._reason_pipeline(model.layers)
-            or self._reason_sharding()
+            or self.reason_sharding()
             or self._reason_batch(global_batch)
         )
 
@@ -185,7 +185,8 @@ class Layout:
             return f"ep = {self.ep} ranks cannot be taken from {taken}"
         return None
 
-    def _reason_sharding(self) -> str | None:
+    def reason_sharding(self) -> str | None:
+        """Return why ZeRO cannot shard over `shard` replicas, or None."""
         if self.shard is not None and self.zero == 0:
             return "shard says how far ZeRO shards: it needs zero=1, 2 or 3"
         if self.shard is not None and self.dp % self.shard:

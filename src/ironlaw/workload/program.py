@@ -34,7 +34,7 @@ from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import freed_after_backward, freed_after_forward, recomputed_operations, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
-from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
+from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, of_site, shard_of, stage_parameters
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
@@ -224,33 +224,42 @@ def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None =
     return Program(Layout(), (Stage((layer,), update=tuple(update)),), accumulation, tensors=(tensors,))
 
 
-def replicated(program: Program, trace: ModuleTrace, replicas: int, zero: int) -> Program:
-    """Return the program of one of `replicas` replicas of a traced module.
+def replicated(program: Program, trace: ModuleTrace, layout: Layout) -> Program:
+    """Return the program of one of `layout.dp` replicas of a traced module. ZeRO shards its state over `layout.shard`
+    replicas, if given; the other copies then reduce what they hold (hybrid sharding).
 
-    ZeRO 0: each holds everything, and DDP's buckets hold a second copy of the gradients. ZeRO 3: each holds a part of
-    parameters, gradients and state; FSDP gathers the weights of a unit for both passes, prefetching the next unit, and
-    reduce-scatters its gradients."""
-    ((tensors,), (stage,)), units = (program.tensors, program.stages), len(trace.unit_bytes)
-    if zero == 0:
-        buckets = Tensor("communication", trace.trained_bytes, "buckets of gradients")
-        added = Collective("replicate", "all_reduce", units, trace.trained_bytes)
-        return replace(program, tensors=((*tensors, buckets),), sent=(added,))
-    assert zero == 3
-    (layer,), elsewhere, largest = stage.layers, 1 - 1 / replicas, max(trace.unit_bytes, default=0)
-    divided = {"weights": trace.parameter_bytes, "optimizer": 2 * trace.trained_bytes}
-    held = [t._replace(bytes=t.bytes - divided.get(t.component, 0) * elsewhere) for t in tensors]
-    held += [Tensor("gathered", 2 * largest, "of a unit and the next"), Tensor("reducing", largest, "of a unit")]
-    backward = tuple(replace(op, gradient_bytes=op.gradient_bytes // replicas) for op in layer.backward)
+    ZeRO 0: DDP, whose buckets hold a second copy of the gradients. 1: the same buckets, scattered; updated weights are
+    gathered. 2 and 3: FSDP gathers units of weights ahead of their use and scatters their gradients. Under 2 weights
+    stay until the backward pass is over, under 3 two units at a time, gathered again for that pass.
+    """
+    ((tensors,), (stage,)), passes, zero = (program.tensors, program.stages), program.micro_batches, layout.zero
+    weights, trained, ranks = trace.parameter_bytes, trace.trained_bytes, layout.sharing
+    units, largest = len(trace.unit_bytes), max(trace.unit_bytes, default=0)
+    divided = {"optimizer": sum(t.bytes for t in tensors if t.component == "optimizer")} if zero else {}
+    if zero < 2:
+        calls, reduced = -(-trained // BUCKET_BYTES), trained
+        added = [Tensor("communication", trained, "buckets of gradients")]
+        sent = [Collective("shard", "all_gather", units, trained)] if zero else []
+    else:
+        calls, reduced = passes * units, passes * trained
+        divided["weights"] = weights
+        gathered = (2 * largest, "of a unit and the next") if zero == 3 else (weights + largest, "of all units")
+        added = [Tensor("gathered", *gathered), Tensor("reducing", largest, "of a unit")]
+        times = passes * (zero - 1)
+        sent = [Collective("shard", "all_gather", times * units, times * weights)]
+    sent += [Collective("shard", "reduce_scatter", calls, reduced)] if zero else []
+    if layout.dp > ranks:
+        sent.append(Collective("replicate", "all_reduce", calls, reduced // ranks))
+    held = [t._replace(bytes=t.bytes - divided.get(t.component, 0) * (1 - 1 / ranks)) for t in tensors]
+    (layer,), own = stage.layers, ranks if zero >= 2 else 1
+    backward = tuple(replace(op, gradient_bytes=op.gradient_bytes // own) for op in layer.backward)
     update = tuple(
-        replace(op, elements=op.elements // replicas, bytes_moved=op.bytes_moved // replicas) for op in stage.update
-    )
-    passes = program.micro_batches
-    sent = (
-        Collective("shard", "all_gather", 2 * passes * units, 2 * passes * trace.parameter_bytes),
-        Collective("shard", "reduce_scatter", passes * units, passes * trace.trained_bytes),
+        replace(op, elements=op.elements // of, bytes_moved=op.bytes_moved // of)
+        for op in stage.update
+        for of in [ranks if op.phase is Phase.OPTIMIZER else own]  # gradients of micro-batches are added before
     )
     stage = replace(stage, layers=(replace(layer, backward=backward),), update=update)
-    return replace(program, stages=(stage,), tensors=(tuple(held),), sent=sent)
+    return replace(program, layout=layout, stages=(stage,), tensors=((*held, *added),), sent=tuple(sent))
 
 
 def runs_on_device(update: Operation) -> bool:

@@ -93,6 +93,7 @@ class TrainingEngine(Conventions):
     logit_bytes: float = constant(10.0, "B/logit", "at the loss: 16-bit logits, fp32 copy, softmax, gradients")
     context_bytes: float = constant(0.0, "B", "workspaces that the allocator sees")
     default_precision: str = constant("bf16", "", "assumed where a run does not say")
+    default_attention: str = constant("flash", "", "flash or standard, assumed where a run does not say")
     default_zero: int = constant(0, "", "assumed where a run does not say")
     default_sp: bool = constant(False, "", "assumed where a run does not say")
     default_recompute: str = constant("none", "", "assumed where a run does not say")

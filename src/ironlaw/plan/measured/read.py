@@ -49,6 +49,7 @@ class Alternative:
     """Other settings that a row may have had where it does not state them, instead of the assumed ones."""
 
     layout: Mapping[str, Any] = field(default_factory=dict)  # fields of the layout that differ
+    job: Mapping[str, Any] = field(default_factory=dict)  # other fields of the job that differ
     constants: Mapping[str, float] = field(default_factory=dict)  # constants of the engine that differ
     weight: float = 1.0  # weight of the difference in the interval: lower for rare settings
 
@@ -122,8 +123,10 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
     if attention is None and not acc.has_flash:
         attention = "standard"
         cells.assumed.append(f"attention = standard (FlashAttention has no kernels for {acc.name})")
-    attention = attention or "flash"
-    engine = engine or _engine(cells, attention)
+    engine = engine or _engine(cells, attention or "flash")
+    if attention is None:
+        attention = engine.attention or engine.default_attention
+        cells.assumed.append(f"attention = {attention} (the engine's default)")
     model, flash = _model(cells), attention == "flash"
     job = _job(cells, engine, count, model, flash)
     if cells.recompute() is None and engine.default_recompute != "none":
@@ -173,6 +176,8 @@ def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: Trai
     if cells.recompute() is None and not engine.recomputes_by_block:
         again = "none" if engine.default_recompute == "full" else "full"
         found.append(Alternative({"recompute": again}, weight=0.5))
+    if cells.attention() is None and not engine.attention and engine.default_attention == "standard" and acc.has_flash:
+        found.append(Alternative(job={"flash": True}))
     if engine.tp_overlap and layout.tp > 1:
         hidden = engine.on(acc.generation).tp_hidden
         found.append(Alternative(constants={"tp_hidden": engine.tp_overlap if hidden < engine.tp_overlap else 0.0}))

@@ -155,7 +155,7 @@ def with_alternative(run: Run, other: Alternative) -> Run:
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
         engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
-    return replace(run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job))
+    return replace(run, engine=engine, job=replace(in_layout(run.job.every, **other.layout)(run.job), **other.job))
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.models import taken_model
-from ironlaw.catalog.nodes import Cluster, parse_cluster
+from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.budget import budget
+from ironlaw.plan.budget import add_costs, run_seconds
 from ironlaw.plan.cluster.candidates import Candidates
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, ClusterPlan, ClusterRequest, bounded, plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
@@ -25,11 +25,11 @@ from ironlaw.plan.cluster.system import ClusterSystem, update_cost, usable_bytes
 from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.module import plan_adapters
-from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, assume_accelerator, settle
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
-from ironlaw.workload.layout import Layout, parse_layout
+from ironlaw.plan.requests.hardware import asked_hardware, assumed_network
+from ironlaw.plan.requests.replicas import plan_adapters
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import IMBALANCE
 
 
@@ -38,13 +38,35 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     config = requested.config
     if config is not None and config.finetune.adapts:
         return plan_adapters(requested, on, options)
-    cluster, layout, assumed = _where(on, options)
+    cluster, layout, assumed = asked_hardware(on, options)
     if layout is None and cluster.count == 1 and config and config.train.offload != "none":
         # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
     work = settle(requested.model, options, cluster.count, config)
-    precision = _precision(requested, cluster.accelerator, options, assumed)
+    return plan_work(requested, cluster, layout, work, options, assumed)
+
+
+def plan_work(
+    requested: RequestedModel, cluster: Cluster, layout: Layout | None, work: Work, options: Options,
+    assumed: list[Assumption],
+) -> PlanOutcome:  # fmt: skip
+    """Plans the work on a cluster, in the layout if one is given; `assumed`: what was, of the cluster."""
+    request = request_of(requested, cluster, layout, work, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
+    request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
+    if trainer and answer.fits and answer.layout:
+        answer.more["emit"] = emit(trainer.name, request, answer.layout)
+    return answer.held_to(options.limits)
+
+
+def request_of(
+    requested: RequestedModel, cluster: Cluster, layout: Layout | None, work: Work, options: Options,
+    assumed: Sequence[Assumption],
+) -> ClusterRequest:  # fmt: skip
+    """Returns the request, under no software yet. Raises UserError for a precision without a rate, or a layout that
+    the trainer of `--emit` refuses."""
+    config, assumed = requested.config, [*assumed, *assumed_network(cluster)]
+    precision = _precision(requested, cluster.accelerator, options, assumed)
     if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
         why = "no measurement; balancing aims at 1 (arXiv 2408.15664)"
@@ -62,54 +84,16 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         requested.model, cluster, work.sequence, work.global_batch, precision, optimizer=optimizer, config=config,
         steps=work.steps, assumed=work.assumed + assumed, prices=options.prices, layout=layout,
     )  # fmt: skip
-    if trainer:
-        trainer.check(request, layout)
+    if options.emit is None:
+        return request
+    trainer = trainer_named(options.emit)
+    trainer.check(request, layout)
 
-        def excluded(candidate: Layout) -> str | None:
-            reason = trainer.cannot(candidate, requested.model, optimizer)
-            return f"{trainer.name}: {reason}" if reason else None
+    def excluded(candidate: Layout) -> str | None:
+        reason = trainer.cannot(candidate, requested.model, optimizer)
+        return f"{trainer.name}: {reason}" if reason else None
 
-        request = replace(request, excluded=excluded)
-    request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
-    if trainer and answer.fits and answer.layout:
-        answer.more["emit"] = emit(trainer.name, request, answer.layout)
-    return answer
-
-
-def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
-    """Returns cluster and layout; each may set the number of accelerators if the other leaves it open."""
-    cluster = parse_cluster(on)
-    assumed = assume_accelerator(re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip())
-    cluster = _described(cluster, options, assumed)
-    if options.layout is None:
-        return cluster, None, assumed
-    layout = parse_layout(options.layout)
-    counted = re.match(r"\s*[\d_,.]+\s*[x*]", on) is not None
-    if not counted and layout.accelerators > 1:
-        cluster = Cluster(cluster.accelerator, layout.accelerators, cluster.node)
-        assumed.append(Assumption("accelerators", f"{cluster.count:,}", "the product of the layout", "--on COUNTx..."))
-    rest = layout.tp * layout.pp * layout.cp
-    if "dp=" not in options.layout.replace(" ", "") and counted and cluster.count % rest == 0:
-        layout = replace(layout, dp=cluster.count // rest)
-        assumed.append(Assumption("dp", str(layout.dp), "what tp, pp and cp leave", "--layout"))
-    return cluster, layout, assumed
-
-
-def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) -> Cluster:
-    """Returns the cluster with the nodes that the options describe. Raises UserError if they name no network."""
-    if options.per_node is not None:
-        cluster = replace(cluster, node=resized(cluster.node, options.per_node))
-    if options.network is None:
-        return cluster
-    found, note = described_node(cluster.node, options.network)
-    if note and found.fabric == cluster.node.fabric:
-        raise UserError(
-            f"--network '{options.network}' names no kind of network with a rate: write for example "
-            '--network "8x 200 Gb/s RoCE per node, 2:1"'
-        )
-    if note:
-        assumed.append(Assumption("network", f"{found.fabric} at the node's usual rate", "none is said", "--network"))
-    return replace(cluster, node=found)
+    return replace(request, excluded=excluded)
 
 
 def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:
@@ -313,15 +297,13 @@ def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: 
     candidates = request.candidates([layout])
     peak = where.hardware.peak(request.precision) * request.cluster.count
     ledger.totals |= other_conventions(request.model, candidates, step, peak, where.engine.selective_shares)
-    words = f"{request.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
-    ledger.totals["total_seconds"] = step.scaled(request.steps, words)
+    ledger.totals["total_seconds"] = run_seconds(step, request.steps)
 
 
 def _when_it_fits(
     request: ClusterRequest, layout: Layout, ledger: Ledger, found: SearchResult | None, limit: float
 ) -> dict[str, Any]:
-    costs, facts = budget(ledger, request.cluster, ledger.totals["total_seconds"], request.prices)
-    ledger.totals |= costs
+    money = add_costs(ledger, request.cluster, request.prices)
     upper = ledger.totals["peak_bytes"].high
     tight = upper is not None and upper > limit
     safest = found.safest if found else None
@@ -329,7 +311,7 @@ def _when_it_fits(
     if found and found.best[0].layout != layout:
         slower = ledger.totals["step_seconds"].value / found.best[0].step_seconds - 1
     return {
-        "budget": {name: estimate.to_json() for name, estimate in costs.items()} | facts,
+        "budget": money,
         "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(request, safest) if tight and safest else None,
         "first_change": first_change(request, layout, ledger),

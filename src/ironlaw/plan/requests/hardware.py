@@ -1,0 +1,60 @@
+"""The accelerators, their nodes and the layout that a plan request names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ironlaw import units
+from ironlaw.catalog.nodes import Cluster, parse_cluster
+from ironlaw.errors import UserError
+from ironlaw.plan.cluster.system import fabric_of
+from ironlaw.plan.measured.network import described_node, resized
+from ironlaw.plan.request_types import Assumption, Options, assume_accelerator
+from ironlaw.workload.layout import Layout, parse_layout
+
+
+def asked_hardware(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
+    """Returns cluster and layout; each may set the number of accelerators if the other leaves it open."""
+    cluster = parse_cluster(on)
+    assumed = assume_accelerator(re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip())
+    cluster = _described(cluster, options, assumed)
+    if options.layout is None:
+        return cluster, None, assumed
+    layout = parse_layout(options.layout)
+    counted = re.match(r"\s*[\d_,.]+\s*[x*]", on) is not None
+    if not counted and layout.accelerators > 1:
+        cluster = Cluster(cluster.accelerator, layout.accelerators, cluster.node)
+        assumed.append(Assumption("accelerators", f"{cluster.count:,}", "the product of the layout", "--on COUNTx..."))
+    rest = layout.tp * layout.pp * layout.cp
+    if "dp=" not in options.layout.replace(" ", "") and counted and cluster.count % rest == 0:
+        layout = replace(layout, dp=cluster.count // rest)
+        assumed.append(Assumption("dp", str(layout.dp), "what tp, pp and cp leave", "--layout"))
+    return cluster, layout, assumed
+
+
+def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) -> Cluster:
+    """Returns the cluster with the nodes that the options describe. Raises UserError if they name no network."""
+    if options.per_node is not None:
+        cluster = replace(cluster, node=resized(cluster.node, options.per_node))
+    if options.network is None:
+        return cluster
+    found, note = described_node(cluster.node, options.network)
+    if note and found.fabric == cluster.node.fabric:
+        raise UserError(
+            f"--network '{options.network}' names no kind of network with a rate: write for example "
+            '--network "8x 200 Gb/s RoCE per node, 2:1"'
+        )
+    if note:
+        assumed.append(Assumption("network", f"{found.fabric} at the node's usual rate", "none is said", "--network"))
+    return replace(cluster, node=found)
+
+
+def assumed_network(cluster: Cluster) -> list[Assumption]:
+    """Returns the rate of a network that traffic needs and the catalogue does not know of the node."""
+    node = cluster.node
+    if cluster.count <= max(node.accelerators, node.scale_up_accelerators) or node.network_bytes_per_second:
+        return []
+    rate = fabric_of(cluster.accelerator, node).network_bytes_per_second * node.accelerators
+    why = f"the network of a {node.product[0].lower()}{node.product[1:]} is not known"
+    return [Assumption("network", f"{units.si(8 * rate, 'bit/s')} for each", why, "--network")]
