@@ -23,9 +23,10 @@ NUMBERS = (
     "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "delayed_gap_seconds", "delayed_seconds",
     "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
     "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "module_fraction", "other_load", "pace",
-    "peak_bytes", "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host", "recompile_seconds",
-    "recomputed_seconds", "reserved_bytes", "rollbacks", "sequence", "skipped_updates", "slow_steps_fraction",
-    "slowest_rank", "steps_done", "steps_inferred", "threads", "tokens_per_micro_batch", "world_size",
+    "paused_seconds", "peak_bytes", "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host",
+    "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "rollouts", "sequence", "skipped_updates",
+    "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads", "tokens_per_micro_batch",
+    "world_size",
 )  # fmt: skip
 TEXTS = (
     "autocast", "attention_reason", "data_place", "data_stage", "device", "finished", "gradients_found", "host",
@@ -36,9 +37,10 @@ TEXTS = (
 DATA_FRACTIONS = ("padded_fraction", "cropped_fraction", "documents_cut_fraction")
 WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_in_eval", "optimizer_rebuilt",
             "unscaled", "updates_again")  # fmt: skip
-PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "copies", "decompositions", "denormals",
-         "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations", "operation_slow",
-         "padding", "passes_apart", "rows_untouched", "values_unread", "zeros_multiplied")  # fmt: skip
+PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
+         "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
+         "operation_slow", "padding", "passes_apart", "rows_untouched", "values_unread",
+         "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:
@@ -77,7 +79,7 @@ def _facts() -> dict[str, Any]:
         "places": dict[str, str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
-        **dict.fromkeys(("bf16", "float64"), _record(saved=Number, place=(text, None))),
+        **dict.fromkeys(("bf16", "float64", "half"), _record(saved=Number, place=(text, None))),
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
         "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],
         "lines": dict[str, list[tuple[str, Number]]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from synthetic import make_profile
 from torch import nn
 
 import ironlaw
+from ironlaw import explain
 from ironlaw.errors import UserError
 from ironlaw.explain.observed import explain_observed
+from ironlaw.ledger_types import _facts
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
 from ironlaw.report.page import render
@@ -129,3 +132,11 @@ def test_metrics_hold_numbers(observed: Path, name: str, value: Any) -> None:
             explain_observed(observed, profile_here())
     finally:
         file.write_text(text)
+
+
+def test_every_fact_that_an_explanation_reads_has_a_type() -> None:
+    """But those that are never stored: made from a trace when a run is explained."""
+    made = {"product_shapes", "score_products", "unfused_attention"}
+    sources = [path.read_text() for path in Path(explain.__file__).parent.glob("*.py")]
+    read = {name for source in sources for name in re.findall(r'\.fact\(\s*"(\w+)"', source)}
+    assert len(read) > 40 and read - {*_facts()} == made
