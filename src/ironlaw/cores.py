@@ -31,7 +31,7 @@ def group_limits(name: str) -> Iterator[list[str]]:
 def usable_cores() -> int:
     """Return the number of cores this process may use: those of its affinity mask, at most its control group's quota
     (a container with `--cpus 2` sees all cores of its host, but is throttled when it uses more than two)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     paid = [math.ceil(int(quota) / int(period)) for quota, period in group_limits("cpu.max") if quota != "max"]
     return max(1, min([cores, *paid]))
 

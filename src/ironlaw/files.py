@@ -68,7 +68,7 @@ def cache_problem() -> str | None:
 
 def open_file(path: Path) -> IO[bytes]:
     """Open a regular file for reading. Pipes and devices are refused: reading them may never end."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -217,6 +217,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def is_taken(path: Path) -> bool:
+    """Whether something is at `path` that is not an empty directory."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def as_name(text: str, at_most: int = 64) -> str:

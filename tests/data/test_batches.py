@@ -119,7 +119,6 @@ def test_exactly_one_batch_is_enough() -> None:
 def test_wrong_sizes_are_one_line() -> None:
     for act, words in (
         (lambda: windows_of(TOKENS[:32], 8, 4, seed=0), "has 32 tokens .* needs 33: lower train.global_batch"),
-        (lambda: windows_of(TOKENS, 8, 4, seed=0, world=3), "multiple of 3"),
         (lambda: next(held_out(TOKENS[:8], 8, 4)), "data.validation_fraction"),
     ):
         with pytest.raises(UserError, match=words) as caught:

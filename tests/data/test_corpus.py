@@ -90,7 +90,8 @@ def split_texts(path: Path, fraction: float, seed: int = 0) -> dict[str, list[st
     splitter = splits.split(corpus, fraction, seed)
     parts: dict[str, list[str]] = {"train": [], "validation": []}
     for document in corpus.documents():
-        for split, text in splitter.parts(document):
+        assert document.content is not None
+        for split, text in splitter.parts(document.file, document.content):
             parts[split].append(str(text))
     return parts
 
@@ -132,8 +133,7 @@ def test_a_corpus_without_text_is_one_line(tmp_path: Path, content: bytes | None
     with pytest.raises(UserError, match="has no text") as caught:
         corpus = corpora.find(str(tmp_path), maximum_file_bytes=10)
         corpus.scan()
-        if not corpus.files:
-            raise corpora.no_text(str(tmp_path), corpus)
+        corpora.check_has_text(corpus)
     assert "\n" not in str(caught.value)
 
 

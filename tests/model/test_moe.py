@@ -244,7 +244,7 @@ def test_biases_move_against_the_load_and_even_it_out() -> None:
         model(data, data)
         last = update_routing(model)
     assert first is not None and last is not None
-    assert last.busiest_over_mean < first.busiest_over_mean
+    assert last.expert_load_busiest_over_mean < first.expert_load_busiest_over_mean
     assert "blocks.0.ffn.router.bias" in model.state_dict()
 
 
@@ -254,8 +254,8 @@ def test_the_load_says_what_was_chosen_and_dropped() -> None:
     data = torch.randint(0, 60, (2, 24))
     model(data, data)
     load = update_routing(model)
-    assert load is not None and load.busiest_over_mean >= 1
-    assert load.dropped >= 0.5  # half of the mean load has room at most
+    assert load is not None and load.expert_load_busiest_over_mean >= 1
+    assert load.expert_choices_dropped >= 0.5  # half of the mean load has room at most
     assert update_routing(Transformer(ModelConfig(**BASE))) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ironlaw.config import RunConfig
 from ironlaw.machine.profile import Profile
-from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
 
 
@@ -38,8 +38,8 @@ def train_until(train: Callable[..., Outcome]) -> Callable[..., None]:
     """`train_until(step, config, out)`: whatever comes after that step never happened."""
 
     def run(step: int, config: RunConfig, out: Path, **options: Any) -> None:
-        def watch(report: StepReport) -> None:
-            if report.step == step:
+        def watch(entry: dict[str, Any]) -> None:
+            if entry["step"] == step:
                 raise Interruption("pulled the plug")
 
         with pytest.raises(Interruption):

@@ -69,7 +69,7 @@ def test_a_run_says_it_and_its_ledger_keeps_it(
     tiny_config: Callable[..., RunConfig], train: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     said: list[str | None] = []
-    train(tiny_config(train={"steps": 2}), tmp_path / "run", watch=lambda report: said.append(report.attention))
+    train(tiny_config(train={"steps": 2}), tmp_path / "run", watch=lambda entry: said.append(entry["attention"]))
     assert said == ["SDPA: flash"] * 2
     assert Ledger.load(tmp_path / "run" / "ledger.json").facts["attention"] == "SDPA: flash"
 
@@ -86,7 +86,7 @@ def test_our_own_kernel_trains_to_the_same_losses_and_repeat_to_the_bit(
     for name in ("fused", "native", "native again"):
         config = tiny_config({"context": 80}, train={"steps": 4, "attention": name.split()[0]})
         seen = losses.setdefault(name, [])
-        train(config, tmp_path / name, watch=lambda report, seen=seen: seen.append(report.loss))
+        train(config, tmp_path / name, watch=lambda entry, seen=seen: seen.append(entry["loss"]))
     assert losses["native"] == losses["native again"]
     assert losses["native"] == pytest.approx(losses["fused"], rel=1e-5)
     facts = Ledger.load(tmp_path / "native" / "ledger.json").facts

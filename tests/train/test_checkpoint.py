@@ -32,7 +32,7 @@ from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.recovery import drop_after
 from ironlaw.train.restore import load
-from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
 from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
@@ -155,8 +155,8 @@ def stopped(
     """A run of 14 steps that ended after the 12th: checkpoints of steps 8 and 12."""
     folder = tmp_path_factory.mktemp("stopped")
 
-    def stop(report: StepReport) -> None:
-        if report.step == 12:
+    def stop(entry: dict[str, Any]) -> None:
+        if entry["step"] == 12:
             raise InterruptedError
 
     config = build_config(tiny_tables(shared_data, train={"steps": 14}))
@@ -317,9 +317,9 @@ def test_a_real_disk_that_fills_up_on_the_way(
 
     shown = LiveRun.step
 
-    def step(self: LiveRun, report: Any) -> None:
-        shown(self, report)
-        if report.step == 40:
+    def step(self: LiveRun, entry: dict[str, Any]) -> None:
+        shown(self, entry)
+        if entry["step"] == 40:
             until((small_disk / "run" / "checkpoints" / "step-00000025").is_dir)
             fill(small_disk, leave)
 
@@ -354,10 +354,10 @@ def test_the_run_goes_on_while_a_checkpoint_is_written(
         assert reached.wait(timeout=100), "the run waited for the writer"
         return plain(self, folder, taken)
 
-    def watch(report: StepReport) -> None:
-        if report.step == 7:
+    def watch(entry: dict[str, Any]) -> None:
+        if entry["step"] == 7:
             reached.set()
-        if report.step == 8:  # its checkpoint waited for the one of step 4
+        if entry["step"] == 8:  # its checkpoint waited for the one of step 4
             raise InterruptedError
 
     monkeypatch.setattr(checkpoint.WholeFiles, "write", slow)
@@ -431,8 +431,8 @@ def test_a_run_that_is_moved_away_is_not_begun_again_where_it_was(
 ) -> None:
     """Also if it is moved while a checkpoint is written."""
 
-    def watch(report: StepReport) -> None:
-        if report.step == 9:
+    def watch(entry: dict[str, Any]) -> None:
+        if entry["step"] == 9:
             (tmp_path / "run").rename(tmp_path / "moved")
 
     with pytest.raises(UserError, match=r"cannot write to .*run/checkpoints .* of step 12 was not written"):

@@ -22,7 +22,7 @@ from ironlaw.train import jsonl
 from ironlaw.train.faults import is_out_of_memory
 from ironlaw.train.jsonl import JsonLines, read_lines
 from ironlaw.train.loop import Trainer
-from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import locked
 
 Config = Callable[..., RunConfig]
@@ -160,8 +160,8 @@ def test_a_run_whose_metrics_find_no_room_for_a_while(
     whole = undisturbed(tiny_config())
     disk, said = Disk(monkeypatch), []
 
-    def watch(report: StepReport) -> None:
-        disk.room = 0 if 5 <= report.step < 10 else 10**9
+    def watch(entry: dict[str, Any]) -> None:
+        disk.room = 0 if 5 <= entry["step"] < 10 else 10**9
 
     train(tiny_config(), tmp_path / "run", watch=watch, say=said.append)
     assert losses(tmp_path / "run") == whole

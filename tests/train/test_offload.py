@@ -22,7 +22,6 @@ from ironlaw.plan.recipe import check_supported
 from ironlaw.plan.step import plan_run
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.result import Outcome
-from ironlaw.train.transfer import Arrival
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.program import layers_of_shape
@@ -38,16 +37,16 @@ class Late:
     def __init__(self, source: Tensor, target: Tensor, before: Late | None = None) -> None:
         self.source, self.target, self.before, self.complete = source, target, before, False
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         return self.complete
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         assert self.before is None or self.before.complete, "comes back before it has left"
         if not self.complete:
             self.target.copy_(self.source)
             self.complete = True
 
-    wait_on_device = wait_on_host
+    wait = synchronize
 
 
 class LateStream:
@@ -58,16 +57,16 @@ class LateStream:
     def host_like(self, tensor: Tensor) -> Tensor:
         return torch.full_like(tensor, 255 if tensor.dtype is torch.uint8 else float("nan")).contiguous()
 
-    def out(self, tensor: Tensor, host: Tensor) -> Arrival:
+    def out(self, tensor: Tensor, host: Tensor) -> Late:
         self.out_bytes += tensor.nbytes
         self._last[host.data_ptr()] = Late(tensor, host)
         return self._last[host.data_ptr()]
 
-    def back(self, host: Tensor) -> tuple[Tensor, Arrival]:
+    def back(self, host: Tensor) -> tuple[Tensor, Late]:
         there = self.host_like(host)
         return there, self.back_into(host, there)
 
-    def back_into(self, host: Tensor, tensor: Tensor) -> Arrival:
+    def back_into(self, host: Tensor, tensor: Tensor) -> Late:
         self.back_bytes += host.nbytes
         return Late(host, tensor, self._last.get(host.data_ptr()))
 
@@ -170,7 +169,7 @@ def test_what_leaves_is_bounded(tiny_config: Config, stream: LateStream) -> None
     from ironlaw.model.transformer import Transformer
 
     model = Transformer(tiny_config({"layers": 5}).model)
-    offload = ActivationOffload(model, torch.device("cpu"), stream, ahead_bytes=20_000, smallest_bytes=1)
+    offload = ActivationOffload(model, torch.device("cpu"), stream, ahead_bytes=20_000)
     model.around = offload.around
     highest = largest = 0
     pack = offload._pack

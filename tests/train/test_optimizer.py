@@ -113,7 +113,8 @@ def test_galore_of_full_rank_is_adam_in_another_basis() -> None:
     torch.testing.assert_close(basis @ (basis.T @ gradient), gradient)
     weight = torch.nn.Parameter(torch.zeros(6, 9))
     weight.grad = gradient.clone()
-    GaLore([weight], 0.1, (0.9, 0.95), 1e-12, rank=6, projection_steps=5, scale=1.0).step()
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0}
+    GaLore([weight], settings | {"rank": 6, "projection_steps": 5, "scale": 1.0}).step()
     # The first update of Adam is the sign of each projected entry.
     torch.testing.assert_close(weight.detach(), -0.1 * basis @ (basis.T @ gradient).sign(), rtol=1e-4, atol=1e-5)
 

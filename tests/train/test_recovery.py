@@ -18,8 +18,8 @@ from ironlaw.errors import UserError
 from ironlaw.train import recovery
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import StepResult
-from ironlaw.train.recovery import MeasuredStep, Recovery, Skips, Spike, find_spike
-from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.recovery import MeasuredStep, Recovery, Spike, batch_of, find_spike
+from ironlaw.train.result import Outcome
 from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]
@@ -65,7 +65,7 @@ def raised(history: list[MeasuredStep], first: int, last: int, loss: float, norm
 def test_a_rise_that_stays_is_one_after_patience() -> None:
     found = first_spike(raised(curve(300, 0.05), 200, 240, loss=2.0))
     assert found is not None
-    assert (found.first, found.last) == (200, 202)
+    assert (found.first_step, found.last_step) == (200, 202)
     assert "robust standard deviations above" in found.reason
 
 
@@ -73,10 +73,10 @@ def test_gradients_that_break_out_earlier_mark_its_beginning_and_make_a_smaller_
     small = raised(curve(1000, 0.05), 900, 940, loss=0.35)  # between half of what counts and all of it
     assert first_spike(small) is None
     found = first_spike(raised(small, 900, 940, loss=0.0, norm=100.0))
-    assert found is not None and found.first == 900
+    assert found is not None and found.first_step == 900
     early = raised(raised(curve(1000, 0.05), 898, 899, loss=0.0, norm=100.0), 900, 940, loss=2.0)
     found = first_spike(early)
-    assert found is not None and (found.first, found.last) == (898, 902)
+    assert found is not None and (found.first_step, found.last_step) == (898, 902)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -94,8 +94,7 @@ def test_skips_number_the_batches_that_are_left() -> None:
     for _ in range(200):
         ranges = [(first := chance.randrange(40), first + chance.randrange(12)) for _ in range(chance.randrange(5))]
         left = [n for n in range(400) if not any(first <= n < end for first, end in ranges)]
-        skips = Skips(ranges)
-        assert [skips.batch(step) for step in range(200)] == left[:200]
+        assert [batch_of(step, ranges) for step in range(200)] == left[:200]
 
 
 def test_a_decision_is_a_function_of_what_was_logged() -> None:
@@ -112,17 +111,17 @@ def test_a_decision_is_a_function_of_what_was_logged() -> None:
     two.start_over(json.loads(json.dumps(metrics)))
     decisions = [each.decide(spike, [100, 200, 280, 295]) for each in (one, two)]
     assert decisions[0] == decisions[1]
-    assert decisions[0].to_step == 280  # 295 is nearer than `rewind` steps
-    assert decisions[0].skip == (299 - 8, 301 + 1 + 32)
-    assert one.event(decisions[0])["evidence"][-1]["step"] == 302
+    assert decisions[0]["to_step"] == 280  # 295 is nearer than `rewind` steps
+    assert decisions[0]["skipped_batches"] == [299 - 8, 301 + 1 + 32]
+    assert decisions[0]["evidence"][-1]["step"] == 302
 
 
 def strikes(*firsts: int, config: RecoveryConfig = DEFAULT) -> list[str]:
     recovery = Recovery(config, ())
     kinds = []
     for first in firsts:
-        event = recovery.event(recovery.decide(Spike(first, first + 2, "", 2.0, 0.1), [0]))
-        recovery.apply(event)
+        event = recovery.decide(Spike(first, first + 2, "", 2.0, 0.1), [0])
+        recovery.decisions.append(event)
         kinds.append(f"{event['event']} {event['strike']}")
     return kinds
 
@@ -176,7 +175,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], fl
     def set_(rise: Callable[[int, int], float]) -> None:
         def step(self: Trainer, *arguments: Any, **options: Any) -> Any:
             times = plain(self, *arguments, **options)
-            self.train_loss += rise(self.step, self.recovery.skips.batch(self.step - 1))
+            self.train_loss += rise(self.step, self.recovery.batch(self.step - 1))
             return times
 
         monkeypatch.setattr(Trainer, "_timed_step", step)
@@ -195,14 +194,8 @@ def without(
     """The losses of a run that leaves out some batches from the start."""
 
     def run(*ranges: tuple[int, int]) -> dict[int, float]:
-        plain = Recovery.__init__
-
-        def start(self: Recovery, *arguments: Any) -> None:
-            plain(self, *arguments)
-            self.skips = Skips(ranges)
-
         with monkeypatch.context() as patch:
-            patch.setattr(Recovery, "__init__", start)
+            patch.setattr(Recovery, "batch", lambda recovery, step: batch_of(step, ranges))
             train(config, tmp_path / "without")
         return losses(tmp_path / "without")
 
@@ -262,8 +255,8 @@ def test_stopped_and_resumed_after_it_went_back(
     """The batches stay left out, whichever checkpoint the next session starts from."""
     poison(lambda step, batch: 6.0 if batch in BAD else 0.0)
 
-    def stop(report: StepReport) -> None:
-        if report.step in (33, 47) and (tmp_path / "run" / "events.jsonl").is_file():
+    def stop(entry: dict[str, Any]) -> None:
+        if entry["step"] in (33, 47) and (tmp_path / "run" / "events.jsonl").is_file():
             raise InterruptedError
 
     for _ in range(2):
@@ -274,8 +267,8 @@ def test_stopped_and_resumed_after_it_went_back(
     assert losses(tmp_path / "run") == without(tuple(events(tmp_path / "run")[0]["skipped_batches"]))
 
 
-def _only(watch: Callable[[StepReport], None], step: int) -> Callable[[StepReport], None]:
-    return lambda report: watch(report) if report.step == step else None
+def _only(watch: Callable[[dict[str, Any]], None], step: int) -> Callable[[dict[str, Any]], None]:
+    return lambda entry: watch(entry) if entry["step"] == step else None
 
 
 def test_three_strikes_stop_the_run_and_it_can_go_on(
@@ -303,8 +296,8 @@ def test_a_damaged_checkpoint_is_not_what_a_run_goes_back_to(
 ) -> None:
     poison(lambda step, batch: 6.0 if batch in BAD else 0.0)
 
-    def damage(report: StepReport) -> None:
-        if report.step == 36:
+    def damage(entry: dict[str, Any]) -> None:
+        if entry["step"] == 36:
             while not (tmp_path / "run" / "checkpoints" / "step-00000030").is_dir():
                 time.sleep(0.01)
             (tmp_path / "run" / "checkpoints" / "step-00000030" / "training.pt").write_bytes(b"")

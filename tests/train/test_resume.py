@@ -17,8 +17,8 @@ import torch
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
-from ironlaw.report.live import LiveRun
-from ironlaw.train.result import Outcome, StepReport
+from ironlaw.report.live import DataProgress, LiveRun
+from ironlaw.train.result import Outcome
 
 Config = Callable[..., RunConfig]
 Here = Callable[..., tuple[int, str, str]]
@@ -95,9 +95,9 @@ import os, signal, sys
 from ironlaw.cli.main import main
 from ironlaw.report.live import LiveRun
 shown, last = LiveRun.step, int(sys.argv.pop(1))
-def step(self, report):
-    shown(self, report)
-    if report.step == last:
+def step(self, entry):
+    shown(self, entry)
+    if entry["step"] == last:
         os.kill(os.getpid(), signal.SIGKILL)
 LiveRun.step = step
 main()
@@ -130,9 +130,9 @@ def test_a_signal_saves_and_the_run_can_go_on(
     """SIGHUP, which takes the terminal along: tests/cli/test_command_line.py."""
     shown = LiveRun.step
 
-    def step(self: LiveRun, report: Any) -> None:
-        shown(self, report)
-        if report.step == 30:
+    def step(self: LiveRun, entry: dict[str, Any]) -> None:
+        shown(self, entry)
+        if entry["step"] == 30:
             os.kill(os.getpid(), number)
 
     config = tiny_file(**(LONG | {"checkpoint": {"every": 0}}))
@@ -155,11 +155,11 @@ def test_ctrl_c_before_the_first_step(
 ) -> None:
     """While the corpus is tokenised: nothing to save, exit code 130, no traceback, no run directory."""
 
-    def progress(self: LiveRun, done: int, total: int) -> None:
+    def progress(self: DataProgress, done: int, total: int) -> None:
         assert [path for path in (tmp_path / "data-cache").iterdir() if path.name.startswith(".partial")]
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(LiveRun, "data_progress", progress)
+    monkeypatch.setattr(DataProgress, "__call__", progress)
     config = tiny_file(data={"cache": str(tmp_path / "data-cache")})
     code, _, messages = ironlaw_here("train", config, "--out", "run")
     assert code == 130 and "Traceback" not in messages, messages
@@ -168,8 +168,8 @@ def test_ctrl_c_before_the_first_step(
 
 
 def test_a_signal_during_the_last_step_ends_nothing_early(tiny_config: Config, train: Train, tmp_path: Path) -> None:
-    def watch(report: StepReport) -> None:
-        if report.step == 11:
+    def watch(entry: dict[str, Any]) -> None:
+        if entry["step"] == 11:
             os.kill(os.getpid(), signal.SIGINT)
 
     outcome = train(tiny_config(train={"steps": 11}), tmp_path / "run", watch=watch)

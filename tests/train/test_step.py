@@ -29,7 +29,6 @@ from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.result import Outcome
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.step import Step
-from ironlaw.train.strategy import Strategy
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -105,7 +104,7 @@ def make_step(tiny_config: Config, machine_profile: Profile, user_cache: Path) -
     def make(model: dict[str, Any] | None = None, **sections: Any) -> Step:
         config = tiny_config(GPT | (model or {}), **sections)
         torch.manual_seed(0)
-        return Strategy(Mesh(torch.device("cpu"))).step(config, plan_run(config, machine_profile), machine_profile)
+        return Step(config, plan_run(config, machine_profile).decided, Mesh(torch.device("cpu")))
 
     return make
 

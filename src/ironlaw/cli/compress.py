@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw.catalog.formats import METHODS, SCORES, read_target
+from ironlaw.cli.options import Json
 from ironlaw.errors import UserError
+from ironlaw.files import is_taken
 from ironlaw.report.console import answer, messages, output, print_json
 from ironlaw.train.run_directory import beside
 from ironlaw.units import parse_bytes
@@ -36,7 +38,7 @@ def compress(
     sweep: Annotated[bool, typer.Option("--sweep", help="Every format: loss against bytes and speed.")] = False,
     budget: Annotated[str, typer.Option(help="Time for --sweep: 90s, 10min, 1h.")] = "10min",
     data: Annotated[str | None, typer.Option(help="Text to measure on; a run's own unless given.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     if method not in METHODS:
         raise UserError(f"--method {method!r} is not known: write {', '.join(METHODS)}")
@@ -125,7 +127,7 @@ def export(
         typer.Option(help="fp32 (gguf: fp16) unless given; bf16. Of a compressed run its format; of gguf q8_0, q4_0."),
     ] = None,
     average: Annotated[bool, typer.Option("--average", help="The weights' average (train.average_decay).")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     if to not in DTYPES:
         raise UserError(f"--to {to!r} is not known: write --to {' or --to '.join(DTYPES)}")
@@ -133,7 +135,7 @@ def export(
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
     folder = folder or beside(run, to)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_taken(folder):
         raise UserError(f"{folder} exists: give a new directory")
 
     from ironlaw.train.restore import load_run

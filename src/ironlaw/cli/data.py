@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw import units
+from ironlaw.cli.options import Config, Json, Set
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, output, print_json, show
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from ironlaw.data.shards import TokenSplit
 
 data = typer.Typer(no_args_is_help=True, add_completion=False)
-
-Config = Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @data.callback()
@@ -143,7 +140,7 @@ def clean(
         float | None, typer.Option("--unused-days", min=0, help="Only what nobody used for so long.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     """What the cache of prepared data holds, with its sizes; removes it after asking."""
     from ironlaw.data.cache import chosen, entries, remove

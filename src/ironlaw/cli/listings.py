@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ironlaw.cli.options import Json
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, output, print_json, progress, show
@@ -15,7 +16,7 @@ from ironlaw.report.console import answer, messages, output, print_json, progres
 
 def catalog(
     name: Annotated[str | None, typer.Argument(help="Accelerator, node, model or grid; all unless given.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.catalog.entries import entry, entry_names
     from ironlaw.report.catalog_view import entry_view, names_view
@@ -28,7 +29,7 @@ def catalog(
 
 def formats(
     name: Annotated[str | None, typer.Argument(help="One format; all unless given.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.catalog.formats import format_entries
     from ironlaw.report.catalog_view import format_view, formats_view
@@ -42,7 +43,7 @@ def formats(
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
     sort: Annotated[str, typer.Option(help="date, step_seconds, tokens_per_second, mfu, validation_loss.")] = "date",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.explain.runs import list_runs, losses
     from ironlaw.report.comparison_view import runs_view
@@ -57,7 +58,7 @@ def runs(
     show(runs_view(found, {run["run"]: losses(Path(run["run"]))[1] for run in found}))
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+def doctor(json: Json = False) -> None:
     from ironlaw.machine.doctor import examine
     from ironlaw.report.catalog_view import checkup_view
 
@@ -69,7 +70,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON doc
 
 def measure(
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores unless given.", min=1)] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.machine import interference
     from ironlaw.machine.keep import measure_and_keep

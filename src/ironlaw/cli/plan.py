@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw import units
+from ironlaw.cli.options import Json, Set
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, print_json, progress, show
 
@@ -29,7 +30,7 @@ def plan(
     max_rent: Annotated[
         float | None, typer.Option(min=0.01, max=1e12, help="US dollars of the run: without --within the fastest.")
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    set_: Set = None,
     tokens: Annotated[str | None, typer.Option(help="To train on in all: 1T, 500B, 2e12.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
@@ -73,7 +74,7 @@ def plan(
     kv: Annotated[str | None, typer.Option(help="Of --serve: format of the cache, bf16, fp8 or int8.")] = None,
     real: Annotated[bool, typer.Option("--real", help="A traced module runs one step on real tensors.")] = False,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.plan.request import plan_request, resolve
     from ironlaw.plan.request_types import Limits, Options, Prices
@@ -126,7 +127,7 @@ def rehearse(
     what: Annotated[str, typer.Argument(help="A config file or a catalogued model.")],
     on: Annotated[str, typer.Option("--on", help="A catalogued cluster, such as 64xh100-sxm-80gb.")],
     layout: Annotated[str | None, typer.Option(help='Such as "dp=8 tp=8"; else the best planned one.')] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.plan.request import plan_request, resolve
     from ironlaw.plan.request_types import Options

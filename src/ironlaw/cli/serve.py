@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ironlaw.cli.options import Json
 from ironlaw.errors import UserError, printable
+from ironlaw.files import is_taken
 from ironlaw.report.console import answer, messages, print_json, progress
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.", min=0.0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 among all.", min=0)] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
@@ -119,7 +121,7 @@ def bench(
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     allow_end: Annotated[bool, typer.Option(help="Answers may end early; servers without ignore_eos need it.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     import asyncio
 
@@ -134,7 +136,7 @@ def bench(
         raise UserError("--seconds goes with --rate, instead of --requests")
     if trace is None and prefix >= input:
         raise UserError(f"--prefix {prefix} leaves nothing of --input {input}: give fewer")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and is_taken(out):
         raise UserError(f"{out} exists: give another --out")
     if trace is not None:
         plans = load.read_trace(trace)[:requests]

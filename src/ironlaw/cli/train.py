@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ironlaw.cli.options import Config, Json, Set
 from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, tokenizer_in, with_settings
 from ironlaw.cores import torchrun_integer, usable_threads
 from ironlaw.errors import UserError, did_you_mean, printable
@@ -19,18 +20,23 @@ if TYPE_CHECKING:
     from ironlaw.report.live import LiveRun
     from ironlaw.train.result import Outcome
 
+Out = Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")]
+Page = Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")]
+JsonAtEnd = Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")]
+
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    config: Config,
+    set_: Set = None,
     layout: Annotated[
         str | None,
         typer.Option(help='Of the ranks that torchrun started: "dp=4 zero=2"; one process holds dp=1.'),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
-    dashboard: Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
+    out: Out = None,
+    resume: Resume = False,
+    dashboard: Page = False,
+    json: JsonAtEnd = False,
 ) -> None:
     settings = load_config(config, set_ or [])
     ranks = torchrun_integer("WORLD_SIZE")
@@ -71,11 +77,11 @@ def train(
 def distil(
     config: Annotated[Path, typer.Argument(help="The student's config file.")],
     teacher: Annotated[Path, typer.Option(help="A run or a Hugging Face directory.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
-    dashboard: Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
+    set_: Set = None,
+    out: Out = None,
+    resume: Resume = False,
+    dashboard: Page = False,
+    json: JsonAtEnd = False,
 ) -> None:
     """Short for `train` with `objective.kind = "distillation"`, and with the teacher's tokenizer and vocabulary."""
     vocab, folder = model_in(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
@@ -168,14 +174,14 @@ def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
 
 
 def launch(
-    config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
+    config: Config,
     on: Annotated[str, typer.Option("--on", help="slurm, kubernetes or ssh.")],
     nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the job.")] = 1,
     min_nodes: Annotated[
         int | None, typer.Option(min=1, help="Go on with so many when nodes are lost; --nodes unless given.")
     ] = None,
     per_node: Annotated[int, typer.Option(min=1, max=1024, help="Accelerators per node, one rank each.")] = 8,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="Run directory on storage that all nodes see.")] = None,
     hosts: Annotated[str | None, typer.Option(help="For ssh: node0,node1,...")] = None,
     image: Annotated[str | None, typer.Option(help="For Kubernetes: an image with ironlaw in it.")] = None,
@@ -185,7 +191,7 @@ def launch(
     account: Annotated[str | None, typer.Option(help="For Slurm: who pays.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to the launcher at once.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a job file that was edited.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     settings = load_config(config, set_ or [])
     from ironlaw.train.parallel import launch as jobs

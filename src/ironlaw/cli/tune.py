@@ -11,9 +11,10 @@ import tomli_w
 import typer
 
 from ironlaw import units
+from ironlaw.cli.options import Json, Set
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, refuse_options, shortened
-from ironlaw.files import write_json, write_text
+from ironlaw.files import is_taken, write_json, write_text
 from ironlaw.report.console import answer, messages, output
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # defaults of the load for 
 def tune(
     config: Annotated[Path | None, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")] = None,
     budget: Annotated[str, typer.Option(help="Time to spend: 90s, 15min, 1h.")] = "15min",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    set_: Set = None,
     exact: Annotated[bool, typer.Option("--exact", help="Only what leaves the arithmetic as it is.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
     serve: Annotated[
@@ -41,14 +42,14 @@ def tune(
         int | None, typer.Option("--output", help="With --serve: tokens of an answer; 64.", min=1)
     ] = None,
     data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     seconds = seconds_of(budget)
     if (config is None) == (serve is None):
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
     load = {"concurrency": concurrency, "input": input, "output": output_tokens, "data": data}
     refuse_options(load, dict.fromkeys(load, ("--serve",)), *(["--serve"] if serve else []))
-    if out.exists() and any(out.iterdir()):
+    if is_taken(out):
         raise UserError(f"{out} exists: give another --out")
 
     from ironlaw.explain.tune import INTERRUPTED
@@ -126,7 +127,7 @@ def explain(
         typer.Argument(help="A run directory, of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
     ],
     other: Annotated[Path | None, typer.Argument(help="A second one: why is it faster or slower?")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.api import explained
     from ironlaw.report.page import write

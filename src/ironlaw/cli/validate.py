@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ironlaw.cli.options import Json
 from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages
 
@@ -17,7 +18,7 @@ def validate(
     profile: Annotated[
         str | None, typer.Option(help="Plan every row with this engine or calibrated profile, not its framework's.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.plan.engines.named import engine as engine_named
     from ironlaw.plan.measured.inference import read_serving, serving_record, serving_rows
@@ -49,7 +50,7 @@ def calibrate(
     start: Annotated[
         str | None, typer.Option("--from", metavar="ENGINE", help="Engine or profile to start from; the runs' own.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Json = False,
 ) -> None:
     from ironlaw.plan.engines.named import engine as engine_named
     from ironlaw.plan.engines.named import profile_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 Array = TypeVar("Array")
 Other = TypeVar("Other")
@@ -33,9 +33,4 @@ class Batch(Generic[Array]):
 
     def rows(self, chosen: slice) -> Batch[Array]:
         """Return the `chosen` sequences as a micro-batch of views, without copying."""
-
-        def take(array: Any) -> Array:
-            rows: Array = array[chosen]
-            return rows
-
-        return self.map(take)
+        return self.map(lambda array: cast(Any, array)[chosen])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from ironlaw.data.batch import IGNORED, Batch
-from ironlaw.data.order import mix, permuted
+from ironlaw.data.order import mix, permutations
 from ironlaw.data.packing import Packed, concatenated, packed_report
 from ironlaw.data.shards import TokenArray, Tokens
 from ironlaw.errors import UserError
@@ -52,11 +53,9 @@ class TokenWindows:
 
     def locate(self, first: int, number: int) -> np.ndarray:
         """Return where each window begins in the tokens."""
-        result = np.empty(number, dtype=np.int64)
-        for epoch, here, positions in _by_epoch(first, number, self.per_epoch):
-            windows = permuted(positions, self.per_epoch, mix(self.seed, epoch))
-            result[here] = windows * self.sequence + self.offset(epoch)
-        return result
+        epochs, windows = permutations(first, number, self.per_epoch, partial(mix, self.seed))
+        known, which = np.unique(epochs, return_inverse=True)
+        return windows * self.sequence + np.array([self.offset(epoch) for epoch in known.tolist()])[which]
 
     def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
         for row, start in enumerate(keys.tolist()):
@@ -97,10 +96,7 @@ class PackedRows:
 
     def locate(self, first: int, number: int) -> np.ndarray:
         """Return the row of each sample."""
-        result = np.empty(number, dtype=np.int64)
-        for epoch, here, positions in _by_epoch(first, number, self.per_epoch):
-            result[here] = permuted(positions, self.per_epoch, mix(self._seed, epoch))
-        return result
+        return permutations(first, number, self.per_epoch, partial(mix, self._seed))[1]
 
     def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
         packed = self._packed
@@ -152,7 +148,6 @@ class Batches:
     def __init__(
         self, samples: Samples, sequences_per_batch: int, rank: int = 0, world: int = 1, documents: bool = False
     ):
-        check_world(sequences_per_batch, rank, world)
         self.samples, self.sequence = samples, samples.sequence
         self.sequences_per_batch, self.documents = sequences_per_batch, documents
         self.seconds = {"read": 0.0, "pack": 0.0}  # since the start, by stage
@@ -196,15 +191,6 @@ def empty(rows: int, sequence: int, documents: bool) -> Batch[np.ndarray]:
     return Batch(inputs, np.empty_like(inputs), np.empty((rows, sequence), dtype=np.int32) if documents else None)
 
 
-def check_world(sequences_per_batch: int, rank: int, world: int) -> None:
-    if sequences_per_batch % world:
-        raise UserError(
-            f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {world} "
-            f"data-parallel ranks: use a multiple of {world}"
-        )
-    assert 0 <= rank < world
-
-
 def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) -> None:
     needed = sequence * sequences_per_batch + 1
     if len(tokens) < needed:
@@ -243,18 +229,9 @@ def documents_of(bounds: np.ndarray, start: int, length: int) -> np.ndarray:
     if last > first:
         inner = np.asarray(bounds[first:last]) - (start + 1)
         np.add.at(steps, inner, 1)
-    numbers = np.cumsum(steps, dtype=np.int32)
-    return numbers
+    return np.cumsum(steps, dtype=np.int32)
 
 
 def plain(tokens: TokenArray) -> TokenArray:
     """Return the tokens without the memory map's class: slicing a plain array is several times cheaper."""
     return tokens if isinstance(tokens, Tokens) else np.asarray(tokens)
-
-
-def _by_epoch(first: int, number: int, per_epoch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield (epoch, mask of the samples that belong to it, their positions in it)."""
-    epochs, positions = np.divmod(np.arange(first, first + number), per_epoch)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        yield epoch, here, positions[here]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ironlaw.data.corpus import START, Corpus, Cursor
 from ironlaw.data.readers import IDS
 from ironlaw.data.splits import SPLITS, Split, Splitter
 from ironlaw.data.stats import token_counts
-from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of
+from ironlaw.data.tokenise import Tokeniser, pieces_of
 from ironlaw.errors import UserError
 from ironlaw.files import FULL, lock_file, read_json, write_json
 
@@ -145,8 +147,9 @@ def remake(
     end, chat = index["tokenizer"]["end_of_text"], corpus.chat is not None
     writer = shards.ShardWriter(temporary, number, np.dtype(index["dtype"]), end, chat)
     try:
-        with closing(_flat(tokeniser, corpus, splitter, (int(before[0]), int(before[1])))) as encoded:
-            for piece, ids in encoded:
+        start = int(before[0]), int(before[1])
+        with closing(tokeniser.encode(pieces_of(corpus, splitter, start))) as chunks:
+            for piece, ids in chain.from_iterable(chunks):
                 writer.write(piece, ids)
                 if piece.next is not None and list(piece.next) == entry["next"]:
                     break
@@ -162,14 +165,6 @@ def remake(
     finally:
         writer.close()
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _flat(
-    tokeniser: Tokeniser, corpus: Corpus, splitter: Splitter, start: Cursor
-) -> Generator[tuple[TextPiece, np.ndarray], None, None]:
-    with closing(tokeniser.encode(pieces_of(corpus, splitter, start))) as chunks:
-        for chunk in chunks:
-            yield from chunk
 
 
 def make(final: Path, fill: Callable[[Path], Any]) -> None:
@@ -201,22 +196,18 @@ def make(final: Path, fill: Callable[[Path], Any]) -> None:
 def in_the_making(final: Path) -> bool:
     """Return whether a process is making `final` now. False on file systems without locks."""
     try:
-        import fcntl
-
         with (final.parent / f".lock-{final.name}").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
-    except (ImportError, OSError):
+    except OSError:
         return False
 
 
 def _lock(descriptor: int) -> None:
-    """Wait for the lock of other processes. Does nothing on Windows and on file systems without locks."""
-    with suppress(ImportError, OSError):
-        import fcntl
-
+    """Wait for the lock of other processes. Does nothing on file systems without locks."""
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

@@ -49,7 +49,8 @@ def entries(folder: Path) -> list[CacheEntry]:
         used = max(times, default=path.stat().st_mtime)
         size = sum(status.st_size for status in files.values())
         busy = in_the_making(folder / path.name.removeprefix(PARTIAL))
-        found.append(CacheEntry(path, kind, _source(path), size, used, busy))
+        source = known_json(path / INDEX).get("path")
+        found.append(CacheEntry(path, kind, None if source is None else str(source), size, used, busy))
     return sorted(found, key=lambda entry: -entry.bytes)
 
 
@@ -92,8 +93,3 @@ def _kind(path: Path) -> str | None:
     if (path / INDEX).is_file():
         return "prepared"
     return next((kind for kind in ("stream", "tokenizer") if path.name.startswith(f"{kind}-")), None)
-
-
-def _source(path: Path) -> str | None:
-    source = known_json(path / INDEX).get("path")
-    return None if source is None else str(source)

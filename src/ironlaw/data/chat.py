@@ -338,12 +338,15 @@ def _compiled(template: str) -> Any:
         raise UserError(f"the model's chat template cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
-def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Return the chat template of a Hugging Face directory or a run, and the special tokens that it may name."""
+def template_of(folder: Path, given: str | None = None) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template of a Hugging Face directory or a run, or that of the `given` file, and the special
+    tokens that it may name."""
     fields = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     special = {key: _token(value) for key, value in fields.items() if key.endswith("_token") and value}
     special = {key: token for key, token in special.items() if not isinstance(fields[key], bool)}  # add_bos_token
-    file = folder / TEMPLATE
+    file = folder / TEMPLATE if given is None else at_home(given)
+    if given is not None and not file.is_file():
+        raise UserError(f"data.chat_template = {given!r} is not a file: give a Jinja2 template")
     if file.is_file():
         return read_text(file, "template"), special
     template = fields.get("chat_template")
@@ -356,8 +359,7 @@ def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
 def keep_beside(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> None:
     """Write into `folder`, which has a copy of the tokenizer, what the files beside the tokenizer say of it: chat
     template, special tokens, and the ids at which its model stops. `template`: a file with another chat template."""
-    source, special = template_of(tokenizer.home)
-    source = source if template is None else _read(template)
+    source, special = template_of(tokenizer.home, template)
     if source is not None:
         special = {"eos_token": tokenizer.end_of_text_token} | special | {"chat_template": source}
     if special:
@@ -376,21 +378,13 @@ def stopping(begin: int, ends: Iterable[int], end: int) -> dict[str, Any]:
 def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = False) -> Text:
     """Return a `Text` with the template in the file `template`, or else the one beside the tokenizer. UserError if
     there is none, unless `plain` text is enough."""
-    source, special = template_of(tokenizer.home)
-    source = source if template is None else _read(template)
+    source, special = template_of(tokenizer.home, template)
     if source is None and not plain:
         raise UserError(
             f"there is no chat template beside the tokenizer in {tokenizer.home}: give one in data.chat_template, a "
             "Jinja2 file that writes `messages` as text"
         )
     return Text(tokenizer, source, {"eos_token": tokenizer.end_of_text_token} | special)
-
-
-def _read(template: str) -> str:
-    file = at_home(template)
-    if not file.is_file():
-        raise UserError(f"data.chat_template = {template!r} is not a file: give a Jinja2 template")
-    return read_text(file, "template")
 
 
 def _token(value: Any) -> str:

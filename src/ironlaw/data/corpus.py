@@ -77,12 +77,18 @@ class Corpus:
     """Files in a fixed order, and why other files were left out."""
 
     root: Path
-    files: list[File]
+    source: SourceConfig
     maximum_file_bytes: int
-    field: str = "text"
+    files: list[File] = dataclasses.field(default_factory=list)
     stdlib: bool = False
     chat: Text | None = None  # tokenises conversations
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # name of a skipped file -> why it was skipped
+
+    @property
+    def field(self) -> str:
+        """The JSONL field or the column that holds the text."""
+        given = self.source.field
+        return CHATS.get(self.source.format, given) if given == "text" else given
 
     @property
     def bytes(self) -> int:
@@ -185,8 +191,8 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
     source = SourceConfig(path=source) if isinstance(source, str) else source
     if source.path == "stdlib" and source.format == "auto":
         root = Path(sysconfig.get_paths()["stdlib"])
-        corpus = Corpus(root, [], maximum_file_bytes, stdlib=True)
-        _walk(corpus, root, source)
+        corpus = Corpus(root, source, maximum_file_bytes, stdlib=True)
+        _walk(corpus, root)
         if not corpus.files:
             raise UserError(f"there are no standard library sources in {root}: give a directory of text in data.path")
         return corpus
@@ -197,19 +203,17 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
     if not root.exists():
         raise UserError(f'data.path = "{source.path}" does not exist: write a directory or file of text, or "stdlib"')
     root = root.resolve()
-    field = CHATS.get(source.format, source.field) if source.field == "text" else source.field
-    corpus = Corpus(root, [], maximum_file_bytes, field)
+    corpus = Corpus(root, source, maximum_file_bytes)
     if root.is_file():
-        _add(corpus, root, root.name, source)
+        _add(corpus, root, root.name)
     elif source.format in ("auto", "huggingface") and any((root / name).is_file() for name in _SAVED):
-        _add_saved_dataset(corpus, root, source)
+        _add_saved_dataset(corpus, root)
     elif source.format == "huggingface":
         raise UserError(f'data.path = "{source.path}" holds no state.json: give the folder that save_to_disk() wrote')
     else:
-        _walk(corpus, root, source)
+        _walk(corpus, root)
         _check_shards(corpus)
-    if not corpus.files:
-        raise no_text(source.path, corpus)
+    check_has_text(corpus)
     if len({file.kind == "megatron" for file in corpus.files}) > 1:
         raise UserError(
             f'data.path = "{source.path}" holds Megatron tokens beside other files: give the .idx itself, '
@@ -218,15 +222,17 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
     return corpus
 
 
-def no_text(path: str, corpus: Corpus) -> UserError:
-    """Return the error for a corpus without any readable text."""
+def check_has_text(corpus: Corpus) -> None:
+    """Raise UserError if the corpus has no file with text."""
+    if corpus.files:
+        return
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in corpus.skipped.items())
     found = f"skipped: {reasons}" if reasons else "it is empty"
     remedy = "data.maximum_file_bytes can be raised" if "too large" in corpus.skipped else "give UTF-8 text files"
-    return UserError(f'data.path = "{path}" has no text ({found}): {remedy}')
+    raise UserError(f'data.path = "{corpus.source.path}" has no text ({found}): {remedy}')
 
 
-def _walk(corpus: Corpus, root: Path, source: SourceConfig) -> None:
+def _walk(corpus: Corpus, root: Path) -> None:
     """Fill `corpus.files`, sorted by name. A folder reached twice through links counts once, so that loops end."""
     pending, seen = [(root, "")], set()
     while pending:
@@ -249,7 +255,7 @@ def _walk(corpus: Corpus, root: Path, source: SourceConfig) -> None:
                 if not (corpus.stdlib and entry.name in _STDLIB_SKIPPED_FOLDERS):
                     pending.append((Path(entry.path), name + "/"))
             elif not corpus.stdlib or _is_stdlib_source(entry.name):
-                _add(corpus, Path(entry.path), name, source)
+                _add(corpus, Path(entry.path), name)
     corpus.files.sort(key=lambda file: file.name)
 
 
@@ -257,13 +263,13 @@ def _is_stdlib_source(name: str) -> bool:
     return name.endswith(".py") and not any(fnmatch(name, pattern) for pattern in _STDLIB_SKIPPED_FILES)
 
 
-def _add(corpus: Corpus, path: Path, name: str, source: SourceConfig) -> None:
+def _add(corpus: Corpus, path: Path, name: str) -> None:
     try:
         status = path.stat()
     except OSError:  # a dangling link
         corpus.reasons[name] = "unreadable"
         return
-    kind = _kind(path, source)
+    kind = _kind(path, corpus.source)
     if kind is None:
         return
     if not path.is_file():  # a pipe or a socket: reading it could block for ever
@@ -291,16 +297,16 @@ def _kind(path: Path, source: SourceConfig) -> str | None:
     return source.format
 
 
-def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> None:
+def _add_saved_dataset(corpus: Corpus, folder: Path) -> None:
     """Add the files that `datasets.Dataset.save_to_disk` wrote: Arrow streams, in the order of its state.json."""
     if (folder / "dataset_dict.json").is_file():
         names = read_json(folder / "dataset_dict.json").get("splits", [])
-        wanted = source.split or "train"
+        wanted = corpus.source.split or "train"
         if not isinstance(names, list) or wanted not in names:
             known = ", ".join(map(str, names)) if isinstance(names, list) else "those it has (it names none)"
             raise UserError(f'{folder} has no split "{wanted}": set data.split to one of {known}')
         folder = folder / wanted
-    elif source.split is not None:
+    elif corpus.source.split is not None:
         raise UserError(f"{folder} is a single data set without splits: leave data.split out")
     try:
         state = read_json(folder / "state.json")
@@ -311,11 +317,11 @@ def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> No
         raise UserError(f"{folder}/state.json is missing or unreadable: save the data set again") from None
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise UserError(f"{folder} holds a selection of rows: call flatten_indices() on the data set and save it again")
-    arrow = source.model_copy(update={"format": "huggingface"})
+    corpus.source = corpus.source.model_copy(update={"format": "huggingface"})
     for name in files:
         if not (folder / str(name)).is_file():
             raise _missing_shard(folder / str(name))
-        _add(corpus, folder / name, str(name), arrow)
+        _add(corpus, folder / name, str(name))
 
 
 _SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*)")

@@ -57,18 +57,17 @@ class Loader:
     def __init__(self, dataset: Dataset, config: DataConfig, sequence: int):
         self.dataset, self.config, self.sequence = dataset, config, sequence
         self._packed: dict[int, Packed] = {}
-        self._samples: Samples | None = None
-        self._stream: StreamBatches | None = None
+        self._samples: Samples | StreamBatches | None = None
 
     def training(self, global_batch: int, seed: int, rank: int = 0, world: int = 1) -> BatchSource:
         """Return this rank's batches. UserError if the text is too short for one batch."""
         dataset, masked = self.dataset, self.config.masks_documents
         if dataset.stream is not None:
-            self._stream = StreamBatches(dataset.stream, self.sequence, global_batch, seed, rank, world, masked)
-            return self._stream
-        self._samples = self._all_samples(global_batch, seed)
+            stream = StreamBatches(dataset.stream, self.sequence, global_batch, seed, rank, world, masked)
+            self._samples = stream
+            return stream
+        self._samples = samples = self._all_samples(global_batch, seed)
         if self.config.loader_processes:
-            batches.check_world(global_batch, rank, world)
             folders = [part.folder for part in dataset.sources or (dataset,) if part.folder is not None]
             config = self.config.model_copy(update={"loader_processes": 0})
             opener = partial(
@@ -76,7 +75,7 @@ class Loader:
             )  # fmt: skip
             share, processes = global_batch // world, self.config.loader_processes
             return ProcessBatches(opener, share, self.sequence, processes, self.config.prefetch)
-        return Batches(self._samples, global_batch, rank, world, masked)
+        return Batches(samples, global_batch, rank, world, masked)
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
         """Yield held-out text, packed as the training text is; the sources of a mixture follow one another."""
@@ -91,11 +90,7 @@ class Loader:
         config = self.config
         facts: dict[str, Any] = {"packing": config.packing, "document_mask": config.masks_documents}
         facts |= {"source": self.dataset.name, "streaming": config.streaming, "mock": config.mock}
-        if self._samples is not None:
-            facts |= self._samples.report()
-        if self._stream is not None:
-            facts |= self._stream.report()
-        return facts
+        return facts if self._samples is None else facts | self._samples.report()
 
     def _all_samples(self, global_batch: int, seed: int) -> Samples:
         parts = self.dataset.sources

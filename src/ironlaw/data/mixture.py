@@ -17,9 +17,9 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Samples
-from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.order import mix, permuted
+from ironlaw.data.order import mix, permutations
 from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, join_splits
 from ironlaw.data.source import prepare_source
@@ -45,11 +45,7 @@ class Mixture:
         self.per_epoch = max(math.ceil(part.per_epoch * BLOCK / n) for part, n in zip(parts, self.places, strict=True))
 
     def locate(self, first: int, number: int) -> np.ndarray:
-        blocks, positions = np.divmod(np.arange(first, first + number), BLOCK)
-        slots = np.empty(number, dtype=np.int64)
-        for block in np.unique(blocks).tolist():
-            here = blocks == block
-            slots[here] = permuted(positions[here], BLOCK, mix(self._seed, block, 2))
+        blocks, slots = permutations(first, number, BLOCK, lambda block: mix(self._seed, block, 2))
         which = np.searchsorted(self._ends, slots, side="right")
         # The number of each sample within its source's order.
         numbers = blocks * self.places[which] + slots - (self._ends - self.places)[which]
@@ -93,26 +89,26 @@ def places(weights: Sequence[float]) -> list[int]:
 
 
 def prepare_mixture(
-    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]],
-    given: tokenizers.Tokenizer | None, progress: Progress | None, say: Any,
+    config: DataConfig, vocab: int, sources: list[corpora.Corpus], given: tokenizers.Tokenizer | None,
+    progress: Progress | None, say: Any,
 ) -> Dataset:  # fmt: skip
     """Prepare each source in its own folder, all with one tokenizer."""
-    tokenised = [source.path for source, corpus in sources if corpus.tokenised]
+    tokenised = [corpus.source.path for corpus in sources if corpus.tokenised]
     if tokenised and given is None:
         raise UserError(f"{tokenised[0]} is tokenised already: name the tokenizer that made it in data.tokenizer")
-    weights = tuple(source.weight for source, _ in sources)
+    weights = tuple(corpus.source.weight for corpus in sources)
     places(weights)  # raises before any work
     tokenizer = given or shared_tokenizer(config, vocab, sources)
-    total, done = sum(corpus.bytes for _, corpus in sources), 0
+    total, done = sum(corpus.bytes for corpus in sources), 0
     parts: list[Dataset] = []
-    for source, corpus in sources:
+    for corpus in sources:
         before = done
 
         def forward(now: int, _: int, before: int = before) -> None:
             if progress is not None:
                 progress(before + now, total)
 
-        parts.append(prepare_source(config, vocab, source, corpus, tokenizer, forward, say))
+        parts.append(prepare_source(config, vocab, corpus, tokenizer, forward, say))
         done += corpus.bytes
     return together(parts, weights, baseline=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -28,12 +30,21 @@ def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     return values.astype(np.int64)
 
 
+def permutations(first: int, number: int, size: int, key: Callable[[int], int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the epochs of the positions `first`, `first + 1`, ... in endless permutations of range(size), and where
+    the permutation of each epoch, by its `key`, takes them; both (number,) int64."""
+    epochs, positions = np.divmod(np.arange(first, first + number), size)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        positions[here] = permuted(positions[here], size, key(epoch))
+    return epochs, positions
+
+
 def mix_array(x: np.ndarray) -> np.ndarray:
     """Apply the finaliser of splitmix64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    result: np.ndarray = x ^ (x >> np.uint64(31))
-    return result
+    return x ^ (x >> np.uint64(31))
 
 
 def mix(*numbers: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.config import CHATS, DataConfig, SourceConfig
+from ironlaw.data.config import CHATS, DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.mixture import prepare_mixture
 from ironlaw.data.sample import shared_tokenizer
@@ -35,13 +35,13 @@ def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, sa
     if given is not None:
         tokenizers.check_fits(given, vocab)
     sources = _found(config, given)
-    if given is None and not all(corpus.tokenised for _, corpus in sources):
+    if given is None and not all(corpus.tokenised for corpus in sources):
         tokenizers.check_vocab(vocab)
     if config.streaming:
-        return open_stream(config, vocab, sources[0][1], given)
+        return open_stream(config, vocab, sources[0], given)
     if len(sources) > 1:
         return prepare_mixture(config, vocab, sources, given, progress, say)
-    return prepare_source(config, vocab, *sources[0], given, progress, say)
+    return prepare_source(config, vocab, sources[0], given, progress, say)
 
 
 def folders_of(config: DataConfig, vocab: int) -> list[Path]:
@@ -50,13 +50,13 @@ def folders_of(config: DataConfig, vocab: int) -> list[Path]:
     sources = _found(config, given)
     if given is None and len(sources) > 1:
         given = shared_tokenizer(config, vocab, sources)
-    return [config.cache_folder / folder_name(config, vocab, source, corpus, given) for source, corpus in sources]
+    return [config.cache_folder / folder_name(config, vocab, corpus, given) for corpus in sources]
 
 
-def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple[SourceConfig, corpora.Corpus]]:
+def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[corpora.Corpus]:
     """Return the sources with their files. Corpora of conversations get the template and tokenizer that they need."""
-    sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
-    chats = [corpus for source, corpus in sources if source.format in CHATS]
+    sources = [corpora.find(source, config.maximum_file_bytes) for source in config.all_sources]
+    chats = [corpus for corpus in sources if corpus.source.format in CHATS]
     if chats and given is None:
         raise UserError("conversations need the tokenizer of the model that learns: give data.tokenizer, or model.from")
     if chats and given is not None:

@@ -80,7 +80,11 @@ def spots(kind: str, path: Path, number: int) -> list[int]:
         if path.suffix.lower() in _COMPRESSED:
             return [0]  # cannot be entered in the middle
         size = path.stat().st_size
-        starts = {0} | {_next_line(path, size * i // number) for i in range(1, number)}
+        starts = {0}
+        with path.open("rb") as file:
+            for position in (size * i // number for i in range(1, number)):
+                file.seek(position)
+                starts.add(position + _rest_of_line(file))
         return sorted(start for start in starts if start < size)
     rows = _rows(kind, path)
     return sorted({rows * i // number for i in range(number)})
@@ -182,12 +186,6 @@ def _skip(lines: IO[bytes], start: int, seek: bool) -> None:
         return
     while start > 0 and (block := lines.read(min(start, 2**20))):
         start -= len(block)
-
-
-def _next_line(path: Path, position: int) -> int:
-    with path.open("rb") as file:
-        file.seek(position)
-        return position + _rest_of_line(file)
 
 
 def _rest_of_line(lines: IO[bytes]) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from ironlaw.data import readers
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.building import make
-from ironlaw.data.config import DataConfig, SourceConfig
-from ironlaw.data.corpus import Corpus, CorpusDocument, File, no_text
+from ironlaw.data.config import DataConfig
+from ironlaw.data.corpus import Corpus, File
 from ironlaw.data.splits import Splitter, number, split
 
 _SHARE = 2**20  # characters that any place may contribute
@@ -59,7 +59,7 @@ def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, 
         contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
     for content in contents:
         if content is not None:
-            for split, part in splitter.parts(CorpusDocument(content, file, (0, 0), 0)):
+            for split, part in splitter.parts(file, content):
                 if split == "train" and isinstance(part, str):
                     yield part
 
@@ -72,22 +72,20 @@ def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[re
 
 
 def shared_tokenizer(
-    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, Corpus]], all_text: bool = True
+    config: DataConfig, vocab: int, sources: list[Corpus], all_text: bool = True
 ) -> tokenizers.Tokenizer:
     """Return a tokenizer trained once, on text of every source by its weight."""
     from tokenizers import __version__
 
     key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]
-    key += [(corpus.fingerprint(), source.field, source.weight) for source, corpus in sources]
+    key += [(corpus.fingerprint(), corpus.source.field, corpus.source.weight) for corpus in sources]
     folder = config.cache_folder / f"tokenizer-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    weights = sum(source.weight for source, _ in sources)
+    weights = sum(corpus.source.weight for corpus in sources)
 
     def texts() -> Iterator[str]:
-        for source, corpus in sources:
+        for corpus in sources:
             splitter = split(corpus, config.validation_fraction, config.seed, all_text)
-            if not corpus.files:
-                raise no_text(source.path, corpus)
-            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * source.weight / weights))
+            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * corpus.source.weight / weights))
 
     make(folder, lambda place: tokenizers.train(texts(), vocab, place / "tokenizer.json"))
     return tokenizers.load(folder / "tokenizer.json")

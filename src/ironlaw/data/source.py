@@ -18,7 +18,7 @@ from ironlaw.data import building, megatron, shards
 from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.sample import sample
 from ironlaw.data.splits import SPLITS
@@ -32,13 +32,13 @@ _SCAN_LINE_SECONDS = 5.0
 
 
 def prepare_source(
-    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
     progress: shards.Progress | None, say: Say,
 ) -> Dataset:  # fmt: skip
     """Prepare one source. Without `given`, a tokenizer is trained on the source."""
-    folder = config.cache_folder / folder_name(config, vocab, source, corpus, given)
+    folder = config.cache_folder / folder_name(config, vocab, corpus, given)
     reused = folder.exists()
-    building.make(folder, lambda place: _build(config, vocab, source, corpus, given, place, progress, say))
+    building.make(folder, lambda place: _build(config, vocab, corpus, given, place, progress, say))
     try:
         # Files written just now were hashed while they were written: only their sizes are compared.
         dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)
@@ -64,9 +64,7 @@ def _remake(config: DataConfig, corpus: corpora.Corpus, folder: Path, damage: sh
         raise building.cannot_write(folder, error, kept=True) from None
 
 
-def folder_name(
-    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None
-) -> str:
+def folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> str:
     """Return a readable name that differs whenever any token could differ."""
     key: dict[str, Any] = {
         # The standard library keeps schema 1: its tokens have not changed, so that cached ones are found.
@@ -76,7 +74,7 @@ def folder_name(
         "seed": config.seed,
     }
     if not corpus.stdlib:
-        key |= {"kinds": sorted({file.kind for file in corpus.files}), "field": source.field}
+        key |= {"kinds": sorted({file.kind for file in corpus.files}), "field": corpus.source.field}
     if given is not None:
         key |= {"tokenizer": sha256(given.path), "end_of_text": given.end_of_text}
     elif not corpus.tokenised:
@@ -91,15 +89,13 @@ def folder_name(
 
 
 def _build(
-    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
     folder: Path, progress: shards.Progress | None, say: Say,
 ) -> None:  # fmt: skip
     """Fill `folder` with everything that `open_dataset` reads."""
     spent: defaultdict[str, float] = defaultdict(float)
     start = time.perf_counter()
     splitter = splitting.split(corpus, config.validation_fraction, config.seed, progress=_scanning(say))
-    if not corpus.files:
-        raise corpora.no_text(source.path, corpus)
     spent["read"] += time.perf_counter() - start
     start = time.perf_counter()
     tokenizer, described = _tokenizer(vocab, corpus, splitter, given, folder)
@@ -120,14 +116,14 @@ def _build(
         raise
 
     index: dict[str, Any] = {
-        "path": source.path,
+        "path": corpus.source.path,
         "validation_fraction": config.validation_fraction,
         "seed": config.seed,
         **head,
         "shards": work.shards,
         "skipped": _skipped(corpus, work.shards),
     }
-    _check(source, index, folder)
+    _check(index, folder)
     for split in SPLITS if corpus.chat is None else ():  # separators were written but not counted
         written = sum(shard[split]["tokens"] for shard in work.shards)
         counts[split][end] += written - counts[split].sum()
@@ -214,12 +210,12 @@ def _skipped(corpus: corpora.Corpus, finished: list[dict[str, Any]]) -> dict[str
     return dict(sorted(counts.items()))
 
 
-def _check(source: SourceConfig, index: dict[str, Any], folder: Path) -> None:
+def _check(index: dict[str, Any], folder: Path) -> None:
     documents = {split: sum(shard[split]["documents"] for shard in index["shards"]) for split in SPLITS}
     if documents["train"] and documents["validation"]:
         return
     (folder / building.PROGRESS).unlink()  # nothing here is of use to another attempt
     if not any(documents.values()):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
-        raise UserError(f'data.path = "{source.path}" has no text (skipped: {reasons}): give documents with text')
-    raise splitting.nothing_held_out(source.path)
+        raise UserError(f'data.path = "{index["path"]}" has no text (skipped: {reasons}): give documents with text')
+    raise splitting.nothing_held_out(index["path"])

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from ironlaw.data.corpus import Corpus, CorpusDocument, File, tail_cut
+from ironlaw.data.corpus import Corpus, File, check_has_text, tail_cut
 from ironlaw.data.readers import Content
 from ironlaw.errors import UserError
 
@@ -46,10 +46,8 @@ class Splitter:
     tail: bool  # there is only one document: its tail is held out
     names: dict[str, int] | None = None  # numbers by file name, where the name decides instead of the text
 
-    def parts(self, document: CorpusDocument) -> list[tuple[Split, Content]]:
-        """Return the document with its split; two parts where the tail is held out."""
-        content = document.content
-        assert content is not None
+    def parts(self, file: File, content: Content) -> list[tuple[Split, Content]]:
+        """Return a document with its split; two parts where the tail is held out."""
         if self.tail:
             if isinstance(content, np.ndarray):
                 cut = max(1, int(len(content) * (1 - self.fraction)))
@@ -57,7 +55,7 @@ class Splitter:
                 cut = tail_cut(content, self.fraction)
             both: list[tuple[Split, Content]] = [("train", content[:cut]), ("validation", content[cut:])]
             return [part for part in both if len(part[1])]
-        return [("validation" if self.number(document.file, content) < self.threshold else "train", content)]
+        return [("validation" if self.number(file, content) < self.threshold else "train", content)]
 
     def number(self, file: File, content: Content) -> int:
         if self.names is not None:
@@ -69,7 +67,7 @@ def split(
     corpus: Corpus, fraction: float, seed: int, all_text: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Splitter:  # fmt: skip
-    """Scan the corpus, removing files without text from it, and decide what to hold out.
+    """Scan the corpus, removing files without text from it, and decide what to hold out. UserError if none has text.
 
     `all_text = False` skips the scan of a large corpus; its documents are then assigned as they are read.
     """
@@ -89,6 +87,7 @@ def split(
             numbers.add(number(content_key(text), seed))
 
     corpus.scan(see, progress)
+    check_has_text(corpus)
     records = [file for file in corpus.files if file.kind != "text"]
     complete = sum(file.size for file in records) <= _SMALL_BYTES
     if records and complete:

@@ -24,7 +24,7 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import check_world, empty, fill_window
+from ironlaw.data.batches import empty, fill_window
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Stream
 from ironlaw.data.order import mix, permuted
@@ -75,7 +75,6 @@ class StreamBatches:
         self, stream: Stream, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1,
         documents: bool = False,
     ):  # fmt: skip
-        check_world(sequences_per_batch, rank, world)
         self.sequence, self.sequences_per_batch, self.seed = sequence, sequences_per_batch, seed
         self.share = sequences_per_batch // world
         self.documents = documents
@@ -202,11 +201,9 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     """Return a dataset whose training tokens are made on request; held-out text is tokenised now."""
     if corpus.tokenised:
         raise UserError(f"{corpus.root} is tokenised already: leave data.streaming out, preparing it only copies it")
-    source = config.all_sources[0]
+    source = corpus.source
     splitter = splitting.split(corpus, config.validation_fraction, config.seed, all_text=False)
-    if not corpus.files:
-        raise corpora.no_text(source.path, corpus)
-    tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
+    tokenizer = given or shared_tokenizer(config, vocab, [corpus], all_text=False)
     validation = _held_out(corpus, splitter, tokenizer, source.path)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
     key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]

@@ -52,7 +52,7 @@ def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iter
         if document.content is None:
             yield TextPiece("train", None, 0, True, document.next, document.done_bytes, document.reason)
             continue
-        parts = splitter.parts(document)
+        parts = splitter.parts(document.file, document.content)
         for split, content in parts:
             cut: list[Content] = [content] if isinstance(content, np.ndarray) else list(pieces(content))
             for part in cut:

@@ -104,7 +104,7 @@ class Tokenizer:
         self.end_of_text_token, self.end_of_text = self._find_end(end_of_text)
 
     def _find_end(self, wanted: str | None) -> tuple[str, int]:
-        for name in (wanted,) if wanted is not None else (*_USUAL_ENDS, *self._named_ends()):
+        for name in (wanted,) if wanted is not None else (*_USUAL_ENDS, self._named("eos_token") or ""):
             identifier = self.inner.token_to_id(name)
             if identifier is not None:
                 return name, int(identifier)
@@ -114,12 +114,8 @@ class Tokenizer:
             f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in data.end_of_text"
         )
 
-    def _named_ends(self) -> list[str]:
-        """The end-of-text token named in the files beside the tokenizer: the `eos_token` of its model."""
-        named = self._named("eos_token")
-        return [] if named is None else [named]
-
     def _named(self, key: str) -> str | None:
+        """Return a token named in the files beside the tokenizer, such as the `eos_token` of its model."""
         named = known_json(self.home / "tokenizer_config.json").get(key)
         named = named.get("content") if isinstance(named, dict) else named
         return named if isinstance(named, str) else None

@@ -103,8 +103,7 @@ class AdaptedLinear(Linear):
         x = cast_like_autocast(x)  # cast once for all products
         if not (self.adapting and self.adapters):
             return self.product(x, self.bias)
-        adapted: Tensor = self.adapters(x, self.product(x, None if self.adapters.stretches else self.bias), self)
-        return adapted
+        return self.adapters(x, self.product(x, None if self.adapters.stretches else self.bias), self)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

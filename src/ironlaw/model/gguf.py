@@ -138,8 +138,7 @@ def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:
     codes = ((tensor / scale).round().to(torch.int16) + 8).to(torch.uint8).unflatten(1, (-1, BLOCK))
     packed = codes[..., :16] | codes[..., 16:] << 4
     kept = scale.unflatten(1, (-1, BLOCK))[..., :1].to(torch.float16).contiguous().view(torch.uint8)
-    blocks: np.ndarray = torch.cat((kept, packed), dim=-1).flatten(1).numpy()
-    return blocks
+    return torch.cat((kept, packed), dim=-1).flatten(1).numpy()
 
 
 def _write_shape(writer: Any, config: ModelConfig) -> None:
@@ -191,8 +190,7 @@ def _frequency_divisors(config: ModelConfig) -> np.ndarray:
     half = config.size_of_rotary // 2
     plain = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     assert config.rope_scaling is not None
-    divisors: np.ndarray = (plain / llama3_frequencies(plain, config.rope_scaling)).float().numpy()
-    return divisors
+    return (plain / llama3_frequencies(plain, config.rope_scaling)).float().numpy()
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class GroupedProduct(torch.autograd.Function):
         if isinstance(ends, Tensor):
             return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         out = rows.new_empty(rows.shape[0], weight.shape[1])
-        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        for expert, (start, end) in enumerate(_spans(ends)):
             if onednn and end > start:
                 for part in _parts(start, end):
                     out[part] = onednn_product(rows[part], weight[expert])
@@ -89,7 +89,7 @@ class GroupedProduct(torch.autograd.Function):
             of_rows = torch._grouped_mm(gradient, weight, offs=ends)
             return of_rows, torch._grouped_mm(gradient.t(), rows, offs=ends), None, None
         of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
-        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        for expert, (start, end) in enumerate(_spans(ends)):
             if ctx.onednn and end > start:
                 for part in _parts(start, end):
                     of_rows[part] = onednn_product(gradient[part], weight[expert].t())

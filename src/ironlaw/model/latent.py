@@ -60,8 +60,7 @@ class LatentAttention(nn.Module):
                 value = F.pad(value, (0, latent.head_size - latent.value_size))
             mixed = self.partition.attend(query, key, value, mask, dropout, draw, self.config.score_scale)
             mixed = mixed[..., : latent.value_size]  # (B, A, S, W)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
     def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         """`forward` of new tokens (1, N, H) with a cache, which stores each token's narrow vector and rotated key."""
@@ -78,8 +77,7 @@ class LatentAttention(nn.Module):
             else:
                 (keys,) = cache.pages.read(group.blocks, group.sequences, query.dtype)
             mixed.append(self.mixed(query[group.rows], keys, group, cache))
-        out: Tensor = self.out(torch.cat(mixed).flatten(1).unsqueeze(0))
-        return out
+        return self.out(torch.cat(mixed).flatten(1).unsqueeze(0))
 
     def mixed(self, query: Tensor, kept: Tensor, group: Group, cache: LayerCache) -> Tensor:
         """Return (P x S, A, W) from queries (P x S, A, D) and the cached `kept` (P, 1, T, rank + R) of a group.

@@ -25,8 +25,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a distributed tensor; other tensors are returned unchanged."""
     any_tensor: Any = tensor
-    part: Tensor = any_tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # compilers know the type
-    return part
+    return any_tensor.to_local() if hasattr(type(tensor), "to_local") else tensor  # compilers know the type
 
 
 def onednn_available() -> bool:
@@ -129,8 +128,7 @@ class RoundedLinear(Linear):
     function: type[torch.autograd.Function]
 
     def product(self, x: Tensor) -> Tensor:
-        found: Tensor = self.function.apply(x, self.weight, self)
-        return found
+        return self.function.apply(x, self.weight, self)
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.product(cast_like_autocast(x))

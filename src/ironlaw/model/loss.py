@@ -7,6 +7,7 @@ are saved for the backward pass. (As in Liger's fused loss, arXiv 2410.10989, in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,35 +22,33 @@ from ironlaw.model.linear import onednn_product
 IGNORED = -100  # a target that does not count, as in PyTorch
 
 
-class Vocabulary:
-    """The whole vocabulary in one process. `train/parallel/partition.py` has one divided over ranks."""
-
-    def loss_and_gradient(self, logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of the losses of the targets that count, from logits (T, V), which are consumed, and if
-        `wanted` the gradient (T, V) of every row's loss, counted or not. Both are fp32."""
-        logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        del logits
-        loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
-        if not wanted:
-            return loss, None
-        gradient = logs.exp_()
-        counted = (targets != IGNORED).unsqueeze(1)
-        return loss, gradient.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -counted.to(gradient.dtype))
+def loss_and_gradient(logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of the losses of the targets that count, from logits (T, V), which are consumed, and if `wanted`
+    the gradient (T, V) of every row's loss, counted or not. Both are fp32."""
+    logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    del logits
+    loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
+    if not wanted:
+        return loss, None
+    gradient = logs.exp_()
+    counted = (targets != IGNORED).unsqueeze(1)
+    return loss, gradient.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -counted.to(gradient.dtype))
 
 
-WHOLE_VOCABULARY = Vocabulary()
+OfLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""`loss_and_gradient`, or that of a vocabulary divided over ranks (`train/parallel/partition.py`)."""
 
 
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool = False,
-    vocabulary: Vocabulary = WHOLE_VOCABULARY,
+    of_logits: OfLogits = loss_and_gradient,
 ) -> Tensor:  # fmt: skip
     """Return the mean or sum over the targets that count, in fp32, from x (T, H) and weight (V, H).
 
-    `chunk`: tokens at a time. `onednn`: oneDNN computes fp32 products. `vocabulary`: the tokens in rows of `weight`.
+    `chunk`: tokens at a time. `onednn`: oneDNN computes fp32 products. `of_logits`: of one chunk.
     """
     reduced = autocast_dtype(x)
-    total = _Chunked.apply(x, weight, targets, chunk, reduced or weight.dtype, onednn and reduced is None, vocabulary)
+    total = _Chunked.apply(x, weight, targets, chunk, reduced or weight.dtype, onednn and reduced is None, of_logits)
     if reduction == "sum":
         return total
     return total / (targets != IGNORED).sum()
@@ -59,7 +58,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype, onednn: bool,
-        vocabulary: Vocabulary,
+        of_logits: OfLogits,
     ) -> Tensor:  # fmt: skip
         """Return the sum of the losses in fp32."""
         wanted = any(ctx.needs_input_grad[:2])
@@ -75,7 +74,7 @@ class _Chunked(torch.autograd.Function):
             for first in range(0, len(x), chunk):
                 rows = slice(first, first + chunk)
                 total += _chunk(
-                    x[rows].to(dtype), cast, len(weight), targets[rows], of_x, of_weight, rows, onednn, vocabulary
+                    x[rows].to(dtype), cast, len(weight), targets[rows], of_x, of_weight, rows, onednn, of_logits
                 )
             if turned and of_weight is not None:
                 of_weight = transposed(of_weight)
@@ -88,16 +87,12 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight = ctx.gradients
-        if _retains_graph():
+        # Whether the graph is retained, as in pipelines that separate gradients of inputs and weights.
+        if torch._C._autograd._get_current_graph_task_keep_graph():
             return tuple(g if g is None else g * gradient for g in (of_x, of_weight)) + (None,) * 5
         # In place, as they are used once. Their scale (mean, accumulation, loss scale) is known only now.
         ctx.gradients = None
         return tuple(g if g is None else g.mul_(gradient) for g in (of_x, of_weight)) + (None,) * 5
-
-
-def _retains_graph() -> bool:
-    """Whether this backward pass retains its graph, as in pipelines that separate gradients of inputs and weights."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _aligned(weight: Tensor) -> Tensor:
@@ -109,12 +104,12 @@ def _aligned(weight: Tensor) -> Tensor:
 
 def _chunk(
     x: Tensor, weight: Tensor, size: int, targets: Tensor, of_x: Tensor | None, of_weight: Tensor | None, rows: slice,
-    onednn: bool, vocabulary: Vocabulary,
+    onednn: bool, of_logits: OfLogits,
 ) -> Tensor:  # fmt: skip
     """Return the chunk's loss; write its gradients to `of_x[rows]` and add them to `of_weight`. `size`: rows of
     `weight` that are no padding."""
     # The logits have no name, so that they are freed as soon as the loss has used them.
-    loss, gradient = vocabulary.loss_and_gradient(
+    loss, gradient = of_logits(
         onednn_product(x, weight) if onednn else (x @ weight.t())[:, :size], targets, of_x is not None
     )
     if of_x is None or gradient is None:

@@ -74,7 +74,6 @@ def flexible(
     if rule is not None:
         options["score_mod"] = rule
     if sinks is None:
-        result: Tensor = attend(query, key, value, **options)
-        return result
+        return attend(query, key, value, **options)
     mixed, log_sum = attend(query, key, value, return_lse=True, **options)
     return mixed * torch.sigmoid(log_sum - sinks[:, None]).unsqueeze(-1).to(mixed.dtype)

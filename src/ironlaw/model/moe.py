@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,24 +58,27 @@ class Peers:
 
     def positions_in_expert(self, chosen: Tensor, experts: int) -> Tensor:
         """Return the number of earlier choices of the same expert in the whole micro-batch, (N, k)."""
-        return positions_in_expert(chosen, experts)
+        flat = chosen.flatten()  # in the order of the tokens
+        order, counts = flat.argsort(stable=True), counts_of(flat, experts)
+        number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[flat[order]]
+        return torch.empty_like(order).scatter_(0, order, number).view_as(chosen)
 
     def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert, in the same order."""
-        out: Tensor = experts(rows, counts)
-        return out
+        return experts(rows, counts)
 
 
 ALONE = Peers()
 
 
-def positions_in_expert(chosen: Tensor, experts: int) -> Tensor:
-    """Return for each choice the number of earlier choices of the same expert, in token order, (N, k)."""
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=experts)
-    number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[flat[order]]
-    return torch.empty_like(order).scatter_(0, order, number).view_as(chosen)
+def counts_of(chosen: Tensor, experts: int) -> Tensor:
+    """Return the number of choices of each expert, (E,). `bincount` knows no tensors without values."""
+    return chosen.new_zeros(experts).scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation (N,)."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
 
 
 class Router(nn.Module):
@@ -109,8 +112,7 @@ class Router(nn.Module):
                 weights = weights / weights.sum(-1, keepdim=True)
             if moe.routed_scale != 1.0:
                 weights = weights * moe.routed_scale
-            counts = torch.zeros(moe.experts, dtype=torch.int64, device=x.device)
-            counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            counts = counts_of(chosen, moe.experts)
             return weights, chosen, counts, self.balance_loss(scores, counts, peers) if self.training else None
 
     def within_groups(self, preference: Tensor) -> Tensor:
@@ -219,45 +221,32 @@ class MixtureOfExperts(nn.Module):
             self.balance_loss = balance_loss
         if self.training and not self.is_recomputation:
             self.load += counts
-        if capacity is not None and self.peers.ranks > 1:
-            return self._within_shared(capacity, weights, chosen)
+        if capacity is not None:
+            return self._within(capacity, weights, chosen, counts)
         order = chosen.flatten().argsort(stable=True)  # (N k,): choices by expert, tokens in order within one
-        if capacity is None:
-            place = torch.empty_like(order)
-            place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
-            return Routing(weights, order, place.view_as(chosen), counts)
-        return self._within(capacity, weights, chosen, counts, order)
+        return Routing(weights, order, inverse(order).view_as(chosen), counts)
 
-    def _within(self, capacity: int, weights: Tensor, chosen: Tensor, counts: Tensor, order: Tensor) -> Routing:
-        """Assign choices to fixed rows, `capacity` for each expert, and drop the surplus."""
-        rows, expert = self.moe.experts * capacity, chosen.flatten()[order]
-        number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[expert]
-        kept = number < capacity
-        place = torch.where(kept, expert * capacity + number, rows)  # dropped ones share a row after the last
-        source = torch.zeros(rows + 1, dtype=torch.int64, device=order.device).scatter_(0, place, order)[:rows]
-        filled = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).scatter_(0, place, kept)[:rows]
-        of_choice = torch.empty_like(order).scatter_(0, order, torch.where(kept, place, 0))
-        kept_choice = torch.empty_like(kept).scatter_(0, order, kept)
-        if not self.is_recomputation:
-            self.dropped += order.numel() - kept.sum()
-        return Routing(
-            weights, source, of_choice.view_as(chosen), counts, kept_choice.view_as(chosen), filled, capacity
-        )
-
-    def _within_shared(self, capacity: int, weights: Tensor, chosen: Tensor) -> Routing:
-        """Assign choices to rows if several ranks share a micro-batch. Which choices are dropped depends on all ranks,
-        so the number of an expert's rows that a rank fills is not fixed; only kept choices become rows."""
+    def _within(self, capacity: int, weights: Tensor, chosen: Tensor, counts: Tensor) -> Routing:
+        """Assign choices to rows, at most `capacity` for each expert, and drop the surplus. The rows are fixed, unless
+        several ranks share a micro-batch: how many of an expert's rows a rank fills then depends on all ranks, and only
+        kept choices become rows."""
         experts = self.moe.experts
-        kept = self.peers.positions_in_expert(chosen, experts) < capacity
-        order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
-        place = torch.empty_like(order)
-        place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        position = self.peers.positions_in_expert(chosen, experts)
+        kept = position < capacity
         if not self.is_recomputation:
             self.dropped += kept.numel() - kept.sum()
-        counts = torch.bincount(chosen[kept], minlength=experts)
-        return Routing(
-            weights, order[: int(counts.sum())], torch.where(kept, place.view_as(kept), 0), counts, kept
-        )  # fmt: skip
+        if self.peers.ranks > 1:
+            order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
+            counts = counts_of(chosen[kept], experts)
+            place = torch.where(kept, inverse(order).view_as(kept), 0)
+            return Routing(weights, order[: int(counts.sum())], place, counts, kept)
+        rows = experts * capacity
+        place = torch.where(kept, chosen * capacity + position, rows).flatten()  # dropped ones: a row after the last
+        choice = torch.arange(place.numel(), device=place.device)
+        source = choice.new_zeros(rows + 1).scatter_(0, place, choice)[:rows]
+        filled = kept.new_zeros(rows + 1).scatter_(0, place, kept.flatten())[:rows]
+        place = torch.where(kept, place.view_as(chosen), 0)
+        return Routing(weights, source, place, counts, kept, filled, capacity)
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Gather tokens (N, H) into rows by expert in the products' precision: (R, H), or (E, C, H) with a capacity."""
@@ -268,8 +257,7 @@ class MixtureOfExperts(nn.Module):
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of each token's rows, (N, H)."""
         rows = rows.flatten(0, -2)
-        out: Tensor = Combine.apply(rows, routing.weights, routing.source, routing.place, routing.kept, routing.filled)
-        return out
+        return Combine.apply(rows, routing.weights, routing.source, routing.place, routing.kept, routing.filled)
 
 
 class _Attach(torch.autograd.Function):
@@ -307,25 +295,15 @@ def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | fl
         return carrier
     whole: Any = carrier
     carrier = whole.full_tensor() if hasattr(whole, "full_tensor") else carrier
-    attached: Tensor = _Attach.apply(carrier, torch.stack(losses).sum(), weight)
-    return attached
+    return _Attach.apply(carrier, torch.stack(losses).sum(), weight)
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The balance of a step's expert loads, over all layers with experts."""
+class ExpertLoad(NamedTuple):
+    """The balance of a step's expert loads, over all layers with experts, by the names of a run's metrics."""
 
-    busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
-    unused: float  # share of experts that no token chose
-    dropped: float  # share of choices without a row; 0 when dropless
-
-    def metrics(self) -> dict[str, float]:
-        """Return the values under the names of a run's metrics."""
-        return {
-            "expert_load_busiest_over_mean": self.busiest_over_mean,
-            "experts_unused": self.unused,
-            "expert_choices_dropped": self.dropped,
-        }
+    expert_load_busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
+    experts_unused: float  # share of experts that no token chose
+    expert_choices_dropped: float  # share of choices without a row; 0 when dropless
 
 
 @torch.no_grad()

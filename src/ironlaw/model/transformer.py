@@ -195,6 +195,11 @@ class Transformer(nn.Module):
         self.make_rotary_tables()
         self.initialize()
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output layer, if it is here, has the embedding's weight; a pipeline stage may lack either."""
+        return self.embedding is not None and self.head is not None and self.head.weight is self.embedding.weight
+
     def make_rotary_tables(self, device: torch.device | None = None) -> None:
         """Register buffers of cosines and sines; windowed layers and long sequences have their own if needed."""
         if self.config.positions != "rope":

@@ -141,9 +141,9 @@ def roofline(roof: Found, width: int, height: int = 320) -> Markup:
     points = roof["points"][:MOST_POINTS]
     peak, copy = roof["peak_flops_per_second"], roof["copy_bytes_per_second"]
     xs, ys = [p["intensity"] for p in points] + [roof["ridge"]], [p["flops_per_second"] for p in points]
-    frame = svg.LogFrame(
+    frame = svg.Frame(
         min(xs) / 2, max(xs) * 2, min([*ys, peak / 100]) / 1.26, max([peak, *ys]) * 1.4,
-        84.0, width - 14.0, 10.0, height - 42.0,
+        84.0, width - 14.0, 10.0, height - 42.0, math.log10,
     )  # fmt: skip
     few = 5 if width < 500 else 8
     body = frame.grid(

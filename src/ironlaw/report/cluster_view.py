@@ -33,12 +33,6 @@ SHOWN: dict[str, tuple[str, Print]] = {
     **labels.COSTS,
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
-# Total -> the totals it is calculated from.
-DERIVED = {
-    "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
-    "mfu_palm": ("parameters", "step_seconds"), "mfu_6nd": ("parameters", "step_seconds"), "hfu": ("step_seconds",),
-    "total_seconds": ("step_seconds",), **labels.COSTS_FROM,
-}  # fmt: skip
 
 
 def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
@@ -313,7 +307,7 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
         "tokens_per_second": batch, "peak_bytes": memory_inputs(line for line in ledger.memory if line.bytes),
         "total_seconds": [f"{work['steps']:,} steps, {units.tokens(work['tokens'])} tokens [asked or assumed]"],
     }  # fmt: skip
-    derivations(made, ledger, SHOWN, DERIVED, inputs)
+    derivations(made, ledger, SHOWN, inputs)
     made.heading(f"Engine {more['engine']['name']}")
     made.text(more["engine"]["source"], indent=2)
     if facts["low_precision"]:

@@ -66,10 +66,10 @@ def silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _console(stream: Any) -> Console:
+def _console(stream: Any, **more: Any) -> Console:
     """Return a console without markup: square brackets are text, and styles are passed as arguments."""
     width = None if stream.isatty() else PLAIN_WIDTH
-    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False, **more)
     console.push_render_hook(_PrintableOnly())
     return console
 
@@ -86,12 +86,7 @@ def messages() -> Console:
 
 def recorder() -> Console:
     """Return a console that keeps its output, for export as text or HTML."""
-    console = Console(
-        record=True, file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False,
-        force_terminal=False, force_jupyter=False, color_system=None,
-    )  # fmt: skip
-    console.push_render_hook(_PrintableOnly())
-    return console
+    return _console(io.StringIO(), record=True, force_terminal=False, force_jupyter=False, color_system=None)
 
 
 def show(*views: Document) -> None:

@@ -10,10 +10,6 @@ def _flop(value: float | None) -> str:
     return units.si(value, "FLOP")
 
 
-def _tokens_rate(value: float | None) -> str:
-    return units.rate(value, "token")
-
-
 def _loss(value: float | None) -> str:
     return units.NOT_KNOWN if value is None else f"{value:.3f} nats/token"
 
@@ -32,17 +28,12 @@ COSTS: dict[str, tuple[str, Print]] = {
     "energy_joules": ("Energy", units.energy),
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
-COSTS_FROM = {
-    "accelerator_hours": ("total_seconds",), "rent_usd": ("accelerator_hours",),
-    "break_even_runs": ("purchase_usd", "rent_usd"), "energy_joules": ("total_seconds",),
-    "carbon_kg": ("energy_joules",),
-}  # fmt: skip
 TOTALS: dict[str, tuple[str, Print]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", _flop),
     "flops_per_step_unmasked": ("FLOPs, causal mask ignored", _flop),
     "step_seconds": ("Step time", units.seconds),
-    "tokens_per_second": ("Throughput", _tokens_rate),
+    "tokens_per_second": ("Throughput", lambda value: units.rate(value, "token")),
     "mfu": ("MFU", units.percent),
     "peak_bytes": ("Peak tensor memory", units.bytes_),
     "resident_bytes": ("Process memory", units.bytes_),

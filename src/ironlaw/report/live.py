@@ -5,7 +5,7 @@ The page of `ironlaw train --dashboard` is served to this machine only, and rend
     page = Dashboard(Path("runs/mine"))
     with page:                                  # page.address: "http://127.0.0.1:8421/"
         page.planned(plan)
-        page.step(report)                       # after each step; costs an append
+        page.step(entry)                        # after each step; costs an append
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -61,8 +60,8 @@ class Dashboard:
     def planned(self, plan: Ledger) -> None:
         self._plan = plan
 
-    def step(self, report: Any) -> None:
-        self._steps.append(asdict(report))
+    def step(self, entry: dict[str, Any]) -> None:
+        self._steps.append(entry)
 
     def html(self) -> str:
         """Return the page in its current state."""
@@ -85,10 +84,11 @@ class Dashboard:
         if not steps:
             return [("Step", "none yet", "preparing data, or the first step")]
         last = steps[-1]
-        seconds = statistics.median([s["seconds"] for s in steps[-RECENT:] if not s["recorded"]] or [last["seconds"]])
+        recent = steps[-RECENT:]
+        seconds = statistics.median([s["seconds"] for s in recent if not s.get("recorded")] or [last["seconds"]])
         cards = [("Step", f"{last['step']:,}", f"of {last['steps']:,}")]
         cards.append(("Loss", f"{last['loss']:.3f}", "nats per token"))
-        validated = [s["validation_loss"] for s in steps if s["validation_loss"] is not None]
+        validated = [s["validation_loss"] for s in steps if "validation_loss" in s]
         if validated:
             cards.append(("Validation loss", f"{validated[-1]:.3f}", "nats per token"))
         if self._plan is not None:
@@ -98,7 +98,7 @@ class Dashboard:
             cards.append(("MFU", mfu, "of what was measured here"))
         else:
             cards.append(("Step time", units.seconds(seconds), ""))
-        waited = sum(s["data_seconds"] for s in steps[-RECENT:]) / sum(s["seconds"] for s in steps[-RECENT:])
+        waited = sum(s.get("data_seconds", 0.0) for s in recent) / sum(s["seconds"] for s in recent)
         cards.append(("Waiting for data", units.percent(waited), "of the step"))
         cards.append(("Memory", units.bytes_(last["resident_bytes"]), "of this process"))
         cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
@@ -173,8 +173,8 @@ class DataProgress:
 
 
 class LiveRun:
-    """Everything that `train` prints on stderr while it runs. `data` is a `Dataset` and `report` the trainer's
-    `StepReport`; this package may not import their classes."""
+    """Everything that `train` prints on stderr while it runs. `data` is a `Dataset`, whose class this package may not
+    import; `entry` is what the trainer passes to its watcher after a step."""
 
     def __init__(self, console: Console, folder: Path, page: Dashboard | None = None) -> None:
         self.console, self.folder, self._page = console, folder, page
@@ -183,7 +183,8 @@ class LiveRun:
         self._step_seconds: float | None = None
         self._last_line = 0.0
         self._attention_said = False
-        self._data = DataProgress(console)
+        self.say: Callable[[str], None] = console.print
+        self.data_progress = DataProgress(console)
 
     def __enter__(self) -> Self:
         if self._page is not None:
@@ -192,21 +193,15 @@ class LiveRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._data.close()
+        self.data_progress.close()
         if self._live is not None:
             self._live.stop()
         if self._page is not None:
             self._page.__exit__(*error)
 
-    def say(self, message: str) -> None:
-        self.console.print(message)
-
-    def data_progress(self, done: int, total: int) -> None:
-        self._data(done, total)
-
     def planned(self, plan: Ledger, data: Any) -> None:
         """Print the head of the run: the prepared data and the plan."""
-        self._data.close()
+        self.data_progress.close()
         totals, train, validation = plan.totals, len(data.train.tokens), len(data.validation.tokens)
         source = "from the cache" if data.reused else "prepared"
         text = f"{units.count(train)} training" if train else "tokenised while training,"
@@ -235,40 +230,41 @@ class LiveRun:
         if self._page is not None:
             self._page.planned(plan)
 
-    def step(self, report: Any) -> None:
-        if report.attention is not None and not self._attention_said:
+    def step(self, entry: dict[str, Any]) -> None:
+        if entry["attention"] is not None and not self._attention_said:
             self._attention_said = True
-            self.say(f"Attention  {report.attention}")
+            self.say(f"Attention  {entry['attention']}")
         if self._page is not None:
-            self._page.step(report)
-        if not report.recorded and report.step > 2:
-            before = self._step_seconds or report.seconds
-            self._step_seconds = SMOOTHING * before + (1 - SMOOTHING) * report.seconds
-        line = self._line(report)
-        if report.validation_loss is not None:
-            self.say(f"  step {report.step:>6,}  validation loss {report.validation_loss:.3f}")
+            self._page.step(entry)
+        if not entry.get("recorded") and entry["step"] > 2:
+            before = self._step_seconds or entry["seconds"]
+            self._step_seconds = SMOOTHING * before + (1 - SMOOTHING) * entry["seconds"]
+        line = self._line(entry)
+        if "validation_loss" in entry:
+            self.say(f"  step {entry['step']:>6,}  validation loss {entry['validation_loss']:.3f}")
         if self.console.is_terminal:
             if self._live is None:
                 self._live = Live(line, console=self.console, refresh_per_second=4, transient=True)
                 self._live.start()
             self._live.update(line)
-        elif time.monotonic() - self._last_line > PLAIN_EVERY_SECONDS or report.step in (1, report.steps):
+        elif time.monotonic() - self._last_line > PLAIN_EVERY_SECONDS or entry["step"] in (1, entry["steps"]):
             self._last_line = time.monotonic()
             self.console.print(line)
 
-    def _line(self, report: Any) -> Text:
+    def _line(self, entry: dict[str, Any]) -> Text:
         assert self._plan is not None
-        parts = [f"{report.step:>7,}/{report.steps:,}", f"loss {report.loss:.3f}"]
+        parts = [f"{entry['step']:>7,}/{entry['steps']:,}", f"loss {entry['loss']:.3f}"]
         seconds = self._step_seconds
         extras: list[str] = []
         if seconds is not None:
             off, rate, mfu = _pace(self._plan, seconds)
             parts += [f"{rate} tok/s", f"step {units.seconds(seconds)} (plan {off})"]
             extras.append(f"MFU {mfu}")
-        left = (report.steps - report.step) * (seconds or self._plan.totals["step_seconds"].value)
+        left = (entry["steps"] - entry["step"]) * (seconds or self._plan.totals["step_seconds"].value)
         parts.append(f"{units.seconds(left)} left")
         # On a narrow terminal the last of these are left out: a line that wraps cannot be redrawn.
-        for extra in (*extras, units.bytes_(report.resident_bytes), f"wait {units.seconds(report.data_seconds)}"):
+        waited = units.seconds(entry.get("data_seconds", 0.0))
+        for extra in (*extras, units.bytes_(entry["resident_bytes"]), f"wait {waited}"):
             if len("  ".join([*parts, extra])) <= self.console.width:
                 parts.insert(-1, extra)
         return Text("  ".join(parts), no_wrap=True, overflow="ignore")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ironlaw import units
@@ -17,9 +17,13 @@ PLANNED = (
 )  # fmt: skip
 ON_ACCELERATORS = (*PLANNED[:-1], "rent_usd", "energy_joules", "carbon_kg")
 MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
+# Total -> the totals it is calculated from.
 DERIVED = {
     "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
-    "resident_bytes": ("peak_bytes",), "total_seconds": ("step_seconds",), **labels.COSTS_FROM,
+    "mfu_palm": ("parameters", "step_seconds"), "mfu_6nd": ("parameters", "step_seconds"), "hfu": ("step_seconds",),
+    "resident_bytes": ("peak_bytes",), "total_seconds": ("step_seconds",), "accelerator_hours": ("total_seconds",),
+    "rent_usd": ("accelerator_hours",), "break_even_runs": ("purchase_usd", "rent_usd"),
+    "energy_joules": ("total_seconds",), "carbon_kg": ("energy_joules",),
 }  # fmt: skip
 
 
@@ -97,7 +101,7 @@ def why_view(ledger: Ledger) -> Document:
     made, facts = Document(), ledger.facts
     made.heading("Where each number comes from")
     shown = {name: labels.TOTALS[name] for name in ledger.totals}
-    derivations(made, ledger, shown, DERIVED, _inputs(ledger))
+    derivations(made, ledger, shown, _inputs(ledger))
     for name, told in (("Precision", "precision"), ("Attention", "attention")):
         if facts.get(f"{told}_reason"):
             made.heading(f"{name}: {facts[told]}")
@@ -113,9 +117,8 @@ def why_view(ledger: Ledger) -> Document:
 
 
 def derivations(
-    made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], derived: Mapping[str, Sequence[str]],
-    inputs: Mapping[str, Iterable[str]],
-) -> None:  # fmt: skip
+    made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], inputs: Mapping[str, Iterable[str]]
+) -> None:
     """Add for `--why` the formula, source totals and other inputs of every total, each with its origin."""
     for name, (label, show) in shown.items():
         estimate = ledger.totals.get(name)
@@ -123,7 +126,7 @@ def derivations(
             continue
         others = [
             f"{shown[other][0]} {shown[other][1](ledger.totals[other].value)} [{ledger.totals[other].origin}]"
-            for other in derived.get(name, ())
+            for other in DERIVED.get(name, ())
             if other in ledger.totals
         ]
         bounds = between((estimate.low, estimate.high), show)

@@ -54,7 +54,7 @@ class Cloud:
 
 @dataclass(frozen=True)
 class Frame:
-    """A linear mapping from values to coordinates, and the grid of its axes."""
+    """A mapping from values to coordinates, and the grid of its axes. It is linear unless a `scale` is given."""
 
     x0: float
     x1: float
@@ -64,9 +64,7 @@ class Frame:
     right: float
     upper: float
     lower: float
-
-    def scale(self, value: float) -> float:
-        return value
+    scale: Callable[[float], float] = float
 
     def x(self, value: float) -> float:
         return self.left + (self.right - self.left) * self._part(value, self.x0, self.x1)
@@ -96,13 +94,6 @@ class Frame:
             anchor = "end" if x > self.right - 18 else "middle"
             parts.append(text(x, self.lower + 17, x_text(tick), anchor, "odd" if number % 2 else ""))
         return parts
-
-
-class LogFrame(Frame):
-    """A frame with logarithmic axes."""
-
-    def scale(self, value: float) -> float:
-        return math.log10(value)
 
 
 def bar_pair(planned: float | None, measured: float | None, largest: float, title: str) -> Markup:
@@ -161,7 +152,7 @@ def scatter(
     if not values:
         return Markup("")
     a, b = min(values) / 1.12, max(values) * 1.12
-    frame = LogFrame(a, b, a, b, 74.0, size - 8, 10.0, size - 56)
+    frame = Frame(a, b, a, b, 74.0, size - 8, 10.0, size - 56, math.log10)
     corners = [(a, a * (1 - BAND)), (a, a * (1 + BAND)), (b / (1 + BAND), b), (b, b), (b, b * (1 - BAND))]
     body = [f'<polygon class="band" points="{" ".join(f"{frame.x(p):.1f},{frame.y(q):.1f}" for p, q in corners)}"/>']
     body += frame.grid(ticks(a, b, base), y_text, ticks(a, b, base), y_text)

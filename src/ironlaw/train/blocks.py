@@ -88,14 +88,10 @@ def _selective(keep: frozenset[str], linears: Sequence[str]) -> tuple[object, ob
 
 
 def _contexts(keep: frozenset[str], linears: Sequence[str], experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
-    forward, recomputation = _selective(keep, linears)
-    for mode in (forward, recomputation):
+    forward, recomputation = _selective(keep, linears) if keep else (nullcontext(), nullcontext())
+    for mode in (forward, recomputation) if keep else ():
         mode.__class__ = _expensive_only(type(mode))  # type: ignore[arg-type]
     return forward, _recording(recomputation, experts)
-
-
-def _unselective(experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
-    return nullcontext(), _recording(nullcontext(), experts) if experts else record_function(RECOMPUTE_SCOPE)
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], policies: Sequence[Policy]) -> None:
@@ -120,7 +116,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
         "preserve_rng_state": any(isinstance(m, nn.Dropout) for m in block.modules()),
     }
     linears = (*projections, "attention_out", *ffn)
-    contexts = partial(_contexts, policy, linears, experts) if policy else partial(_unselective, experts)
+    contexts = partial(_contexts, policy, linears, experts)
     checkpointed: Callable[..., Any] = partial(checkpoint, forward, context_fn=contexts, **options)
     # A compiler takes no other contexts than those of a policy, and recomputes all without any.
     selective: dict[str, Any] = {"context_fn": partial(_selective, policy, linears)} if policy else {}

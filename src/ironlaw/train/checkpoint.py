@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,10 +70,7 @@ class WholeFiles:
     name = "whole"
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        taken: tuple[dict[str, Tensor], dict[str, Any]] = host_copy(
-            (self._weights(model), {name: part.state_dict() for name, part in states.items()})
-        )
-        return taken
+        return host_copy((self._weights(model), {name: part.state_dict() for name, part in states.items()}))
 
     def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
         weights, states = taken
@@ -185,20 +183,17 @@ def check_none_lost(run: RunDirectory) -> None:
 
 def read_index(path: Path) -> Checkpoint:
     """Verify a checkpoint's files against its checksums. Raises UserError if any is missing or changed."""
-    try:
+    problem = "is damaged"
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         index = read_json(path / INDEX)
-        intact = index["index_sha256"] == _index_sha256(index)
-        newer = intact and index["schema_version"] > SCHEMA_VERSION
-        intact = intact and index["step"] == step_of(path)
-        intact = newer or (intact and all(sha256(path / name) == to for name, to in index["sha256"].items()))
-        intact = newer or (intact and isinstance(index.get("store", ""), str) and bool(ModelConfig(**index["model"])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        intact = newer = False
-    if newer:
-        raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
-    if not intact:
-        raise UserError(f"the checkpoint {path} is damaged")
-    return Checkpoint(path, index["step"], index["tokens"], index)
+        whole = index["index_sha256"] == _index_sha256(index)
+        if whole and index["schema_version"] > SCHEMA_VERSION:
+            problem = "was written by a newer Ironlaw"
+        elif whole and index["step"] == step_of(path) and isinstance(index.get("store", ""), str):
+            ModelConfig(**index["model"])
+            if all(sha256(path / name) == to for name, to in index["sha256"].items()):
+                return Checkpoint(path, index["step"], index["tokens"], index)
+    raise UserError(f"the checkpoint {path} {problem}")
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -111,9 +110,8 @@ class Checkpointer:
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _run(self, about: dict[str, Any], taken: Any) -> None:
-        if sys.platform.startswith("linux"):
-            with contextlib.suppress(OSError):  # on Linux the priority is the thread's own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with contextlib.suppress(OSError):  # on Linux the priority is the thread's own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._write(about, taken)
         except BaseException as error:  # re-raised in `wait`: a thread's own traceback would only be printed

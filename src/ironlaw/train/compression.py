@@ -27,7 +27,7 @@ from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
-from ironlaw.files import write_json
+from ironlaw.files import is_taken, write_json
 from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
@@ -145,7 +145,7 @@ def compress_run(
     data:   text to measure on, tokenized with the model's tokenizer; required for a Hugging Face directory.
     UserError is raised, before anything is written, if source, target, method and data are incompatible.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if is_taken(out):
         raise UserError(f"{out} exists: give --out a new directory")
     source = open_source(path, data, say, lambda model: check_method(model, target, method, within is not None))
     say(f"compressing to {target} by {method}")

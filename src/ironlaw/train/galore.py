@@ -6,7 +6,7 @@ projection consists of the gradient's leading singular vectors on its shorter si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,20 +14,8 @@ from torch import Tensor
 
 
 class GaLore(torch.optim.Optimizer):
-    """GaLore with decoupled weight decay as in AdamW, for matrices with both sides longer than `rank`."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        rank: int,
-        projection_steps: int,
-        scale: float,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
-        super().__init__(params, defaults | {"rank": rank, "projection_steps": projection_steps, "scale": scale})
+    """GaLore with decoupled weight decay as in AdamW, for matrices with both sides longer than `rank`. Each group has
+    lr, betas, eps, weight_decay, rank, projection_steps and scale."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

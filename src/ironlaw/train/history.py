@@ -59,7 +59,7 @@ ENDING = ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps")
 class Session:
     """One invocation of the command, from start to end. `wall_seconds["repeated"]` is time of steps taken again."""
 
-    number: int
+    session: int  # its number
     started: str
     from_step: int
     setting: dict[str, Any]  # step times are comparable only between sessions with equal settings
@@ -77,26 +77,20 @@ class Sessions:
     def __init__(self, path: Path, from_step: int, setting: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> None:
         self._path = path
         self.earlier = read_sessions(path)
-        if self.earlier and self.earlier[-1].how is None:
-            self._close_killed(self.earlier[-1], metrics)
+        last = self.earlier[-1] if self.earlier else None
+        if last is not None and last.how is None:
+            done = [entry for entry in metrics if entry["step"] > last.from_step]
+            last.how, last.wall_seconds = "killed", wall_seconds_of(done)
+            last.to_step = done[-1]["step"] if done else last.from_step
+            self._end(last)
         lost = [entry for entry in metrics if entry["step"] > from_step]
-        if self.earlier and lost:
-            self._repeat(self.earlier[-1], lost)
+        if last is not None and lost:  # steps that will be taken again
+            _to_repeated(last.wall_seconds, lost)
+            last.repeated_steps += len(lost)
+            self._end(last)
         self.current = Session(len(self.earlier) + 1, now(), from_step, setting)
         beginning = {"started": self.current.started, "from_step": from_step, "setting": setting}
-        append_line(path, {"session": self.current.number} | beginning)
-
-    def _close_killed(self, session: Session, metrics: Sequence[dict[str, Any]]) -> None:
-        done = [entry for entry in metrics if entry["step"] > session.from_step]
-        session.how, session.wall_seconds = "killed", wall_seconds_of(done)
-        session.to_step = done[-1]["step"] if done else session.from_step
-        self._end(session)
-
-    def _repeat(self, session: Session, lost: Sequence[dict[str, Any]]) -> None:
-        """Account for the time of `lost` steps, which will be taken again, as repeated."""
-        _to_repeated(session.wall_seconds, lost)
-        session.repeated_steps += len(lost)
-        self._end(session)
+        append_line(path, {"session": self.current.session} | beginning)
 
     def rolled_back(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
         """Account for the time of discarded steps of this session as repeated."""
@@ -110,7 +104,7 @@ class Sessions:
         self._end(session)
 
     def _end(self, session: Session) -> None:
-        append_line(self._path, {"session": session.number} | {name: getattr(session, name) for name in ENDING})
+        append_line(self._path, {"session": session.session} | {name: getattr(session, name) for name in ENDING})
 
     # -- the whole run ---------------------------------------------------------------------------------------
 
@@ -138,7 +132,7 @@ class Sessions:
     def facts(self) -> list[dict[str, Any]]:
         return [
             {
-                "session": s.number, "started": s.started, "ended": s.ended, "how": s.how, "from_step": s.from_step,
+                "session": s.session, "started": s.started, "ended": s.ended, "how": s.how, "from_step": s.from_step,
                 "to_step": s.to_step, "repeated_steps": s.repeated_steps, "seconds": sum(s.wall_seconds.values()),
             }
             for s in (*self.earlier, self.current)
@@ -147,18 +141,14 @@ class Sessions:
 
 def read_sessions(path: Path) -> list[Session]:
     """Return the sessions in order of number. If a session has several end lines, the last one counts."""
-    found: dict[int, Session] = {}
-    for line in read_lines(path):
-        try:
-            if "started" in line:
-                found[line["session"]] = Session(line["session"], line["started"], line["from_step"], line["setting"])
-            elif line["session"] in found:
-                session = found[line["session"]]
-                for name in ENDING:
-                    setattr(session, name, line[name])
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{path} has a line of no session: remove it, or give a new --out") from None
-    return [found[number] for number in sorted(found)]
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        for line in read_lines(path):
+            if "started" in line or line["session"] in found:
+                found[line["session"]] = found.get(line["session"], {}) | line
+        return [Session(**fields) for _, fields in sorted(found.items())]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path} has a line of no session: remove it, or give a new --out") from None
 
 
 def step_times(entry: dict[str, Any]) -> StepTimes:

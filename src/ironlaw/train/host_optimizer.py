@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ironlaw.train.transfer import Arrival, TransferStream
+from ironlaw.train.transfer import TransferStream
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]
@@ -63,7 +63,7 @@ class _Pair:
     host: Tensor
     gradient: Tensor
 
-    def fetch(self, stream: TransferStream) -> list[Arrival]:
+    def fetch(self, stream: TransferStream) -> list[torch.cuda.Event]:
         """Start to copy the gradient to the host, if there is one."""
         self.host.grad = None
         if self.parameter.grad is None:
@@ -76,13 +76,12 @@ class HostOptimizer(Combined):
     """Runs the optimizer that `build` makes on the host. Results are bit-equal if device and host compute alike."""
 
     def __init__(
-        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:  # fmt: skip
+        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream
+    ) -> None:
         self.stream = stream
         self._buckets: list[list[_Pair]] = []
         parts = []
-        for bucket in _bucketed(groups, bucket_bytes):
+        for bucket in _bucketed(groups):
             pairs, hosted = [], []
             for group in bucket:
                 here = [self._pair(parameter) for parameter in group["params"]]
@@ -103,19 +102,17 @@ class HostOptimizer(Combined):
         returning = []
         for pairs, part, arrivals in zip(self._buckets, self.parts, leaving, strict=True):
             for arrival in arrivals:
-                arrival.wait_on_host()
+                arrival.synchronize()
             part.step()
             returning += [self.stream.back_into(pair.host, pair.parameter.data) for pair in pairs]
         for arrival in returning:
-            arrival.wait_on_device()  # the next forward pass reads the new weights
+            arrival.wait()  # the next forward pass reads the new weights
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the device's gradients; the host's are buffers that the next step overwrites."""
+        assert set_to_none
         for pair in self._pairs():
-            if set_to_none:
-                pair.parameter.grad = None
-            elif pair.parameter.grad is not None:
-                pair.parameter.grad.zero_()
+            pair.parameter.grad = None
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,8 +130,8 @@ class HostOptimizer(Combined):
         return (pair for pairs in self._buckets for pair in pairs)
 
 
-def _bucketed(groups: Groups, bucket_bytes: int) -> Iterator[Groups]:
-    """Split the groups into buckets of about `bucket_bytes`; each piece keeps the settings of its group."""
+def _bucketed(groups: Groups) -> Iterator[Groups]:
+    """Split the groups into buckets of about `BUCKET_BYTES`; each piece keeps the settings of its group."""
     bucket: Groups = []
     held = 0
     for group in groups:
@@ -143,7 +140,7 @@ def _bucketed(groups: Groups, bucket_bytes: int) -> Iterator[Groups]:
         for parameter in group["params"]:
             part.append(parameter)
             held += parameter.nbytes
-            if held >= bucket_bytes:
+            if held >= BUCKET_BYTES:
                 yield [*bucket, settings | {"params": part}]
                 bucket, part, held = [], [], 0
         if part:

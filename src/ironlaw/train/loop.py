@@ -1,6 +1,6 @@
 """The training loop of one rank. A single process is a mesh of one (`mesh.py`).
 
-    trainer = Trainer(config, run, plan, dataset, profile, strategy)
+    trainer = Trainer(config, run, plan, dataset, profile, mesh, Step)
     outcome = trainer.train()
 
 A step waits for its batch, runs forward and backward over its micro-batches, clips the gradients and updates the
@@ -40,12 +40,12 @@ from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import Journal, NoJournal, batch_crc32, earlier_profile, keep_profile
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.mesh import Observer
+from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.recovery import GoBack, Recovery, Spike, respond
-from ironlaw.train.result import Outcome, StepReport, finished_ledger, in_other_units, validate
+from ironlaw.train.result import Outcome, finished_ledger, in_other_units, validate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
-from ironlaw.train.strategy import Strategy
+from ironlaw.train.step import Step
 from ironlaw.train.transfer import Transfer
 
 REPLAN_AFTER = 3  # steps after the warm-up: their median predicts the other steps within the spread of single steps
@@ -63,17 +63,17 @@ class Trainer:
         plan: Ledger,
         dataset: Dataset,
         profile: Profile,
-        strategy: Strategy,
+        mesh: Mesh,
+        step: type[Step],
         *,
         observer: Observer | None = None,
         start: checkpoint.Checkpoint | None = None,
-        watch: Callable[[StepReport], None] | None = None,
+        watch: Callable[[dict[str, Any]], None] | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.started = time.perf_counter()
         self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
-        mesh = strategy.mesh
-        self.strategy, self.mesh, self.observer, self.device = strategy, mesh, observer or Observer(), mesh.device
+        self.mesh, self.observer, self.device = mesh, observer or Observer(), mesh.device
         self.watch, self.say = watch or (lambda report: None), say
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
@@ -87,11 +87,11 @@ class Trainer:
         self._spike_known = False
         self._batch_crc32: int | None = None
         self._replanned: dict[str, Any] = {}
-        self._setup(start)
+        self._setup(step, start)
 
     # -- set up ----------------------------------------------------------------------------------------------
 
-    def _setup(self, start: checkpoint.Checkpoint | None) -> None:
+    def _setup(self, step: type[Step], start: checkpoint.Checkpoint | None) -> None:
         config, mesh = self.config, self.mesh
         host.keep_freed_memory()
         torch.set_num_threads(mesh.threads(self.profile))
@@ -99,7 +99,8 @@ class Trainer:
         self.batches = self.loader.training(config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.dp)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
-        self.one_step = self.strategy.step(config, self.plan, self.profile, fresh=start is None, say=self.say)
+        onednn = self.profile.fp32_products == "onednn"
+        self.one_step = step(config, self.plan.decided, mesh, onednn=onednn, fresh=start is None, say=self.say)
         self.one_step.clock = self.clock
         # Everything that a resumed run must restore beside the weights, each saved under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
@@ -192,7 +193,7 @@ class Trainer:
         config, observed = self.config, self.observed
         with Prefetcher(
             self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device,
-            number_of=self.recovery.skips.batch,
+            number_of=self.recovery.batch,
         ) as batches:  # fmt: skip
             self.prefetcher = batches
             while self.step < config.train.steps and not self._stopping():
@@ -280,7 +281,7 @@ class Trainer:
         self._look_for_spike()
         phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
         entry: dict[str, Any] = {
-            "step": step, "batch": self.recovery.skips.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
+            "step": step, "batch": self.recovery.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
             "seconds": times.wall_seconds, "loader_tokens_per_second": self.prefetcher.tokens_per_second,
             "lr": self.one_step.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         } | self.one_step.metrics()  # fmt: skip
@@ -303,13 +304,7 @@ class Trainer:
         self.journal.step(entry)
         # After the metrics: otherwise a kill could leave a checkpoint whose metrics line is missing.
         self.checkpointer.write()
-        self.watch(
-            StepReport(
-                step, config.train.steps, self.train_loss, self.validation_loss if validated else None, self.tokens,
-                times.wall_seconds, times.phase_seconds.get(Phase.DATA, 0.0), entry["resident_bytes"], recorded,
-                self.one_step.attention,
-            )
-        )  # fmt: skip
+        self.watch(entry | {"steps": config.train.steps, "attention": self.one_step.attention})
 
     def _checkpoint_due(self) -> bool:
         return _due(self.step, self.config.checkpoint.every)
@@ -368,8 +363,7 @@ class Trainer:
 
         target, decisions = self.mesh.on_rank_0(decide)
         if not self.mesh.is_rank_0:
-            for event in decisions:
-                recovery.apply(event)
+            recovery.decisions += decisions
         return target
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:

@@ -1,7 +1,7 @@
 """The ranks that train one model. One process is a mesh of one, where collective methods are trivial.
 
-The trainer uses a `Mesh`, a `Step` and an `Observer`, created by a `Strategy`, whatever the number of processes.
-`train/parallel` has the versions for many processes: `Ranks`, `LayoutStep`, `RankObserver` and `RankStrategy`.
+The trainer uses a `Mesh`, a `Step` and an `Observer`, whatever the number of processes. `train/parallel` has those for
+many processes: `Ranks`, `LayoutStep` and `RankObserver`.
 """
 
 from __future__ import annotations

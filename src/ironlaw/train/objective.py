@@ -38,8 +38,7 @@ class CrossEntropy:
     def __call__(
         self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
-        loss: Tensor = model(batch.inputs, batch.targets, samples, batch.documents, reduction)
-        return loss
+        return model(batch.inputs, batch.targets, samples, batch.documents, reduction)
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
         """Return the number of targets."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.offload import SMALLEST_BYTES
-from ironlaw.train.transfer import Arrival, TransferStream
+from ironlaw.train.transfer import TransferStream
 
 
 @dataclass(eq=False)
@@ -28,10 +28,10 @@ class _Kept:
     number: int  # in the order of saving
     bytes: int
     host: Tensor
-    out: Arrival
+    out: torch.cuda.Event
     leaving: Tensor | None  # the device's storage, until the copy is done
     back: Tensor | None = None
-    arrival: Arrival | None = None
+    arrival: torch.cuda.Event | None = None
     wanted: int = 0  # number of its views still needed by the backward pass
 
 
@@ -47,15 +47,11 @@ class _View:
 class ActivationOffload:
     """`begin()` before each forward pass, `with around(block): ...` around each block, `loss.backward()` anywhere."""
 
-    def __init__(
-        self, model: Transformer, device: torch.device, stream: TransferStream, ahead_bytes: int,
-        smallest_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Transformer, device: torch.device, stream: TransferStream, ahead_bytes: int) -> None:
         self.device, self.blocks, self.stream = device, len(model.blocks), stream
         # Weights, rotary tables and so on stay on the device.
         self._stay = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self.ahead_bytes = ahead_bytes
-        self.smallest_bytes = SMALLEST_BYTES if smallest_bytes is None else smallest_bytes
         self.moved_bytes = 0  # to the host, in the last forward pass
         self.begin()
 
@@ -75,7 +71,7 @@ class ActivationOffload:
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.smallest_bytes or tensor.device != self.device or storage.data_ptr() in self._stay:
+        if storage.nbytes() < SMALLEST_BYTES or tensor.device != self.device or storage.data_ptr() in self._stay:
             return tensor
         key = (storage.data_ptr(), tensor._version)
         kept = self._by_storage.get(key)
@@ -95,9 +91,9 @@ class ActivationOffload:
 
     def _release_copied(self) -> None:
         """Release storages whose copies are done, and the oldest while too much is in flight, after a device wait."""
-        while self._leaving and (self._leaving_bytes > self.ahead_bytes or self._leaving[0].out.done()):
+        while self._leaving and (self._leaving_bytes > self.ahead_bytes or self._leaving[0].out.query()):
             kept = self._leaving.popleft()
-            kept.out.wait_on_device()  # this memory must not be reused before the copy is done
+            kept.out.wait()  # this memory must not be reused before the copy is done
             kept.leaving = None
             self._leaving_bytes -= kept.bytes
             self._by_storage = {key: other for key, other in self._by_storage.items() if other is not kept}
@@ -113,7 +109,7 @@ class ActivationOffload:
         else:
             self._send_for(kept)
             assert kept.back is not None and kept.arrival is not None
-            kept.arrival.wait_on_device()
+            kept.arrival.wait()
             whole = kept.back
         self._look_ahead()
         kept.wanted -= 1

@@ -95,7 +95,9 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         case "adam8bit" | "paged_adamw" | "paged_adam8bit":
             return getattr(_bitsandbytes(name), BITSANDBYTES[name])(groups, lr=lr, betas=betas, eps=eps)
         case "galore":
-            return GaLore(groups, lr, betas, eps, config.rank, config.projection_steps, config.projection_scale)
+            every, scale = config.projection_steps, config.projection_scale
+            own = {"rank": config.rank, "projection_steps": every, "scale": scale}
+            return GaLore(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | own)
         case "muon":
             # Scaled to AdamW's update size, so that both can share a learning rate (arXiv 2502.16982).
             momentum = 0.95 if config.momentum is None else config.momentum

@@ -5,7 +5,7 @@ some 200 to 500 batches; the same batches did no harm from another state (arXiv 
 logbook records the same procedure by hand (arXiv 2205.01068). Every decision is a pure function of logged numbers
 (losses, gradient norms, earlier events), so that all ranks, and a run resumed after a kill, decide alike.
 
-Batches are numbered in the loader's order; `Skips` maps steps to batches. The decision about a spike, including the
+Batches are numbered in the loader's order; `batch_of` maps steps to batches. The decision about a spike, including the
 checkpoint to go back to, is written to `events.jsonl` and synced before anything else changes, and is binding for a
 run that is resumed later.
 """
@@ -16,9 +16,8 @@ import itertools
 import math
 import shutil
 import statistics
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,42 +45,24 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Spike:
-    """Outlying steps `first` to `last`. `typical` and `spread` describe the loss of the steps before, in nats."""
+    """Outlying steps, first to last. `typical_loss` and `spread` describe the loss of the steps before, in nats."""
 
-    first: int
-    last: int
+    first_step: int
+    last_step: int
     reason: str
-    typical: float
+    typical_loss: float
     spread: float
 
 
-class Skips:
-    """Skipped batches, as half-open ranges of batch numbers. They determine the batch of each step."""
-
-    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        merged: list[list[int]] = []
-        for first, end in sorted(ranges):
-            if merged and first <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            elif first < end:
-                merged.append([first, end])
-        self.ranges = [(first, end) for first, end in merged]
-        # The step (from 0) at which each range is skipped, and the number of batches skipped up to and including it.
-        self._steps: list[int] = []
-        self._lost: list[int] = []
-        lost = 0
-        for first, end in self.ranges:
-            self._steps.append(first - lost)
-            lost += end - first
-            self._lost.append(lost)
-
-    def batch(self, step: int) -> int:
-        """Return the number of the batch for step `step` (from 0)."""
-        passed = bisect_right(self._steps, step)
-        return step + (self._lost[passed - 1] if passed else 0)
-
-    def extended(self, first: int, end: int) -> Skips:
-        return Skips([*self.ranges, (first, end)])
+def batch_of(step: int, skipped: Iterable[tuple[int, int]]) -> int:
+    """Return the number of the batch for step `step` (from 0), past the half-open ranges `skipped` (may overlap)."""
+    batch, passed = step, 0
+    for first, end in sorted(skipped):
+        if first > batch:
+            break
+        batch += max(0, end - max(first, passed))
+        passed = max(passed, end)
+    return batch
 
 
 def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike | None:
@@ -137,16 +118,6 @@ def _robust(values: Sequence[float]) -> tuple[float, float]:
     return middle, max(deviation, 1e-3 * abs(middle), 1e-6)
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """The response to a spike. `to_step` is None if no checkpoint precedes it. `strike` counts from 1."""
-
-    spike: Spike
-    to_step: int | None
-    skip: tuple[int, int]
-    strike: int
-
-
 class Recovery:
     """The run's history of spikes, from `events.jsonl`, and the decision about the next one."""
 
@@ -155,7 +126,6 @@ class Recovery:
         self.decisions = [event for event in events if event.get("event") in ("rollback", "stop")]
         if not all(map(_is_decision, self.decisions)):
             raise UserError("events.jsonl has a rollback of no steps: remove that line, or give a new --out")
-        self.skips = Skips(tuple(event["skipped_batches"]) for event in self.decisions if event["event"] == "rollback")
         self.history: list[MeasuredStep] = []
 
     def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
@@ -178,49 +148,37 @@ class Recovery:
         """Whether a checkpoint of `step`, made after `decisions` rollbacks, was not undone by a later rollback."""
         return all(step <= event["to_step"] for event in self.decisions[decisions:])
 
-    def decide(self, spike: Spike, checkpoints: Sequence[int]) -> Rollback:
-        """Choose the response to a spike. `checkpoints`: the steps of the intact and usable ones."""
-        config, before = self.config, [step for step in checkpoints if step < spike.first]
-        far = [step for step in before if step <= spike.first - 1 - config.rewind]
+    def batch(self, step: int) -> int:
+        """Return the number of the batch for step `step` (from 0)."""
+        return batch_of(step, (tuple(e["skipped_batches"]) for e in self.decisions if e["event"] == "rollback"))
+
+    def decide(self, spike: Spike, checkpoints: Sequence[int]) -> dict[str, Any]:
+        """Return the response to a spike, including the evidence, as it is written to `events.jsonl`. `checkpoints`:
+        the steps of the intact and usable ones. `to_step` is None if none precedes the spike; `strike` counts from 1.
+        """
+        config, before = self.config, [step for step in checkpoints if step < spike.first_step]
+        far = [step for step in before if step <= spike.first_step - 1 - config.rewind]
         target = max(far) if far else min(before) if before else None
-        first = self.skips.batch(max(0, spike.first - 1 - config.skip_before))
-        end = self.skips.batch(spike.last - 1) + 1 + config.skip_after
-        if target is not None:
-            first = max(first, self.skips.batch(target))
-        return Rollback(spike, target, (first, end), self._strike(spike))
+        first = self.batch(max(0, spike.first_step - 1 - config.skip_before, target or 0))
+        end = self.batch(spike.last_step - 1) + 1 + config.skip_after
+        strike, length = self._strike(spike), spike.last_step - spike.first_step
+        return {
+            "event": "stop" if strike >= config.strikes else "rollback",
+            "strike": strike,
+            "to_step": target,
+            "skipped_batches": [first, end],
+            "spike": asdict(spike),
+            "evidence": [asdict(m) for m in self.history[-(4 * config.patience + length) :]],
+        }  # fmt: skip
 
     def _strike(self, spike: Spike) -> int:
         """Return 1 plus the number of spikes in a row, each within `forgive_steps` of the next, since the last stop."""
-        strike, later = 1, spike.first
+        strike, later = 1, spike.first_step
         for event in reversed(self.decisions):
             if event["event"] == "stop" or later - event["spike"]["first_step"] > self.config.forgive_steps:
                 break
             strike, later = strike + 1, event["spike"]["first_step"]
         return strike
-
-    def event(self, decision: Rollback) -> dict[str, Any]:
-        """Return the record of a decision for `events.jsonl`, including the evidence."""
-        spike = decision.spike
-        return {
-            "event": "stop" if decision.strike >= self.config.strikes else "rollback",
-            "strike": decision.strike,
-            "to_step": decision.to_step,
-            "skipped_batches": list(decision.skip),
-            "spike": {
-                "first_step": spike.first, "last_step": spike.last, "reason": spike.reason,
-                "typical_loss": spike.typical, "spread": spike.spread,
-            },
-            "evidence": [
-                {"step": m.step, "loss": m.loss, "grad_norm": m.grad_norm}
-                for m in self.history[-(4 * self.config.patience + spike.last - spike.first) :]
-            ],
-        }  # fmt: skip
-
-    def apply(self, event: dict[str, Any]) -> None:
-        """Apply a decision whose event is on disk."""
-        self.decisions.append(event)
-        if event["event"] == "rollback":
-            self.skips = self.skips.extended(*event["skipped_batches"])
 
 
 def _is_decision(event: dict[str, Any]) -> bool:
@@ -249,36 +207,36 @@ def respond(
     Raises UserError if the run must stop: at the last strike, or with a loss that is not finite and no checkpoint.
     """
     if not recovery.config.enabled:
-        raise UserError(f"{spike.reason} in step {spike.last}: {_MILDER}, or allow recovery.enabled")
-    decision, target = _choose(spike, recovery, folder)
-    record = recovery.event(decision)
+        raise UserError(f"{spike.reason} in step {spike.last_step}: {_MILDER}, or allow recovery.enabled")
+    record, target = _choose(spike, recovery, folder)
     if record["event"] == "stop":
         # A resumed run must not start from a checkpoint within the spike.
-        record["to_step"] = spike.first - 1 if decision.to_step is None else decision.to_step
+        record["to_step"] = spike.first_step - 1 if record["to_step"] is None else record["to_step"]
         _write(event, record)
-        recovery.apply(record)
+        recovery.decisions.append(record)
         drop_after(folder, record["to_step"])
-        raise UserError(_report(recovery, decision))
+        raise UserError(_report(recovery, record))
     if target is None:
         if not math.isfinite(recovery.history[-1].loss + recovery.history[-1].grad_norm):
             raise UserError(
-                f"{spike.reason} in step {spike.last}, and there is no checkpoint before it to go back to: {_MILDER}"
+                f"{spike.reason} in step {spike.last_step}, and there is no checkpoint before it to go back to: "
+                f"{_MILDER}"
             )
         _write(event, record | {"event": "spike"})
-        say(f"loss spike in step {spike.first} ({spike.reason}); no checkpoint before it, training goes on")
+        say(f"loss spike in step {spike.first_step} ({spike.reason}); no checkpoint before it, training goes on")
         return None
     _write(event, record)
-    recovery.apply(record)
+    recovery.decisions.append(record)
     drop_after(folder, target.step)
-    first, end = decision.skip
+    first, end = record["skipped_batches"]
     say(
-        f"loss spike in step {spike.first} ({spike.reason}): back to step {target.step}, leaving out batches "
-        f"{first} to {end - 1} (strike {decision.strike} of {recovery.config.strikes})"
+        f"loss spike in step {spike.first_step} ({spike.reason}): back to step {target.step}, leaving out batches "
+        f"{first} to {end - 1} (strike {record['strike']} of {recovery.config.strikes})"
     )
     return target
 
 
-def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[Rollback, Checkpoint | None]:
+def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[dict[str, Any], Checkpoint | None]:
     """Choose a checkpoint. Checksums are verified for the chosen one only; if they fail, the next best is tried."""
     steps = {}
     for path in disk.complete(folder):
@@ -290,10 +248,10 @@ def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[Rollback, C
             continue
     while True:
         decision = recovery.decide(spike, sorted(steps))
-        if decision.to_step is None:
+        if decision["to_step"] is None:
             return decision, None
         try:
-            return decision, disk.read_index(steps.pop(decision.to_step))
+            return decision, disk.read_index(steps.pop(decision["to_step"]))
         except UserError:
             continue
 
@@ -315,12 +273,12 @@ def _write(event: Callable[..., None], record: dict[str, Any]) -> None:
         ) from None
 
 
-def _report(recovery: Recovery, decision: Rollback) -> str:
+def _report(recovery: Recovery, stop: dict[str, Any]) -> str:
     """Return a one-line report of all strikes: where they occurred, and that skipping batches did not help."""
-    row = [event["spike"]["first_step"] for event in recovery.decisions[-decision.strike :]]
+    row = [event["spike"]["first_step"] for event in recovery.decisions[-stop["strike"] :]]
     spikes = ", ".join(str(step) for step in row)
     return (
-        f"stopped after {decision.strike} loss spikes (in steps {spikes}; the last: {decision.spike.reason}): other "
+        f"stopped after {stop['strike']} loss spikes (in steps {spikes}; the last: {stop['spike']['reason']}): other "
         "batches did not help, so look at optimizer.lr, train.clip and train.precision; what happened is in "
         "events.jsonl, and --resume goes on from before the last spike"
     )

@@ -155,13 +155,6 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bo
     return model.eval()
 
 
-def held_weights(checkpoint: Checkpoint) -> dict[str, Quantized]:
-    """Return the quantized weights of a compressed checkpoint, {} for other checkpoints."""
-    if checkpoint.index.get("store") != QuantizedFiles.name:
-        return {}
-    return {name: weight for name, weight in read_held(checkpoint.path) if not isinstance(weight, Tensor)}
-
-
 @dataclass(frozen=True)
 class Trained:
     """A model for inference. `step` is its checkpoint's; `passed_over` describes newer checkpoints that are damaged."""
@@ -189,7 +182,8 @@ def load_run(path: Path, averaged: bool = False) -> Trained:
     known = run.tokenizer_file.is_file()
     tokenizer = tokenizers.load(run.tokenizer_file, config.data.end_of_text) if known else None
     model = load_for_inference(found, config.model, averaged)
-    held = held_weights(found)
+    compressed = read_held(found.path) if found.index.get("store") == QuantizedFiles.name else ()
+    held = {name: weight for name, weight in compressed if not isinstance(weight, Tensor)}
     other_average = config.train.average_decay is not None and not averaged and not held
     return Trained(model, tokenizer, found.step, tuple(passed_over), held, other_average)
 

@@ -25,22 +25,6 @@ from ironlaw.workload.program import batch_bytes
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """The values passed to a watcher of the run after each step."""
-
-    step: int
-    steps: int
-    loss: float
-    validation_loss: float | None
-    tokens: int
-    seconds: float
-    data_seconds: float
-    resident_bytes: int
-    recorded: bool  # under the profiler, hence slower
-    attention: str | None = None  # name of the attention kernel
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The result of a run. `interrupted` is the name of the signal that ended it early, if any."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import fcntl
 import glob
 import itertools
 import json
@@ -12,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ironlaw.files import as_name, lock_file, write_text
 from ironlaw.train.jsonl import read_lines
 
 LOCK = ".lock"
-ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _held: set[Path] = set()  # locked by this process: file locks do not exclude other threads of the process
 
 
@@ -233,8 +233,6 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Sync a directory to disk, so that a power failure cannot undo a rename in it."""
-    if os.name != "posix":
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -251,10 +249,6 @@ def locked(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} is in use by this process: give another --out")
 
     def lock(descriptor: int) -> None:
-        if sys.platform == "win32":
-            return
-        import fcntl
-
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -9,60 +9,71 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
+from ironlaw.data.prepare import prepare
+from ironlaw.data.shards import Progress
 from ironlaw.errors import UserError
 from ironlaw.files import at_home
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
+from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.machine.timing import is_emulated
 from ironlaw.plan import totals
+from ironlaw.plan.step import plan_run
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
-from ironlaw.train.mesh import Mesh
+from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.objective import check_second
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
-from ironlaw.train.result import Outcome, StepReport
+from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
-from ironlaw.train.strategy import Strategy, one_process
+from ironlaw.train.step import Step
 from ironlaw.train.tracking import check_installed
 
-DataProgress = Callable[[int, int], None]
+LOOK_SECONDS = 0.6  # of probing the machine's current speed before a run
+WORTH_A_LOOK = 0.02  # the most that probing may take of the planned run
 
 
 def run_training(
     config: RunConfig,
     out: Path,
     profile: Profile,
-    strategy: Strategy | None = None,
+    mesh: Mesh | None = None,
     *,
+    make_plan: Callable[[RunConfig, Profile, Any], Ledger] | None = None,
+    step: type[Step] = Step,
+    observer: Callable[[RunDirectory], Observer] = lambda run: Observer(),
     resume: bool = False,
-    data_progress: DataProgress | None = None,
+    data_progress: Progress | None = None,
     planned: Callable[[Ledger, Dataset], None] | None = None,
-    watch: Callable[[StepReport], None] | None = None,
+    watch: Callable[[dict[str, Any]], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Train `config` into the directory `out`, on every rank of `strategy`. `planned` is called with the plan before
-    the first step. Callbacks are called on rank 0 only, and only its outcome has a ledger.
+    """Train `config` into the directory `out`, on every rank of `mesh`, by default on this process alone. `make_plan`
+    (config, profile, mesh), `step` and `observer` are those of many ranks. `planned` is called with the plan before
+    the first step, `watch` after each step with its metrics entry, the number of `steps` and the `attention` kernel, if
+    known. Callbacks are called on rank 0 only, and only its outcome has a ledger.
 
     Raises UserError if the input cannot work (no text, no space, another model), before anything is written to `out`.
     """
-    if strategy is None and config.layout is not None and (ranks := config.layout.ranks) > 1:
+    if mesh is None and config.layout is not None and (ranks := config.layout.ranks) > 1:
         raise UserError(
             f"[layout] is of {ranks} ranks, and this is one process: start it as torchrun --nproc-per-node {ranks} -m "
             "ironlaw train ..., or add --layout dp=1"
         )
-    strategy = strategy or one_process(profile)
-    mesh = strategy.mesh
+    mesh = mesh or Mesh(torch.device(profile.device))
     if not mesh.is_rank_0:
         data_progress = planned = watch = say = None
     say = say or (lambda message: None)
@@ -73,9 +84,12 @@ def run_training(
         there = mesh.on_rank_0(run.path.is_dir)
         if there:  # lock before its checkpoints are read; a new run is locked when its directory exists
             mesh.on_rank_0(lock)
-        plan = strategy.plan(config, profile)
+        plan = (make_plan or plan_here)(config, profile, mesh)
         mesh.on_rank_0(lambda: check_library(config.optimizer.name))
-        dataset = strategy.prepare(config, data_progress, say)
+        read = partial(prepare, config.data, config.model.vocab)
+        if mesh.size > 1:  # the other ranks then find everything in the cache
+            mesh.on_rank_0(lambda: read(data_progress, say) and None)
+        dataset = read() if mesh.size > 1 else read(data_progress, say)
         start = mesh.on_rank_0(lambda: check_start(config, dataset, run, say))
         if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
             ledger = Ledger.load(run.ledger_file)
@@ -100,10 +114,25 @@ def run_training(
                 planned(plan, dataset)
 
         mesh.on_rank_0(create)
-        with strategy.observer(run) as watching:
+        with observer(run) as watching:
             named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
-            trainer = partial(Trainer, config, run, plan, dataset, profile, strategy, **named)
+            trainer = partial(Trainer, config, run, plan, dataset, profile, mesh, step, **named)
             return _train(trainer, config, run, plan, profile, mesh, start)
+
+
+def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:
+    """Plan a run of one process. Raises UserError for a config that cannot run."""
+    plan = plan_run(config, profile)
+    worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
+    if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
+        torch.set_num_threads(mesh.threads(profile))
+        now = Probe(profile.fp32_products).slowdown(profile, LOOK_SECONDS)
+        plan = plan_run(config, profile, now) if now is not None else plan
+    if not totals.fits(plan):
+        raise UserError(
+            "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
+        )
+    return plan
 
 
 def _train(
@@ -137,11 +166,6 @@ def check_start(
     config: RunConfig, dataset: Dataset, run: RunDirectory, say: Callable[[str], None]
 ) -> checkpoint.Checkpoint | None:
     """Check everything that can fail before the first step. Returns the checkpoint to start from, if there is one."""
-    if dataset.vocab > config.model.vocab:
-        raise UserError(
-            f"the tokenizer has {dataset.vocab} entries, model.vocab = {config.model.vocab}: "
-            f"set model.vocab = {dataset.vocab}"
-        )
     if config.objective.teacher is not None:
         check_text(at_home(config.objective.teacher), dataset, teaches=True)
     loader = Loader(dataset, config.data, config.sequence)

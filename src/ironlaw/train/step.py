@@ -353,4 +353,4 @@ class Step:
             result |= {"loss_scale": self.scale.get_scale(), "skipped_steps": self.scale.skipped_steps}
         if self.config.train.noise_scale_every and self.noise.sequences is not None:
             result["critical_batch"] = self.noise.sequences
-        return result if self._expert_load is None else result | self._expert_load.metrics()
+        return result if self._expert_load is None else result | self._expert_load._asdict()

@@ -45,25 +45,9 @@ class Transfer:
         return moved
 
 
-class Arrival:
-    """A copy in progress."""
-
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self._event, self._device = event, device
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait_on_host(self) -> None:
-        """Block this thread until the copy is complete."""
-        self._event.synchronize()
-
-    def wait_on_device(self) -> None:
-        """Make work queued on the device from now on wait for the copy, without blocking this thread."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
 class TransferStream:
+    """Copies between a device and its host. Each returns an event, which is done when the copy is."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # One stream per direction: the link transfers in both at once.
@@ -73,28 +57,26 @@ class TransferStream:
         """Allocate a contiguous tensor in page-locked host memory, which allows asynchronous copies."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
-    def out(self, tensor: Tensor, host: Tensor) -> Arrival:
+    def out(self, tensor: Tensor, host: Tensor) -> torch.cuda.Event:
         """Start to copy a tensor from the device to `host`, after all work already queued on the device."""
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         return self._copied(self._out, lambda: host.copy_(tensor, non_blocking=True))
 
-    def back(self, host: Tensor) -> tuple[Tensor, Arrival]:
+    def back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """Start to copy from `host` to a new tensor on the device."""
         with torch.cuda.stream(self._back):
             tensor = torch.empty_like(host, device=self.device, pin_memory=False)
-        arrival = self.back_into(host, tensor)
+        event = self.back_into(host, tensor)
         tensor.record_stream(torch.cuda.current_stream(self.device))
-        return tensor, arrival
+        return tensor, event
 
-    def back_into(self, host: Tensor, tensor: Tensor) -> Arrival:
+    def back_into(self, host: Tensor, tensor: Tensor) -> torch.cuda.Event:
         """Start to copy from `host` to an existing tensor on the device."""
         # The allocator may have given this stream memory that earlier computation still reads.
         self._back.wait_stream(torch.cuda.current_stream(self.device))
         return self._copied(self._back, lambda: tensor.copy_(host, non_blocking=True))
 
-    def _copied(self, stream: Any, copy: Callable[[], object]) -> Arrival:
+    def _copied(self, stream: Any, copy: Callable[[], object]) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
             copy()
-            event = torch.cuda.Event()
-            event.record(stream)
-        return Arrival(event, self.device)
+            return stream.record_event()

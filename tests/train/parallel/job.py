@@ -50,13 +50,12 @@ from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
-from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.communication import counted, observed
-from ironlaw.train.parallel.job import RankStrategy, check_alike, rank_facts
+from ironlaw.train.parallel.job import check_alike, rank_facts, train_on_ranks
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.step import LayoutStep
-from ironlaw.train.parallel.store import ShardedFiles
+from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
@@ -538,7 +537,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     class Trainer(loop.Trainer):
         def _timed_step(self, *arguments: Any, **named: Any) -> Any:
-            number = self.recovery.skips.batch(self.step)
+            number = self.recovery.batch(self.step)
             hit = struck and (batches is None or number in batches)
             plain = self.one_step.forward_backward
 
@@ -573,9 +572,8 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     said: list[str] = []
     profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
-        strategy = RankStrategy(config, ranks, store, end=leave)
         resume = case.get("resume", False)
-        outcome = session.run_training(config, out, profile, strategy, resume=resume, say=said.append)
+        outcome = train_on_ranks(config, ranks, store, out, profile, leave, resume=resume, say=said.append)
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:
         seen["stopped"] = str(error)

@@ -164,7 +164,9 @@ class Family:
             values |= part.read(fields, values)
         values |= {key: value(values) for key, value in self.has.items() if callable(value)} | {"name": name}
         model = ModelConfig(**nested({key: value for key, value in _biases(values).items() if value is not None}))
-        for key, value in _standard(model).items():  # most families also read these names
+        size = model.latent.rotary_size if model.latent else model.size_of_head
+        standard = {"num_hidden_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
+        for key, value in (standard | {"head_dim": size}).items():  # most families also read these names
             if fields.get(key) not in (None, value):
                 raise UserError(f"{key} = {fields[key]} is not supported: {value} is")
         return model
@@ -177,12 +179,6 @@ class Family:
         for part in self.parts.values():
             found |= part.write(view)
         return nested(found)
-
-
-def _standard(model: ModelConfig) -> dict[str, int]:
-    size = model.latent.rotary_size if model.latent else model.size_of_head
-    return {"num_hidden_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads,
-            "head_dim": size}  # fmt: skip
 
 
 def _biases(values: dict[str, Any]) -> dict[str, Any]:

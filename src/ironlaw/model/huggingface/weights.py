@@ -66,8 +66,7 @@ class _Files:
 
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
-        tensor: Tensor = self.files[stored].get_tensor(stored)
-        return tensor
+        return self.files[stored].get_tensor(stored)
 
 
 def _shards(folder: Path) -> list[Path]:

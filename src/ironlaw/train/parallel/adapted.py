@@ -5,7 +5,7 @@ without adapters (`tensor.py`), and the adapters with them. For y = x W^T + s (x
     inputs divided      A is divided by columns, B whole: results are parts of a sum, and so is B's gradient
 
 Divided adapters are DTensors, which FSDP, norms and checkpoints support; the frozen matrix is a plain part. Checkpoints
-and PEFT's files hold whole adapters, which are small and can be read on any layout (`adapter_store.py`).
+and PEFT's files hold whole adapters, which are small and can be read on any layout (`store.py`).
 """
 
 from __future__ import annotations

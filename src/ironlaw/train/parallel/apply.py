@@ -168,9 +168,8 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
             block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place,
             ignored_params=frozen,
         )  # fmt: skip
-    tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
     # A tied weight is used at both ends, so it belongs to the root unit, which stays gathered.
-    if not tied and not frozen:
+    if not part.is_tied and not frozen:
         if part.embedding is not None:
             fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
         if part.head is not None and not part.loss_chunk:  # the chunked loss uses the head's weight directly

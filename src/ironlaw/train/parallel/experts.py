@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from ironlaw.config import RunConfig
-from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, update_routing
+from ironlaw.model.moe import ExpertLinear, ExpertLoad, Experts, Peers, expert_layers, inverse, update_routing
 from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
 
@@ -84,10 +84,9 @@ class SharedPeers(Peers):
         arrived: Tensor = _Exchange.apply(rows, received, sent, self.exchanging)
         expert = torch.arange(here.shape[1], device=rows.device).repeat(ep).repeat_interleave(here.flatten())
         order = expert.argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = inverse(order)
         computed = super().compute(experts, _Permute.apply(arrived, order, back), here.sum(0))
-        returned: Tensor = _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
-        return returned
+        return _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
 
     def _fixed(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute rows (E, C, H) with a capacity: every rank has C rows for every expert."""
@@ -97,8 +96,7 @@ class SharedPeers(Peers):
         by_expert = arrived.view(ep, count // ep, capacity, hidden).transpose(0, 1).reshape(count // ep, -1, hidden)
         computed = super().compute(experts, by_expert, counts)
         by_rank = computed.view(count // ep, ep, capacity, hidden).transpose(0, 1).reshape(count, capacity, hidden)
-        returned: Tensor = _Exchange.apply(by_rank, None, None, self.exchanging)
-        return returned
+        return _Exchange.apply(by_rank, None, None, self.exchanging)
 
 
 class _Exchange(torch.autograd.Function):
@@ -204,7 +202,7 @@ def balance(model: nn.Module, ranks: Ranks) -> ExpertLoad | None:
     found = update_routing(model)
     if ranks.config.pp == 1:
         return found
-    mine = [0.0] * 3 if found is None else [found.busiest_over_mean, found.unused, found.dropped]
+    mine = found or (0.0, 0.0, 0.0)
     total = torch.tensor([*(value * len(layers) for value in mine), len(layers)], dtype=torch.float64)
     total = total.to(ranks.device)
     dist.all_reduce(total, group=ranks.group("pp"))

@@ -32,7 +32,7 @@ def plugin_for(rank_model: RankModel, config: RunConfig) -> "PowerSGD | None":
         return None
     group = model.process_group
     if communication.gradients == "powersgd":
-        compressor = PowerSGD(group, communication)
+        compressor = PowerSGD(group, communication, rank_model.ranks.device)
         model.register_comm_hook(compressor, bucket_hook(PowerSGD.reduce, group))
         return compressor
     reduce = _in_bf16 if communication.gradients == "bf16" else default_hooks.allreduce_hook
@@ -50,8 +50,8 @@ class PowerSGD(StepPlugin):
 
     name = "powersgd"
 
-    def __init__(self, group: dist.ProcessGroup, communication: CommunicationConfig) -> None:
-        self.group, self._buckets_final = group, False
+    def __init__(self, group: dist.ProcessGroup, communication: CommunicationConfig, device: torch.device) -> None:
+        self.group, self.device, self._buckets_final = group, device, False
         self.state = powerSGD_hook.PowerSGDState(
             group, communication.rank, communication.start_step, orthogonalization_epsilon=EPSILON
         )
@@ -107,7 +107,7 @@ class PowerSGD(StepPlugin):
     def after_read(self) -> None:
         for kept in self._named().values():
             for bucket, tensor in kept.items():
-                kept[bucket] = tensor.to(_device())
+                kept[bucket] = tensor.to(self.device)
 
 
 def settle_buckets(part: nn.Module, tokens: Tensor) -> None:
@@ -116,7 +116,3 @@ def settle_buckets(part: nn.Module, tokens: Tensor) -> None:
     part(tokens, tokens).backward()
     part.zero_grad(set_to_none=True)
     part.train()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,5 +1,5 @@
-"""A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. Its strategy plans on all
-ranks, prepares data once, steps on a layout and watches the ranks.
+"""A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. It is planned on all ranks,
+steps on a layout and watches the ranks.
 
 Before the first step ranks compare what they run. A difference is refused with one line that names the rank.
 """
@@ -17,20 +17,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import torchrun_integer
-from ironlaw.data.dataset import Dataset
-from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
 from ironlaw.train.history import write_event
+from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import broadcast_choice, plan_job
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable
@@ -40,8 +38,6 @@ from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.session import run_training
-from ironlaw.train.strategy import Strategy
-from ironlaw.workload.layout import Layout
 
 CLOCK_SECONDS = 5.0
 """With a larger difference between clocks, checkpoints and logs of one job contradict each other."""
@@ -97,34 +93,21 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     ranks.on_rank_0(refuse)
 
 
-Result = TypeVar("Result")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
 SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 
 
-class RankStrategy(Strategy):
-    mesh: Ranks
-    step_class = LayoutStep
+def train_on_ranks(
+    config: RunConfig, ranks: Ranks, store: dist.Store, out: Path, profile: Profile,
+    end: Callable[[int], Any] = os._exit, **named: Any,
+) -> Outcome:  # fmt: skip
+    """Train on every rank. `store` is exclusive to these ranks; `end` ends a rank after a hang."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, store: dist.Store, **named: Any) -> None:
-        """`store` is exclusive to these ranks; `named` is passed to the watcher."""
-        super().__init__(ranks)
-        self.config, self.store, self.named = config, store, named
+    def observer(run: RunDirectory) -> RankObserver:
+        watcher = Watcher(ranks, store, config.recovery.collective_seconds, partial(_hung, run), end)
+        return RankObserver(ranks, config, watcher)
 
-    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        return plan_job(config, profile, self.mesh)
-
-    def prepare(
-        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
-    ) -> Dataset:
-        """Prepare data on rank 0; the other ranks then find everything in the cache."""
-        self.mesh.on_rank_0(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
-        return prepare(config.data, config.model.vocab)
-
-    def observer(self, run: RunDirectory) -> RankObserver:
-        seconds = self.config.recovery.collective_seconds
-        watcher = Watcher(self.mesh, self.store, seconds, partial(_hung, run), **self.named)
-        return RankObserver(self.mesh, self.config, watcher)
+    return run_training(config, out, profile, ranks, make_plan=plan_job, step=LayoutStep, observer=observer, **named)
 
 
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
@@ -140,18 +123,14 @@ class RankJob:
     rendezvous: Rendezvous
 
     @property
-    def layout(self) -> Layout:
-        return planned_layout(self.config, self.ranks.config)
-
-    @property
     def title(self) -> str:
         """Description of the job for the console."""
         left = self.rendezvous.size - self.ranks.size
-        return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
+        layout = planned_layout(self.config, self.ranks.config)
+        return f"{self.ranks.size} ranks: {layout}" + (f" ({left} more stand by)" if left else "")
 
     def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        strategy = RankStrategy(self.config, self.ranks, self.rendezvous.store)
-        return run_training(self.config, out, profile, strategy, **named)
+        return train_on_ranks(self.config, self.ranks, self.rendezvous.store, out, profile, **named)
 
 
 Choose = Callable[[RunConfig, int], RunConfig]  # the layout of so many ranks
@@ -199,13 +178,12 @@ def job(
     used = _quietly(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank < used and planned and choose is not None:
         config = broadcast_choice(rendezvous.store, rendezvous.rank, lambda: _chosen(choose, written, config, used))
-    _quietly(lambda: check(config, used))
+    layout = _quietly(lambda: check(config, used))
     if rendezvous.rank >= used:
         stand_by(rendezvous)
         raise SystemExit(0)
     try:
         timeout = config.recovery.collective_seconds + SPARE_SECONDS
-        layout = check(config, used)
         ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
         check_alike(ranks, rank_facts(config))
         yield RankJob(config, ranks, rendezvous)

@@ -45,12 +45,15 @@ def materialize(parts: Iterable[Transformer], device: torch.device, initialize: 
     """Allocate the parts' memory and, if `initialize`, draw the weights: torch's generator must be freshly seeded."""
     parts = list(parts)
     for part in parts:
-        tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
+        tied = part.is_tied
         part.to_empty(device=device)
         if tied:  # `to_empty` has separated them
             assert part.embedding is not None
             part.head.weight = part.embedding.weight
-        _reset_buffers(part, device)
+        for name, buffer in part.named_buffers():
+            if not name.startswith("rotary"):
+                buffer.zero_()
+        part.make_rotary_tables(device)
     if initialize:
         fill(parts, lambda wanted: first_weights(parts[0].config))
 
@@ -79,13 +82,6 @@ def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transf
         store.read(found.path, joined, {})
     else:
         fill(parts, lambda wanted: read_weights(folder, config, wanted))
-
-
-def _reset_buffers(part: Transformer, device: torch.device) -> None:
-    for name, buffer in part.named_buffers():
-        if not name.startswith("rotary"):
-            buffer.zero_()
-    part.make_rotary_tables(device)
 
 
 def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

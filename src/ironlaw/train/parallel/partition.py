@@ -3,6 +3,8 @@ parallelism."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ironlaw.model.loss import IGNORED, Vocabulary, chunked_cross_entropy
+from ironlaw.model.loss import IGNORED, chunked_cross_entropy
 from ironlaw.model.partition import ComputePartition, Draw, Rows
 from ironlaw.train.parallel.ranks import Ranks
 
@@ -78,8 +80,8 @@ class RankPartition(ComputePartition):
         here = DTensor.from_local(x, self.tensor_mesh, [stream], run_check=False)
         x = here.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).flatten(0, 1)
         _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        vocabulary = VocabularyShard(offset[0], self.tensor_mesh.get_group())
-        return chunked_cross_entropy(x, weight.to_local(), targets, chunk, reduction, onednn, vocabulary)
+        of_logits = partial(loss_and_gradient, offset[0], self.tensor_mesh.get_group())
+        return chunked_cross_entropy(x, weight.to_local(), targets, chunk, reduction, onednn, of_logits)
 
     def _attend_chunk(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
@@ -111,32 +113,28 @@ class RankPartition(ComputePartition):
         return key, value
 
 
-class VocabularyShard(Vocabulary):
-    """The part of the vocabulary from token `first` on, one per row of the weight (arXiv 1909.08053).
+def loss_and_gradient(
+    first: int, group: dist.ProcessGroup, logits: Tensor, targets: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`loss.loss_and_gradient` from the logits of a part of the vocabulary, from token `first` on (arXiv 1909.08053).
 
-    A rank computes the logits of its part for every chunk. Two all-reduces in `group`, of a few bytes per token, share
-    the largest logit, then the sum of exponentials and the target's own logit. From these each rank computes the loss
-    and the gradient of its logits.
+    Two all-reduces in `group`, of a few bytes per token, share the largest logit, then the sum of exponentials and the
+    target's own logit. From these each rank computes the loss and the gradient of its logits.
     """
-
-    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
-        self.first, self.group = first, group
-
-    def loss_and_gradient(self, logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        logits = logits.float()  # (T, size of this part)
-        most = logits.amax(-1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-        logits.sub_(most.unsqueeze(1))
-        word = targets - self.first
-        here = (word >= 0) & (word < logits.shape[1])  # False for ignored targets, which are negative
-        place = word.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-        own = logits.gather(1, place).squeeze(1) * here
-        exponentials = logits.exp_()
-        together = torch.stack((exponentials.sum(-1), own))
-        dist.all_reduce(together, group=self.group)
-        total, own = together.unbind()
-        loss = ((total.log() - own) * (targets != IGNORED)).sum()
-        if not wanted:
-            return loss, None
-        gradient = exponentials.div_(total.unsqueeze(1))
-        return loss, gradient.scatter_add_(1, place, -here.unsqueeze(1).to(gradient.dtype))
+    logits = logits.float()  # (T, size of this part)
+    most = logits.amax(-1)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    logits.sub_(most.unsqueeze(1))
+    word = targets - first
+    here = (word >= 0) & (word < logits.shape[1])  # False for ignored targets, which are negative
+    place = word.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    own = logits.gather(1, place).squeeze(1) * here
+    exponentials = logits.exp_()
+    together = torch.stack((exponentials.sum(-1), own))
+    dist.all_reduce(together, group=group)
+    total, own = together.unbind()
+    loss = ((total.log() - own) * (targets != IGNORED)).sum()
+    if not wanted:
+        return loss, None
+    gradient = exponentials.div_(total.unsqueeze(1))
+    return loss, gradient.scatter_add_(1, place, -here.unsqueeze(1).to(gradient.dtype))

@@ -94,8 +94,10 @@ def build_schedule(
             setattr(stage, name, _within(getattr(stage, name), phase, which))
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     kind = getattr(schedules, "Schedule1F1B" if single and config.schedule == "1f1b" else CLASSES[config.schedule])
-    # Losses are already divided by the number of micro-batches, as without a pipeline: gradients need no scaling.
-    return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss, scale_grads=False)
+    # The last stage computes the loss, from the same targets, divided by the number of micro-batches as without a
+    # pipeline: gradients need no scaling.
+    last = lambda output, target: output.sum()  # noqa: E731
+    return kind(built[0] if single else built, micro_batches, loss_fn=last, scale_grads=False)
 
 
 def _within(
@@ -115,11 +117,6 @@ PASSES = {
     "backward_one_chunk": Phase.BACKWARD,
     "backward_weight_one_chunk": Phase.BACKWARD,
 }
-
-
-def _own_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the loss that the last stage has computed from the same targets."""
-    return output.sum()
 
 
 def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,12 @@ from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.schema import Refusals, refuse
-from ironlaw.train.mesh import Mesh
+from ironlaw.train.mesh import Mesh, Result
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import TIMEOUT_SECONDS, Rendezvous, join
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import expert_dp
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +81,12 @@ class Ranks(Mesh):
                 reply = [function(), None]
             except UserError as problem:
                 error, reply = problem, [None, str(problem)]
-        dist.broadcast_object_list(reply, group=_patient())
+        dist.broadcast_object_list(reply, group=_patient(dist.group.WORLD))
         if error is not None:
             raise error
         if reply[1] is not None:
             raise SystemExit(2)
-        result: Result = reply[0]
-        return result
+        return reply[0]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -98,8 +96,7 @@ class Ranks(Mesh):
     def sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        return total.tolist()
 
     def barrier(self) -> None:
         dist.barrier()
@@ -113,17 +110,12 @@ class Ranks(Mesh):
 
 
 PATIENCE = datetime.timedelta(days=7)
-_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the current group of all ranks
 
 
-def _patient() -> dist.ProcessGroup:
+@lru_cache(maxsize=1)
+def _patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group with a long timeout, since rank 0 may prepare data for hours. If it dies, all notice at once."""
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _patient_groups:
-        _patient_groups.clear()
-        _patient_groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _patient_groups[world]
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def with_dp(config: LayoutConfig, size: int) -> LayoutConfig:

@@ -30,12 +30,11 @@ from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
-from ironlaw.train.parallel.adapter_store import SharedAdapterFiles
 from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.store import ShardedFiles
+from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.state import Stateful
 from ironlaw.train.step import Step
 from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last

@@ -3,31 +3,37 @@
 Every tensor has one name and one global shape, whichever rank holds which part: `weights/NAME` and
 `optimizer/NAME/KEY`, with query, key and value separate (a fused matrix is read and written as three views) and a tied
 weight once. A run can therefore resume with other degrees of dp, tp and pp, or on one process. Small states (random
-generators, ...) are those of rank 0.
+generators, ...) are those of rank 0. Adapters are stored in the format of one process, so that any layout can resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.tensor import DTensor
 
 from ironlaw.errors import UserError
 from ironlaw.files import sha256
+from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter, model_parameters
-from ironlaw.train.checkpoint import STATE
+from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
+from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.materialize import SplitTensor, read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
 from ironlaw.train.parallel.plugin import StepPlugin
+from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
@@ -76,7 +82,12 @@ class ShardedFiles:
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, StepPlugin)]
         from_one_process = not (folder / FOLDER).is_dir()  # written by one process
-        known = {} if not spread else _of_one_process(folder) if from_one_process else _known(folder)
+        known: dict[str, torch.Size] = {}
+        if spread and from_one_process:  # its states, each with the shape of a scalar
+            known = {f"{n}/": torch.Size() for n in torch.load(folder / STATE, weights_only=True, mmap=True)}
+        elif spread:
+            metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
+            known = {n: entry.size for n, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for part in spread:
             wanted = part.wanted(wanted, known)
         if from_one_process:
@@ -111,22 +122,102 @@ class ShardedFiles:
                 ) from None
 
 
-def _known(folder: Path) -> dict[str, torch.Size]:
-    """Return the names and global shapes of the tensors in a checkpoint."""
-    metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
-    return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _of_one_process(folder: Path) -> dict[str, torch.Size]:
-    """Return the states in a checkpoint of one process, each with the shape of a scalar."""
-    return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
-
-
 def _host(tensor: Tensor) -> Tensor:
     """Return a host copy that no later step changes; for a DTensor, of this rank's part."""
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
     from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
 
-    copied: Tensor = _offload_state_dict_to_cpu({"tensor": tensor.detach()})["tensor"]
-    return copied
+    return _offload_state_dict_to_cpu({"tensor": tensor.detach()})["tensor"]
+
+
+# -- adapters -----------------------------------------------------------------------------------------------------
+
+
+def _orders(model: nn.Module) -> dict[str, Tensor]:
+    """Return the original row indices of trained tensors whose rows are held in another order on ranks."""
+    found: dict[str, Tensor] = {}
+    for layer_name, layer in adapted_layers(model).items():
+        for name, adapter in layer.adapters.items():
+            order = getattr(adapter, "order", None)
+            if order is not None:
+                found |= {f"{layer_name}.adapters.{name}.{which}": order for which in ("b", "magnitude")}
+    return found
+
+
+def whole_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return unsharded copies of `tensors` on the host, with rows in the order on disk. Every rank calls it."""
+    orders, found = _orders(model), {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach()
+        whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).to("cpu", copy=True)
+        order = orders.get(name.split("/")[1])
+        if order is not None and whole.dim():
+            whole[order] = whole.clone()
+        found[name] = whole
+    return found
+
+
+class SharedAdapterFiles(ShardedFiles):
+    """The store of ranks that share adapters: rank 0 writes what one process would, and every rank reads its part."""
+
+    name = AdapterFiles.name
+
+    def __init__(self, whole: Sequence[Parameter], config: OptimizerConfig, writers: Ranks) -> None:
+        """`whole`: the trained parameters before they are divided."""
+        super().__init__(writers.writing, config)
+        self.whole, self.writers = whole, writers
+        self.sends_stage = (
+            writers.index("tp") == writers.index("cp") == writers.index("dp") == 0
+        )  # sends a stage's tensors
+        self.names = [parameter.name for parameter in whole]
+        self.groups = grouped(whole, config)
+        self.order = list(chain.from_iterable(self.groups.values()))  # parameter order of one process's optimizer
+
+    def gather(self, model: nn.Module, states: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """Return the unsharded tensors of all stages on rank 0, by their names on disk."""
+        states = states or {}
+        held = dict(named_tensors(model, states.get("optimizer")))
+        if "average" in states:
+            held |= states["average"].named()
+        trained = {name: tensor for name, tensor in held.items() if name.split("/")[1] in self.names}
+        here = whole_tensors(model, trained)
+        stages = self.writers.gather(here if self.sends_stage and not self.is_rank_0 else None)
+        return {name: tensor for stage in (here, *stages) if stage for name, tensor in stage.items()}
+
+    def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        found = self.gather(model, states)
+        if not self.is_rank_0:
+            return {}, {}
+        saved = {name: part.state_dict() for name, part in states.items()}
+        if "average" in states:
+            saved["average"] = {"tensors": [found[f"average/{name}"] for name in self.names]}
+        rest = {name: value for name, value in saved["optimizer"]["param_groups"][0].items() if name != "params"}
+        groups, state = [], {}
+        for to, names in self.groups.items():
+            numbers = [self.order.index(name) for name in names]
+            groups.append(rest | {"lr_scale": to.lr_scale, "weight_decay": to.weight_decay, "params": numbers})
+        for number, name in enumerate(self.order):
+            own = f"optimizer/{name}/"
+            if kept := {key.removeprefix(own): tensor for key, tensor in found.items() if key.startswith(own)}:
+                state[number] = kept
+        saved["optimizer"] = {"state": state, "param_groups": groups}
+        return {name: found[f"weights/{name}"] for name in self.names}, host_copy(saved)
+
+    def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
+        return AdapterFiles().write(folder, taken) if self.is_rank_0 else {}
+
+    def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            if set(file.keys()) != set(self.names):
+                raise UserError(f"the checkpoint {folder} is of other adapters: resume with its own [finetune]")
+        return super().read(folder, model, states)
+
+    def _unsharded(self, model: nn.Module) -> tuple[Sequence[Parameter], SplitTensor]:
+        orders = _orders(model)
+
+        def split(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+            rows = orders.get(name.split("/")[1])
+            yield name, whole if rows is None or not whole.dim() else whole[rows]
+
+        return self.whole, split

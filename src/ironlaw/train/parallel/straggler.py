@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +32,8 @@ class LocalWorkTimer:
         self.outside_seconds = 0.0
         self.inside = False
         self._file: int | None = None
-        if sys.platform.startswith("linux"):
-            with contextlib.suppress(OSError):
-                self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
 
     @property
     def known(self) -> bool:

@@ -66,7 +66,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, a
     `adapts`: the matrices of its blocks are frozen, and already divided (`adapted.py`).
     """
     stream = Shard(1) if sequence_parallel else Replicate()
-    tied = model.embedding is not None and model.head is not None and model.head.weight is model.embedding.weight
+    tied = model.is_tied  # which the division ends: each weight gets its own
     styles: dict[str, object] = {}
     if model.embedding is not None:
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)

@@ -13,12 +13,12 @@ on a CPU: 14 us per sample and 3 ms per note, 0.13% of a core with the default t
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -127,13 +127,9 @@ def _operation_of(note: Note) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Format [0, 1, 2, 5] as "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    # Within a run, a rank's distance from its place in the list is the same.
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return ("rank " if len(ranks) == 1 else "ranks ") + text
 
 
@@ -152,7 +148,7 @@ class Watcher:
 
     def __init__(
         self, ranks: Ranks, store: dist.Store, timeout_seconds: float, on_hang: Callable[[str, list[Note]], None],
-        end: Callable[[int], Any] = os._exit,
+        end: Callable[[int], Any],
     ) -> None:  # fmt: skip
         self.ranks, self.timeout_seconds = ranks, timeout_seconds
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
