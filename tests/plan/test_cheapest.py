@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,27 @@ def test_given_hardware_is_held_to_the_limits() -> None:
 def test_limits_that_nothing_holds(on: str, limits: Limits, says: str) -> None:
     with pytest.raises(UserError, match=says):
         plan_request("gpt2", on=on, options=replace(WORK, limits=limits))
+
+
+def lora(on: str, **options: Any) -> PlanOutcome:
+    overrides = ("finetune.method=lora", "model.layers=2")
+    return plan_request("llama3-1b", on=on, overrides=overrides, options=Options(tokens="200M", **options))
+
+
+def test_replicas_of_adapters_share_the_batch_and_the_tokens() -> None:
+    """Each was given a batch of its own, so that eight took as long as one."""
+    one, eight = lora("h100-sxm-80gb"), lora("8xh100-sxm-80gb")
+    assert one.ledger.facts["steps"] == eight.ledger.facts["steps"]
+    assert eight.ledger.totals["total_seconds"].value < one.ledger.totals["total_seconds"].value / 4
+    assert "global batch" in [said["name"] for said in one.more["assumed"]]
+    with pytest.raises(UserError, match="give --global-batch 24"):
+        lora("8xh100-sxm-80gb", global_batch=20)
+
+
+def test_adapters_have_their_hardware_found() -> None:
+    alone = lora("l4").ledger.totals["total_seconds"].value
+    answer = lora("l4", limits=Limits(seconds=alone / 3))
+    assert answer.fits and answer.ledger.facts["accelerators"] == 4
+    rows = lora("any", limits=Limits(seconds=alone)).more["hardware"]["rows"]
+    assert {row["accelerator"] for row in rows} <= {"h100-sxm-80gb", "l4", "rtx-4090"}  # no TPU
+    assert rows[0]["rent_usd"] == min(row["rent_usd"] for row in rows)

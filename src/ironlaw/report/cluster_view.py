@@ -43,8 +43,7 @@ def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
     _limits(made, ledger, more)
     _engine(made, more)
     totals(made, ledger, {k: v for k, v in SHOWN.items() if k not in IN_WHY_ONLY}, absent=False)
-    if len(more.get("hardware", {}).get("rows", ())) > 1:
-        _hardware(made, more["hardware"])
+    _hardware(made, more.get("hardware"))
     if len(more["candidates"]) > 1:
         _candidates(made, more)
     if more["ruled_out"]:
@@ -121,8 +120,10 @@ def _limits(made: Document, ledger: Ledger, more: More) -> None:
         made.text(mark, f"{label.lower()} {show(planned.value)}, at most {show(limit['limit'])} asked{tail}.")
 
 
-def _hardware(made: Document, hardware: More) -> None:
-    """Add the best number of accelerators of each kind that holds the limits."""
+def _hardware(made: Document, hardware: More | None) -> None:
+    """Add the best number of accelerators of each kind that holds the limits, if several were sought."""
+    if hardware is None or len(hardware["rows"]) < 2:
+        return
     made.heading(f"Hardware within the limits, {hardware['sought']} first")
     made.table(
         ["<accelerators", "total time", "rent", "step", "<layout"],
@@ -353,5 +354,6 @@ def plan_views(outcome: Any, why: bool = False) -> list[Document]:
     made = plan_view(ledger, fits)
     if "budget" in more:
         _limits(made, ledger, more)
+        _hardware(made, more.get("hardware"))
         _money(made, ledger, more["budget"])
     return [made, ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

@@ -18,16 +18,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
-from ironlaw.catalog.nodes import Cluster, Node, node
+from ironlaw.catalog.nodes import Cluster, Node, node, parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
-from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit.trainers import trainer_named
-from ironlaw.plan.request_types import Limits, Options, PlanOutcome, RequestedModel, Work, settle
+from ironlaw.plan.request_types import Limits, Options, PlanOutcome, RequestedModel, settle
 from ironlaw.plan.requests.advice import MOST_ACCELERATORS, fastest
 from ironlaw.plan.requests.cluster import plan_work, request_of, software_for, tried_in_turn
 from ironlaw.plan.requests.hardware import asked_hardware
-from ironlaw.workload.layout import Layout
+from ironlaw.plan.requests.replicas import adapters_batch, adapters_target, plan_adapters
 
 ANY = "any"
 """Stands for the hardware of a request that leaves it open."""
@@ -56,27 +55,77 @@ Say = Callable[[float, str], None]
 class Offer:
     """A number of accelerators of one kind, and the fastest layout on them."""
 
-    request: ClusterRequest
-    layout: Layout
+    cluster: Cluster
+    layout: str
+    engine: str
     step_seconds: float
+    seconds: float  # of the run
     usd_per_hour: float  # of one accelerator
 
     @property
-    def seconds(self) -> float:
-        return self.step_seconds * self.request.steps
-
-    @property
     def rent_usd(self) -> float:
-        return self.seconds / 3600 * self.request.cluster.count * self.usd_per_hour
+        return self.seconds / 3600 * self.cluster.count * self.usd_per_hour
 
     def to_json(self) -> dict[str, Any]:
-        cluster = self.request.cluster
+        device = self.cluster.accelerator
         return {
-            "accelerator": cluster.accelerator.name, "product": cluster.accelerator.product,
-            "accelerators": cluster.count, "layout": str(self.layout), "engine": self.request.engine,
-            "step_seconds": self.step_seconds, "total_seconds": self.seconds, "rent_usd": self.rent_usd,
-            "usd_per_hour": self.usd_per_hour,
+            "accelerator": device.name, "product": device.product, "accelerators": self.cluster.count,
+            "layout": self.layout, "engine": self.engine, "step_seconds": self.step_seconds,
+            "total_seconds": self.seconds, "rent_usd": self.rent_usd, "usd_per_hour": self.usd_per_hour,
         }  # fmt: skip
+
+
+class _Decoder:
+    """A whole decoder to train: every layout is a candidate."""
+
+    def __init__(self, requested: RequestedModel, options: Options) -> None:
+        self.requested, self.options = requested, options
+        self.work = settle(requested.model, options, 1, requested.config)
+        self.tokens = self.work.steps * self.work.global_batch * self.work.sequence
+        self.most = MOST_ACCELERATORS
+
+    def flops_per_second(self, kind: Cluster) -> float:
+        """Returns the peak that products run at. Raises UserError for hardware that cannot be planned."""
+        request = request_of(self.requested, kind, None, self.work, self.options, [])
+        return request.system.hardware.peak(request.precision)
+
+    def offer(self, cluster: Cluster, usd_per_hour: float) -> Offer | None:
+        """Returns the fastest layout, if one fits; not those that offload, as no measured run backs their time."""
+        request = request_of(self.requested, cluster, None, self.work, self.options, [])
+        trainer = trainer_named(self.options.emit) if self.options.emit else None
+        for name in tried_in_turn(software_for(self.options.engine, trainer, cluster.accelerator)):
+            found = fastest(replace(request, engine=name))
+            if found is not None and found.layout.offload == "none":
+                step = found.step_seconds
+                return Offer(cluster, str(found.layout), name, step, step * self.work.steps, usd_per_hour)
+        return None
+
+    def plan(self, cluster: Cluster) -> PlanOutcome:
+        return plan_work(self.requested, cluster, None, self.work, self.options, [])
+
+
+class _Adapters:
+    """A model to fine-tune with adapters: replicas that share a batch."""
+
+    def __init__(self, requested: RequestedModel, options: Options) -> None:
+        self.requested, self.options = requested, options
+        self.most = self.batch = adapters_batch(requested, options)
+        planned = self.plan(parse_cluster("h100-sxm-80gb")).ledger
+        self.tokens = planned.facts["steps"] * self.batch * planned.facts["sequence"]
+
+    def flops_per_second(self, kind: Cluster) -> float:
+        return adapters_target(kind, self.options).system.peak_flops_per_second
+
+    def offer(self, cluster: Cluster, usd_per_hour: float) -> Offer | None:
+        if self.batch % cluster.count:
+            return None
+        answer = plan_adapters(self.requested, cluster, replace(self.options, limits=Limits()))
+        totals, layout = answer.ledger.totals, answer.ledger.facts["layout"]
+        step, whole = totals["step_seconds"].value, totals["total_seconds"].value
+        return Offer(cluster, layout, "ironlaw", step, whole, usd_per_hour) if answer.fits else None
+
+    def plan(self, cluster: Cluster) -> PlanOutcome:
+        return plan_adapters(self.requested, cluster, self.options)
 
 
 def leaves_hardware_open(on: str, options: Options) -> bool:
@@ -93,18 +142,18 @@ def plan_within_limits(
     limits, config = options.limits, requested.config
     if not limits:
         raise UserError("--on any looks for hardware within limits: add --within 7d or --max-rent 10000")
-    if config is not None and config.finetune.adapts:
-        raise UserError("adapters are planned on given hardware: add --on 8xh100-sxm-80gb")
-    work = settle(requested.model, options, 1, config)
+    adapts = config is not None and config.finetune.adapts
+    run = (_Adapters if adapts else _Decoder)(requested, options)
     ruled_out: Counter[str] = Counter()
-    found = _offers(requested, _kinds(on, options), work, options, ruled_out, say)
+    found = _offers(run, _kinds(on, options), ruled_out, say)
     for number, offer in enumerate(found):
-        answer = plan_work(requested, offer.request.cluster, None, work, options, [])
+        answer = run.plan(offer.cluster)
         if answer.fits or number == len(found) - 1:
             others = [other.to_json() for other in found if other is not offer][: SHOWN - 1]
+            totals = answer.ledger.totals
             planned = replace(
-                offer, layout=answer.layout or offer.layout,
-                step_seconds=answer.ledger.totals["step_seconds"].value,
+                offer, layout=str(answer.layout or offer.layout), step_seconds=totals["step_seconds"].value,
+                seconds=totals["total_seconds"].value,
             )  # fmt: skip
             answer.more["hardware"] = {
                 "rows": [planned.to_json(), *others], "ruled_out": dict(ruled_out.most_common()),
@@ -125,41 +174,38 @@ def _kinds(on: str, options: Options) -> list[Cluster]:
     return [Cluster(one, 1, node(one.default_node)) for one in every if one.memory_bytes and one.peak_flops_per_second]
 
 
-def _offers(
-    requested: RequestedModel, kinds: list[Cluster], work: Work, options: Options, ruled_out: Counter[str], say: Say
-) -> list[Offer]:
+def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[str], say: Say) -> list[Offer]:
     """Returns the best offer of each kind within the limits, best first. Kinds that cost more at the most attainable
     speed than what was found are not planned."""
-    limits, asked, refusal = options.limits, list[tuple[float, float, ClusterRequest]](), None
+    limits, asked, refusal = run.options.limits, list[tuple[float, float, float, Cluster]](), None
+    model = run.requested.model
     for kind in kinds:
-        rent = hourly_rent(kind, options.prices)
+        rent = hourly_rent(kind, run.options.prices)
         if rent is None:
             ruled_out["without a known price"] += 1
             continue
         try:
-            request = request_of(requested, kind, None, work, options, [])
-            rate = request.system.hardware.peak(request.precision) * MOST_ATTAINED
+            rate = run.flops_per_second(kind) * MOST_ATTAINED
         except UserError as error:
             refusal = error
             ruled_out["refused"] += 1
             continue
-        tokens = work.steps * work.global_batch * work.sequence
-        alone = 6 * (requested.model.active_parameters - requested.model.embedding_parameters) * tokens / rate
-        asked.append((alone * rent["usd_per_hour"] / 3600, alone, request))
+        # Two FLOPs a parameter in the forward pass and as many for gradients of inputs; all have a third, but adapters.
+        passes = 4 if isinstance(run, _Adapters) else 6
+        alone = passes * (model.active_parameters - model.embedding_parameters) * run.tokens / rate
+        asked.append((alone * rent["usd_per_hour"] / 3600, alone, rent["usd_per_hour"], kind))
     if refusal and not asked:
         raise refusal
     asked.sort(key=lambda entry: entry[0])
     found: list[Offer] = []
-    for number, (least_usd, alone, request) in enumerate(asked):
-        say(number / len(asked), request.cluster.accelerator.name)
-        rent = hourly_rent(request.cluster, options.prices)
-        assert rent is not None
+    for number, (least_usd, alone, usd_per_hour, kind) in enumerate(asked):
+        say(number / len(asked), kind.accelerator.name)
         beaten = limits.seconds is not None and len(found) >= SHOWN and least_usd > found[SHOWN - 1].rent_usd
         if beaten or (limits.rent_usd is not None and least_usd > limits.rent_usd):
             ruled_out["dearer at any speed"] += 1
             continue
-        most = MOST_ACCELERATORS if len(kinds) == 1 else _joined(request.cluster.node)
-        best = _best(_numbers(request, options, alone, rent["usd_per_hour"], most), limits)
+        most = run.most if len(kinds) == 1 else min(run.most, _joined(kind.node))
+        best = _best(_numbers(run, kind, alone, usd_per_hour, most), limits)
         if best is None:
             ruled_out["too slow, too dear or too small"] += 1
             continue
@@ -194,21 +240,16 @@ def _joined(of: Node) -> int:
     return MOST_ACCELERATORS if of.network_bytes_per_second else max(of.accelerators, of.scale_up_accelerators)
 
 
-def _numbers(
-    request: ClusterRequest, options: Options, alone: float, usd_per_hour: float, most: int
-) -> Iterator[Offer]:
+def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hour: float, most: int) -> Iterator[Offer]:
     """Yields the fastest layout on 1, 2, 4, ... to `most` accelerators, while doubling pays, from the number that holds
     the weights and could meet the deadline at the most attainable speed (`alone`: seconds on one)."""
-    trainer = trainer_named(options.emit) if options.emit else None
-    software = software_for(options.engine, trainer, request.cluster.accelerator)
-    memory, deadline = request.cluster.accelerator.memory_bytes, options.limits.seconds or math.inf
+    memory, deadline = kind.accelerator.memory_bytes, run.options.limits.seconds or math.inf
     assert memory is not None
-    least = max(1.0, alone / deadline, request.model.parameters * LEAST_BYTES / memory.value)
+    held = 0.0 if isinstance(run, _Adapters) else run.requested.model.parameters * LEAST_BYTES
+    least = max(1.0, alone / deadline, held / memory.value)
     count, before, without = 2 ** math.ceil(math.log2(least)), math.inf, 0
     while count <= most and without < TRIED_WITHOUT:
-        there = replace(request, cluster=replace(request.cluster, count=count))
-        offers = (_offer(replace(there, engine=name), usd_per_hour) for name in tried_in_turn(software))
-        offer = next(filter(None, offers), None)
+        offer = run.offer(replace(kind, count=count), usd_per_hour)
         if offer is None:
             count, without = 2 * count, without + 1
             continue
@@ -217,11 +258,3 @@ def _numbers(
         yield offer
         late = max(1.0, offer.seconds / deadline / SUPERLINEAR)  # the smaller numbers would be late, too
         count, before, without = count * 2 ** max(1, math.ceil(math.log2(late))), offer.step_seconds / late, 0
-
-
-def _offer(request: ClusterRequest, usd_per_hour: float) -> Offer | None:
-    """Returns the fastest layout, if there is one; those that offload are left out, as no measured run backs them."""
-    found = fastest(request)
-    if found is None or found.layout.offload != "none":
-        return None
-    return Offer(request, found.layout, found.step_seconds, usd_per_hour)

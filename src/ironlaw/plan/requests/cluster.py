@@ -11,7 +11,7 @@ from typing import Any
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.models import taken_model
-from ironlaw.catalog.nodes import Cluster
+from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
@@ -38,7 +38,7 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     """Plans the given layout, or searches for one; all defaults are among the assumptions."""
     config = requested.config
     if config is not None and config.finetune.adapts:
-        return plan_adapters(requested, on, options)
+        return plan_adapters(requested, parse_cluster(on), options)
     cluster, layout, assumed = asked_hardware(on, options)
     if layout is None and cluster.count == 1 and config and config.train.offload != "none":
         # A config with offloading determines the whole layout of a single device.

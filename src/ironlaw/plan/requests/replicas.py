@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ironlaw import units
-from ironlaw.catalog.nodes import Cluster, parse_cluster
+from ironlaw.catalog.nodes import Cluster
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.plan.budget import add_costs, run_seconds
-from ironlaw.plan.module import accelerator_target, ledger_on, plan_module
+from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on, plan_module
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import (
     REPLICATED,
@@ -30,6 +30,7 @@ from ironlaw.plan.totals import fits
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.module_source import Input, causal_decoder, read_inputs, resolve_module
 from ironlaw.workload.program import step
+from ironlaw.workload.sections import Recompute
 
 USUAL_SEQUENCE = 2048
 """Default tokens of a sequence: usual for fine-tuning, and short, because recurrent layers are traced step by step."""
@@ -136,12 +137,12 @@ def plan_by_tracing(path: Path, refusal: UserError, on: str, options: Options) -
 # -- adapters --------------------------------------------------------------------------------------------------------
 
 
-def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
+def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options) -> PlanOutcome:
     """Plans fine-tuning with adapters on catalogued accelerators, as Ironlaw's trainer runs it.
 
     Every block is recomputed if the job does not fit otherwise; a config file sets recomputation itself. Several
-    accelerators hold replicas, which also shard the base (ZeRO 3) if it does not fit on one; communication overlaps
-    with computation. Raises UserError for other layouts and for models whose adapters are not planned.
+    accelerators hold replicas, which also shard the base (ZeRO 3) if it does not fit on one. Raises UserError for other
+    layouts and for models whose adapters are not planned.
     """
     assert requested.config is not None
     if requested.model.latent is not None or requested.model.moe is not None:
@@ -151,8 +152,8 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
             "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
             "--network and --per-node out"
         )
-    cluster = parse_cluster(on)
-    config, assumed = _settled(requested.config, options, cluster.count)
+    adapters_target(cluster, options)
+    config, assumed = _settled(requested, options, cluster.count)
     modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
     choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
     for mode, zero in choices:
@@ -160,6 +161,7 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
         ledger = _ledger(config, cluster, zero)
         if fits(ledger):
             break
+    ledger.facts["layout"] = str(Layout(dp=cluster.count, zero=zero, recompute=Recompute.parse(mode)))
     assumed += assumed_network(cluster)
     if cluster.count > 1:
         assumed.append(Assumption("layout", f"dp {cluster.count}, ZeRO {zero}", "the first that fits of 0 and 3", ""))
@@ -168,22 +170,52 @@ def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanO
     return _outcome(ledger, cluster, config.train.steps, options, assumed)
 
 
-def _settled(config: RunConfig, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
-    train, usual = config.train, min(config.model.context, USUAL_SEQUENCE)
+def adapters_target(cluster: Cluster, options: Options) -> PlannedTarget:
+    """Returns the target of a plan of adapters. Raises UserError for hardware that this trainer does not run on."""
+    if cluster.accelerator.vendor == "google":
+        raise UserError("adapters are planned as this trainer runs them, which is not on TPUs")
+    return accelerator_target(cluster, options.precision or "auto")
+
+
+USUAL_BATCH, USUAL_STEPS = 16, 1000
+"""Sequences per step with which QLoRA fine-tuned its smaller models (arXiv 2305.14314, appendix B.2), and steps of a
+first try."""
+
+
+def adapters_batch(requested: RequestedModel, options: Options) -> int:
+    """Returns the sequences of a step, the usual number unless options or a config file say it."""
+    assert requested.config is not None
+    said = requested.config.train.global_batch if requested.has_file else USUAL_BATCH
+    return options.global_batch or said
+
+
+def _settled(requested: RequestedModel, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
+    assert requested.config is not None
+    config, train, has_file = requested.config, requested.config.train, requested.has_file
     said = options.sequence or train.sequence
-    work = settle(config.model, replace(options, sequence=said or usual), replicas, config)
-    assumed = assume_unsaid("usual for fine-tuning", ("sequence", said, f"{usual:,} tokens", "--seq"))
-    batch = work.global_batch
-    if batch % replicas:
+    usual, batch = min(config.model.context, USUAL_SEQUENCE), adapters_batch(requested, options)
+    whole = -(-batch // replicas) * replicas
+    if whole != batch and options.global_batch:
+        raise UserError(f"--global-batch {batch} is no multiple of {replicas} replicas: give --global-batch {whole}")
+    assumed = assume_unsaid(
+        "usual for fine-tuning",
+        ("sequence", said, f"{usual:,} tokens", "--seq"),
+        ("global batch", options.global_batch or has_file or None, f"{whole} sequences", "--global-batch"),
+    )
+    assumed += assume_unsaid(
+        "a first try",
+        ("steps", options.steps or options.tokens or has_file or None, f"{USUAL_STEPS:,}", "--tokens or --steps"),
+    )
+    if whole != batch and has_file:
         why = f"{batch} do not divide among {replicas} replicas"
-        assumed.append(Assumption("global batch", f"{replicas} sequences", why, "--global-batch"))
-        batch = replicas
+        assumed.append(Assumption("global batch", f"{whole} sequences", why, "--global-batch"))
+    work = settle(config.model, replace(options, sequence=said or usual, global_batch=whole), replicas, config)
     micro = train.micro_batch or 1
     if train.micro_batch is None:
         assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
     document = config.model_dump(exclude_none=True)
     document["train"] |= {
-        "sequence": work.sequence, "global_batch": batch, "micro_batch": min(micro, batch // replicas),
+        "sequence": work.sequence, "global_batch": whole, "micro_batch": min(micro, whole // replicas),
         "steps": work.steps, "precision": options.precision or train.precision,
     }  # fmt: skip
     document["optimizer"]["name"] = options.optimizer or config.optimizer.name
