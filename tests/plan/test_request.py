@@ -394,7 +394,7 @@ def test_what_is_asked_of_adapters_is_planned_or_refused() -> None:
 
     usual, paged = (adapted(optimizer=name, tokens="1M").ledger for name in ("adamw", "adam8bit"))
     assert paged.memory_bytes()["optimizer"] < 0.5 * usual.memory_bytes()["optimizer"]
-    assert usual.facts["steps"] == 977  # of one sequence of 1,024 tokens, rounded up
+    assert usual.facts["steps"] == 62  # of 16 sequences of 1,024 tokens, rounded up
     for asked in ({"engine": "nemo"}, {"network": "400 Gb/s RoCE"}, {"per_node": 4}):
         with pytest.raises(UserError, match="leave --layout"):
             adapted(**asked)

@@ -152,8 +152,8 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
             "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
             "--network and --per-node out"
         )
-    adapters_target(cluster, options)
     config, assumed = _settled(requested, options, cluster.count)
+    adapters_target(cluster, options)
     modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
     choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
     for mode, zero in choices:
