@@ -9,6 +9,7 @@ rest: what it recomputes and which types it uses. torch is imported only when a 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -176,13 +177,14 @@ def plan_module(
 def _fastest(
     traced: ModuleTrace, target: PlannedTarget, name: str | None, loop: Loop | None, layout: Layout | None
 ) -> Ledger:
-    """Returns the plan of the layout, by default of the ZeRO stage with the least step time that fits."""
+    """Returns the plan of the layout, by default of the fastest ZeRO stage that fits, within a percent the lowest."""
     if layout is not None or target.replicas == 1:
         return _planned(traced, target, name, (layout and layout.accumulation) or 1, loop, layout)
     layouts = [Layout(dp=target.replicas, zero=zero) for zero in range(4)]
     plans = [(layout, _planned(traced, target, name, 1, loop, layout)) for layout in layouts]
     able = [(layout, ledger) for layout, ledger in plans if fits(ledger)]
-    chosen, ledger = min(able or plans[3:], key=lambda one: one[1].totals["step_seconds"].value)
+    least = min((ledger.totals["step_seconds"].value for _, ledger in able), default=math.inf)
+    chosen, ledger = next(one for one in able or plans[3:] if one[1].totals["step_seconds"].value <= 1.01 * least)
     others = ", ".join(
         f"zero={layout.zero} {units.seconds(other.totals['step_seconds'].value)}"
         for layout, other in able
