@@ -164,6 +164,7 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     single = float(decode_seconds(system, 1.0, request.length))
     totals["single_tpot_seconds"] = _estimate(single, "decode", served, "one request alone")
     prompt = float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
+    prompt += float(system.rates.request_seconds)
     totals["single_ttft_seconds"] = _estimate(prompt, "prompt", served, "one request alone")
     most = served.most_requests(request)
     if served.layout.prefill:

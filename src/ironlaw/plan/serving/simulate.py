@@ -29,8 +29,8 @@ from ironlaw.plan.serving.timing import (
     LINK_FRACTION,
     System,
     at_concurrency,
+    decode_parts,
     decode_seconds,
-    own_seconds,
     pass_parts,
     prompt_seconds,
 )
@@ -63,7 +63,7 @@ class SimulatedRequest:
 
 
 class Clock(Protocol):
-    own_seconds: float  # that each request takes beside all passes, before its first token
+    request_seconds: float  # that each request takes beside all passes, before its first token
 
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
         """Return the seconds of a step by part: a token for each of `decoding` sequences with `length` cached tokens,
@@ -207,9 +207,9 @@ class _Replay:
             given += 1
             one.cached += 1
             if one.produced == 1:
-                one.first = self.now + self.clock.own_seconds
+                one.first = self.now + self.clock.request_seconds
             if one.produced >= one.output:
-                one.last = self.now + self.clock.own_seconds
+                one.last = self.now + self.clock.request_seconds
                 self.running.remove(one)
                 self.done.append(one)
                 if self.at_once is not None and self.coming:
@@ -252,9 +252,10 @@ class _Clock:
     def __init__(self, system: System) -> None:
         self.system, self.known = system, dict[tuple[int, ...], dict[str, float]]()
         self.windowed, self.window = system.demand.windowed, system.demand.window
-        self.own_seconds = float(own_seconds(system))
+        self.request_seconds = float(system.rates.request_seconds)
         # Seconds per cached token, the draft model's included.
-        self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
+        one, two = (decode_parts(system, 1.0, length) for length in (1.0, 2.0))
+        self.cache_seconds = sum(float(two[name] - one[name]) for name in ("cache", "draft") if name in one)
 
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
         side = max(1, min(prompts, int(self.system.attention_dp)))
@@ -321,7 +322,7 @@ def play_apart(
 
 def most_apart(system: System, layout: ServingLayout, request: ServeRequest, most: int) -> float:
     """Return all copies' output tokens per second with an endless queue: the slower of prefill and decoding."""
-    each = prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix) - own_seconds(system)
+    each = prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix)
     prompts = layout.prefill / float(each)
     answers = layout.replicas * most / float(decode_seconds(system, float(most), request.length))
     return min(prompts * request.output, answers)
