@@ -25,7 +25,6 @@ from ironlaw.errors import UserError
 from ironlaw.plan.serving.request import ServeRequest
 from ironlaw.plan.serving.systems import ServingLayout
 from ironlaw.plan.serving.timing import (
-    BUDGET_TOKENS,
     LINK_FRACTION,
     System,
     at_concurrency,
@@ -92,9 +91,7 @@ class Played:
     seconds: dict[str, float] = field(default_factory=dict)  # of a mean step, by part
 
 
-def play(
-    system: System, request: ServeRequest, kv_tokens: float, most_requests: int, *, budget: int = BUDGET_TOKENS
-) -> Played:
+def play(system: System, request: ServeRequest, kv_tokens: float, most_requests: int) -> Played:
     """Simulate arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
     requests, draw = _enough(system, request, most_requests), Random(0)
     arrivals, coming = _arrivals(request.rate, requests, draw), []
@@ -102,6 +99,7 @@ def play(
         length = max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
         coming.append(SimulatedRequest(at if request.rate else 0.0, request.input, length, cached=request.prefix))
     at_once = None if request.rate else request.concurrency or 1
+    budget = int(system.pass_tokens * system.attention_dp)  # every copy of attention has its own
     return replay(_Clock(system), coming, at_once, kv_tokens, most_requests, budget)
 
 
@@ -297,14 +295,12 @@ def transfer_seconds(system: System, tokens: int) -> float:
     return float(held / system.cache_parts / (LINK_FRACTION * system.link))
 
 
-def play_apart(
-    system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int, *, budget: int
-) -> Played:
+def play_apart(system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int) -> Played:
     """Simulate disaggregated prefill and return results per decoding copy. Raises UserError without a rate."""
     if request.rate is None:
         raise UserError("--layout prefill= is planned for requests that arrive at a rate: write rate=10/s in --serve")
     asked = replace(request, output=1, rate=request.rate / layout.prefill)
-    prompts = play(system, asked, kv_tokens, most, budget=budget)
+    prompts = play(system, asked, kv_tokens, most)
     rate, batch = request.rate / layout.replicas, 1.0
     for _ in range(100):
         batch = min(float(most), rate * request.output * float(decode_seconds(system, max(batch, 1.0), request.length)))

@@ -26,9 +26,6 @@ from ironlaw.plan.serving.rates import Rates, ServingEngine
 LINK_FRACTION = 0.7
 """Fraction of a link's nominal rate that large all-reduces attain."""
 
-BUDGET_TOKENS = 8192
-"""Most new tokens of a pass: the default of vLLM and TensorRT-LLM (max_num_batched_tokens)."""
-
 LIBRARY_BYTES, EXCHANGE_BYTES = 0.7e9, 2.0e9
 """Per device: captured graphs and the framework's libraries; buffers of all-reduces, where there are several ranks.
 Both are of the order of the memory outside PyTorch that vLLM prints (vllm-project/vllm pull requests 2031 and
@@ -62,7 +59,7 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
-    pass_tokens: Number = BUDGET_TOKENS  # most new tokens of a pass
+    pass_tokens: Number  # most new tokens of a pass
     ahead: Number = False  # launches run ahead of the device
     grouped: Number = True  # keys and values are read once for all query heads that share them, not once for each
     sampled: Number = 0.0  # rows of logits for which the engine reserves memory
@@ -96,7 +93,7 @@ class System:
         """Bytes per device: libraries, the 16-bit outputs of a layer's matrices for the largest pass, and sampling."""
         d = self.demand
         widths = d.active / (d.layers * d.hidden * self.tp) + d.chosen * d.hidden  # each expert's, before their sum
-        passes = 2.0 * BUDGET_TOKENS * widths + SAMPLED_BYTES * self.sampled * d.vocab
+        passes = 2.0 * self.pass_tokens * widths + SAMPLED_BYTES * self.sampled * d.vocab
         return LIBRARY_BYTES + passes + np.where(self.tp > 1, EXCHANGE_BYTES, 0.0)
 
     @property
