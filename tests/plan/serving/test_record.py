@@ -77,6 +77,35 @@ def test_devices_that_no_degree_tells_of_do_what_the_engine_does(said: dict[str,
     assert bool(run.assumed) == ("tp" not in said and "pp" not in said and said.get("dp") != "4")
 
 
+def test_at_full_load_devices_hold_as_many_copies_as_fit() -> None:
+    full = {"scenario": "offline", "accelerators": "8", "tp": "", "model": "llama-2-70b", "weight_format": "fp8"}
+    for device, tp in (("h200", 1), ("h100-sxm-80gb", 2), ("l40s", 4)):
+        (run,), _ = read_serving([ROW | full | {"accelerator": device}])
+        assert (run.layout.tp, run.layout.replicas) == (tp, 8 // tp)
+
+
+def test_sums_of_a_row_on_pcie_do_not_take_the_link() -> None:
+    (link, bus), _ = read_serving([ROW | {"accelerators": "2", "tp": "2", "interconnect": i} for i in ("", "pcie")])
+    assert bus.system.link < link.system.link
+    assert (predict(bus)["tpot_seconds"] or 0) > (predict(link)["tpot_seconds"] or 0)
+
+
+def test_requests_beyond_the_cache_wait_and_those_that_ran_at_once_had_room() -> None:
+    long = {"scenario": "fixed-concurrency", "input_tokens": "8192", "output_tokens": "1024", "concurrency": "200"}
+    shapes = ({}, {"engine": "optimum-habana", "accelerator": "gaudi3", "weight_format": "fp8"})
+    (vllm, gaudi), _ = read_serving([ROW | long | shape for shape in shapes])
+    assert vllm.concurrency < 60 and vllm.system.cache_bytes == 2
+    assert gaudi.concurrency == 200 and gaudi.system.cache_bytes == 1 and "kv_format" in gaudi.assumed[-1]
+
+
+def test_no_more_run_at_once_than_a_benchmark_queues() -> None:
+    full = {"engine": "tensorrt-llm", "scenario": "offline", "input_tokens": "20000", "output_tokens": "2000"}
+    shape = full | {"model": "llama-3.2-1b", "accelerators": "8"}
+    rows = [ROW | shape | {"source": source} for source in ("", "perf-overview.md")]
+    (free, queued), _ = read_serving(rows)
+    assert (free.queued, queued.queued) == (float("inf"), 1000 / 8)
+
+
 def test_a_pass_that_proposes_tokens_gives_more() -> None:
     shape = {"model": "deepseek-r1", "accelerators": "8", "tp": "8", "weight_format": "fp8"}
     (plain, mtp, other), _ = read_serving([ROW | shape | {"speculative": s} for s in ("", "mtp", "eagle")])

@@ -25,6 +25,7 @@ import numpy as np
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator
 from ironlaw.catalog.devices import lines
+from ironlaw.catalog.formats import stored_format
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
@@ -53,6 +54,16 @@ COLUMNS = ("scenario", "weight_format")
 
 VARIED = 0.9
 """Mean over nominal length, for sources that draw lengths between 80 and 100% of nominal."""
+
+MOST_WEIGHTS = 0.6
+"""Share of the memory that weights take at most where whole copies serve as many requests as they can."""
+
+QUEUED = {
+    (128, 128): 30_000, (128, 2048): 3000, (500, 2000): 3000, (1000, 1000): 3000, (2048, 128): 3000,
+    (128, 4096): 1500, (1000, 2000): 1500, (2048, 2048): 1500, (5000, 500): 1500, (20_000, 2000): 1000,
+}  # fmt: skip
+"""Requests of a run of trtllm-bench by tokens of prompts and outputs, as its page of results says (TensorRT-LLM,
+docs/source/performance/perf-overview.md, Preparing a Dataset); 1,000 in, 2,000 out as the next longer ones."""
 
 MTP_ACCEPTANCE = 0.85
 """Multi-token prediction proposes one token beside the model's own, of which 85 to 90% are accepted (DeepSeek-V3, arXiv
@@ -84,6 +95,7 @@ class ServingRun:
     outputs: float
     concurrency: float  # requests at once per copy of the model
     together: bool  # all prompts start at once, as one pass
+    queued: float  # requests of the whole run, per copy of the model, if no limit is on how many wait
     whole: bool  # the time of the output rate includes the prompt
     measured: dict[str, float]
     suspect: bool
@@ -128,7 +140,7 @@ def predict(run: ServingRun) -> dict[str, float | None]:
         found |= {"ttft_seconds": steady.ttft_seconds, "tpot_seconds": steady.tpot_seconds}
         found["output_tokens_per_second"] = steady.tokens_per_second
     else:
-        most = most_at_once(s, run.engine, run.inputs, run.outputs)
+        most = min(run.queued, most_at_once(s, run.engine, run.inputs, run.outputs))
         found["output_tokens_per_second"] = unlimited(s, most, run.inputs, run.outputs)
     if found["ttft_seconds"] is not None and run.inputs:
         passed = run.concurrency if run.together else 1.0
@@ -151,11 +163,23 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
     )
     demand = _demand(cells, demands)
-    layout = _layout(cells, demand.experts > 0, engine.by_layers)
+    layout = _layout(cells, demand.experts > 0, engine.by_layers, _least(demand, device, formats))
     version = cells.lower("engine_version") if engine.family == "gguf" else ""
     backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
     rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
+    system = _guessing(cells, system_of(demand, device, engine, layout, formats, backend, rates))
     varied = VARIED if "lengths vary" in notes.lower() else 1.0
+    inputs, outputs = (varied * (cells.measured(f"{name}_tokens") or 0.0) for name in ("input", "output"))
+    requests = max(1.0, (cells.measured("concurrency") or 1.0) / layout.replicas)
+    room = room_tokens(system, engine.memory_fraction, engine.of_free) / demand.cached_tokens(
+        max(inputs + outputs, 1.0)
+    )
+    if scenario == "fixed-concurrency" and requests > room >= 1:
+        if engine.paged:  # others wait
+            requests = float(room)
+        elif not cells.text("kv_format"):
+            cells.assumed.append("kv_format = fp8 (requests that ran at once would not fit with 16 bits)")
+            system = replace(system, cache_bytes=1.0)
     together = scenario in ("prefill", "decode") or "static batch" in notes.lower() or "whole batch" in notes.lower()
     return ServingRun(
         id=identity,
@@ -163,15 +187,16 @@ def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
         scenario=scenario,
         engine=engine,
         device=device,
-        system=_guessing(cells, system_of(demand, device, engine, layout, formats, backend, rates)),
+        system=system,
         layout=layout,
         formats=formats,
         year=year,
         backend=backend,
-        inputs=varied * (cells.measured("input_tokens") or 0.0),
-        outputs=varied * (cells.measured("output_tokens") or 0.0),
-        concurrency=max(1.0, (cells.measured("concurrency") or 1.0) / layout.replicas),
+        inputs=inputs,
+        outputs=outputs,
+        concurrency=requests,
         together=together,
+        queued=_queued(cells) / layout.replicas,
         whole="prefill is in" in notes.lower() or "includes prefill" in notes.lower(),
         measured={key: value for key in MEASURES if (value := cells.number(key, 0)) is not None},
         suspect="SUSPECT" in notes,
@@ -184,6 +209,8 @@ def _device(cells: Cells) -> Accelerator:
     reads weights, and little of its time hangs on them."""
     device, note = accelerator_of(cells.needed_text("accelerator"))
     cells.assumed += [note] if note else []
+    if cells.lower("interconnect") == "pcie":
+        device = replace(device, link_bytes_per_second=None)
     if device.peak_flops_per_second:
         return device
     alike = [found for name in lines() if (found := accelerator(name)).generation == device.generation]
@@ -204,10 +231,28 @@ def _engine(cells: Cells, year: int) -> ServingEngine:
         return ServingEngine(name, key=name.strip().lower())
 
 
-def _layout(cells: Cells, experts: bool, by_layers: bool) -> ServingLayout:
-    """Return the degrees of one copy of the model; the remaining devices are copies, or share its experts."""
+def _queued(cells: Cells) -> float:
+    """Return the requests of a whole run, if its source says how many; else infinity."""
+    if "perf-overview" not in cells.text("source"):
+        return math.inf
+    return QUEUED.get((cells.whole("input_tokens") or 0, cells.whole("output_tokens") or 0), math.inf)
+
+
+def _least(demand: Demand, device: Accelerator, formats: Formats) -> int:
+    """Return the fewest devices, a power of two, of whose memory the weights take no more than `MOST_WEIGHTS`."""
+    if device.memory_bytes is None:
+        return 1
+    taken = demand.parameters * stored_format(formats.weights).bytes_per_weight
+    return 2 ** max(0, math.ceil(math.log2(taken / (MOST_WEIGHTS * device.memory_bytes.value))))
+
+
+def _layout(cells: Cells, experts: bool, by_layers: bool, least: int) -> ServingLayout:
+    """Return the degrees of one copy of the model; the remaining devices are copies, or share its experts. At full load
+    many devices of which nothing else is said hold copies on `least` devices."""
     count = cells.whole("accelerators") or 1
     tp, pp, ep, dp = (cells.whole(name) for name in ("tp", "pp", "ep", "dp"))
+    if (tp, pp, ep, dp) == (None,) * 4 and cells.text("scenario") in ("offline", "server") and least < count:
+        return ServingLayout(tp=cells.assume("tp", least, "not said: copies"), replicas=count // least)
     each = count // (dp or 1)  # a copy's devices, if no degree of it is given
     if tp is None and pp is None and by_layers and each > 1:
         pp = cells.assume("pp", each, "not said: this engine divides layers")

@@ -55,6 +55,11 @@ class Demand:
         """Return the expert weights that a pass over `tokens` reads, if tokens choose independently."""
         return self.experts * (1.0 - (1.0 - self.expert_share) ** tokens)
 
+    def expert_rows(self, tokens: Number) -> Number:
+        """Return the mean rows of an expert that a pass over `tokens` reads; `tokens` if there are no experts."""
+        read = 1.0 - (1.0 - self.expert_share) ** tokens
+        return tokens * np.where(self.expert_share, self.expert_share / np.where(read, read, 1.0), 1.0)
+
     def cached_tokens(self, length: Number) -> Number:
         """Return the tokens of a sequence in the cache, as a mean over layers: a windowed layer keeps its window."""
         return length - self.windowed * np.maximum(length - self.window, 0.0)

@@ -82,7 +82,7 @@ def _vllm(served: Served, request: ServeRequest) -> list[str]:
         (served.drafted, f"--speculative-config {guesses}"),
         (True, f"--max-model-len {_longest(served, request)}"),
         (True, f"--max-num-seqs {max(1, served.most_requests(request) // layout.attention_dp)}"),
-        (True, f"--max-num-batched-tokens {served.budget}"),
+        (True, f"--max-num-batched-tokens {served.engine.pass_tokens}"),
         (True, f"--gpu-memory-utilization {served.engine.memory_fraction:g}"),
     )
 
@@ -100,7 +100,7 @@ def _sglang(served: Served, request: ServeRequest) -> list[str]:
         (cache in _CACHES["sglang"], f"--kv-cache-dtype {_CACHES['sglang'].get(cache)}"),
         (True, f"--context-length {_longest(served, request)}"),
         (True, f"--max-running-requests {max(1, served.most_requests(request))}"),
-        (True, f"--chunked-prefill-size {served.budget * layout.attention_dp}"),  # all copies' of attention
+        (True, f"--chunked-prefill-size {served.engine.pass_tokens * layout.attention_dp}"),  # all copies' of attention
         (True, f"--mem-fraction-static {served.engine.memory_fraction:g}"),
     )
 
@@ -113,7 +113,7 @@ def _tensorrt(served: Served, request: ServeRequest) -> list[str]:
         (True, f"trtllm-serve {_repository(served)} --tp_size {layout.tp}"),
         (layout.pp > 1, f"--pp_size {layout.pp}"),
         (True, f"--max_batch_size {max(1, served.most_requests(request))}"),
-        (True, f"--max_num_tokens {served.budget}"),
+        (True, f"--max_num_tokens {served.engine.pass_tokens}"),
         (True, f"--max_seq_len {_longest(served, request)}"),
         (True, f"--kv_cache_free_gpu_memory_fraction {served.engine.memory_fraction:g}"),
     )

@@ -17,7 +17,7 @@ from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Pha
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.rates import ServingEngine, interval_of, is_measured
 from ironlaw.plan.serving.request import ServeRequest
-from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, most_apart, play, play_apart, transfer_seconds
+from ironlaw.plan.serving.simulate import Played, most_apart, play, play_apart, transfer_seconds
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
     System,
@@ -42,7 +42,6 @@ class Served:
     engine: ServingEngine
     layout: ServingLayout
     formats: Formats
-    budget: int = BUDGET_TOKENS
     drafted: int = 0  # tokens per pass
     acceptance: float = 0.0  # probability that a drafted token is accepted
     draft: ModelConfig | None = None  # the draft model; None: n-grams
@@ -98,17 +97,16 @@ def plan_serving(served: Served, request: ServeRequest) -> Ledger:
     if not ledger.facts["fits"]:
         return ledger
     layout, most, lanes = served.layout, served.most_requests(request), served.lanes(request)
-    budget = served.budget * layout.attention_dp  # every copy of attention has its own
     one = replace(
         request,
         rate=request.rate / lanes if request.rate else None,
         concurrency=math.ceil(request.concurrency / lanes) if request.concurrency else None,
     )
     if layout.prefill:
-        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=budget)
+        played = play_apart(served.system, layout, request, served.kv_tokens, most)
     else:
         pp = lanes // layout.replicas
-        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=budget)
+        played = play(served.system, one, served.kv_tokens / pp, most // pp)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
@@ -164,6 +162,7 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     single = float(decode_seconds(system, 1.0, request.length))
     totals["single_tpot_seconds"] = _estimate(single, "decode", served, "one request alone")
     prompt = float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
+    prompt += float(system.rates.request_seconds)
     totals["single_ttft_seconds"] = _estimate(prompt, "prompt", served, "one request alone")
     most = served.most_requests(request)
     if served.layout.prefill:
@@ -255,7 +254,7 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
         "model": served.model.model_dump(exclude_none=True, mode="json"),
         "name": served.model.name,
         **served.to_json(),
-        "token_budget": served.budget,
+        "token_budget": served.engine.pass_tokens,
         "memory_bytes": float(served.system.memory) * served.layout.devices,  # of one copy's devices
         "request": {key: value for key, value in vars(request).items() if value is not None},
         "measured": is_measured(served.engine, served.device),

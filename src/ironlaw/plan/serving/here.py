@@ -38,7 +38,7 @@ class MeasuredClock:
     take the time of `precision`, and those of few rows less, in proportion to the bytes read. `passes`: as recorded
     by `serve/warmup.py`."""
 
-    own_seconds = 0.0  # the server's one process computes them all
+    request_seconds = 0.0  # the server's one process computes them all
 
     def __init__(
         self, model: ModelConfig, profile: Profile, weights: str, passes: Sequence[Mapping[str, Any]] = ()

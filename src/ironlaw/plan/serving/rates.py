@@ -46,13 +46,16 @@ class Rates:
     decode_products: Number  # factor on `products` for passes with one token per sequence
     cache: Number  # fraction of the memory's rate, reading keys and values
     attention: Number  # fraction of the dense 16-bit peak, attention of prompts
-    layer_seconds: Number  # per layer and pass: launches, small kernels
+    layer_seconds: Number  # per layer and pass: gaps between kernels, small kernels
+    launch_seconds: Number  # per layer and pass of the host, where it launches every operation and runs ahead
     step_seconds: Number  # per decoding pass: scheduling, sampling, host
+    sequence_seconds: Number  # per decoding pass and sequence: scheduling, sampling, text
     prompt_seconds: Number  # per prompt pass, likewise
+    request_seconds: Number  # of a server for a request, beside all passes: its text, its connection
     ramp_tokens: Number  # extra tokens whose products a prompt pass spends on filling the device
     collective_seconds: Number  # latency of one all-reduce over tensor parallel ranks
-    most_requests: Number  # sequences an engine decodes at once, if their caches fit
     throughput: Number  # factor on the rate of requests with an unlimited queue
+    most_requests: Number  # sequences an engine decodes at once, if their caches fit
 
 
 NAMES = tuple(field.name for field in fields(Rates))
@@ -70,6 +73,8 @@ class ServingEngine:
     paged: bool = True  # the cache is allocated in blocks; False: every sequence reserves its full length
     memory_fraction: float = 0.9  # of the device's memory, for weights and cache
     of_free: bool = False  # that fraction applies to the memory left by the weights
+    pass_tokens: int = 8192  # most new tokens of a pass: the default of vLLM and TensorRT-LLM (max_num_batched_tokens)
+    grouped: bool = True  # keys and values are read once for all query heads that share them, not once for each
     # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
     # them from a compiled language.
     host: str = "graphs"
@@ -94,13 +99,13 @@ def effect_names(
     """Return the name under which each kind of effect is looked up; "" for none.
 
     host: how the engine drives the device; release: any engine up to 2024, or after; age: the same of this engine;
-    class: devices of a generation; vendor: a vendor's devices by kind of memory; pair, side: an engine (or its family)
-    on a class, on a vendor's devices; support: the latter up to 2024, or after; kernel: an engine's kernel for a
-    format; mixture: experts on an engine.
+    class: devices of a generation; vendor: a vendor's devices by kind of memory; bus: with a link between devices or
+    without; pair: an engine (or its family) on a class; support: a family of engines on a vendor's devices up to 2024,
+    or after; kernel: an engine's kernel for a format; mixture: experts on an engine.
     """
     family, own = format_family(weights), engine.family == "gguf"
     kind, release = device_class(device), "2024" if year <= 2024 else "2025"
-    side, of_vendor = engine.key if own else "gpu", f"{engine.family}/{vendor(device)}"
+    side = engine.key if own else "gpu"
     return {
         "engine": engine.key,
         "host": engine.host,
@@ -109,20 +114,30 @@ def effect_names(
         "class": kind,
         "vendor": vendor(device),
         "format": f"gguf-{family}" if own else family,
+        "bus": "link" if device.link_bytes_per_second else "pcie",
         "pair": f"{side}/{kind}" + (f"/{backend}" if backend and own else ""),
-        "side": of_vendor,
-        "support": f"{of_vendor}/{release}",
-        "kernel": f"{engine.key}/{weights if own else family}" if own or family in ("int4", "int8") else "",
+        "support": f"{engine.family}/{vendor(device)}/{release}",
+        "kernel": f"{engine.key}/{family if family in KERNELS else weights}" if own or family in NARROW else "",
         "mixture": f"{side}/experts" if experts else "",
     }
 
 
+KERNELS = ("int4", "int8")
+NARROW = (*KERNELS, "unfused")
+"""Formats for which every engine has kernels of its own: one, or one for each unfused format (and GGUF's)."""
+
+UNFUSED = ("int8-w8a8-dynamic", "uint", "codebook")
+"""Formats of torchao whose weights or activations are converted by passes of their own, not within the product."""
+
+
 def format_family(weights: str) -> str:
-    """Return the group of formats with similar kernels: 16, fp8, int8, fp4, int4, exl2, or GGUF's by bits."""
+    """Return the group of formats with similar kernels: 16, fp8, int8, fp4, int4, GGUF's by bits, or unfused."""
     name = weights.lower()
+    if name.startswith(UNFUSED):
+        return "unfused"
     if name in ("bf16", "fp16", "f16-gguf", "full_prec", "fp32"):
         return "16"
-    for prefix in ("iq2", "iq3", "iq4", "q2", "q3", "q4", "q5", "q6", "q8", "exl2", "int8", "fp8"):
+    for prefix in ("iq2", "iq3", "iq4", "q2", "q3", "q4", "q5", "q6", "q8", "int8", "fp8"):
         if name.startswith(prefix):
             return {"iq4": "q4", "q6": "q5", "iq3": "iq2", "q2": "q3"}.get(prefix, prefix)
     if name in ("nvfp4", "mxfp4"):
@@ -177,20 +192,21 @@ def rates_of(
 
 
 def is_measured(engine: ServingEngine, device: Accelerator) -> bool:
-    """Return whether measurements of this engine and of such devices took part in the fit."""
-    known = read("constants.toml")["evidence"]
-    pair = effect_names(engine, device, "bf16")["pair"]
-    return engine.key in known["engines"] and any(
-        name == pair or name.startswith(f"{pair}/") for name in known["pairs"]
+    """Return whether measurements of this engine and of such devices took part in the fit: constants have effects of
+    theirs."""
+    table, pair = read("constants.toml"), effect_names(engine, device, "bf16")["pair"]
+    engines, pairs = (
+        {name for constant in NAMES for name in table[constant].get(kind, ())} for kind in ("engine", "pair")
     )
+    return engine.key in engines and any(name == pair or name.startswith(f"{pair}/") for name in pairs)
 
 
 def interval_of(engine: ServingEngine, device: Accelerator, kind: str) -> tuple[float, float]:
     """Return the natural logarithms of measured over planned seconds between which 80% lie; `kind`: decode, prompt,
     first (token, under load), requests, unlimited."""
     seen = "known" if is_measured(engine, device) else "unseen"
-    stated = read("constants.toml")["interval"][seen][kind]
-    return stated["low"], stated["high"]
+    low, high = read("constants.toml")["interval"][seen][kind]
+    return low, high
 
 
 def link(name: str, total: Number) -> Number:

@@ -25,12 +25,11 @@ from ironlaw.errors import UserError
 from ironlaw.plan.serving.request import ServeRequest
 from ironlaw.plan.serving.systems import ServingLayout
 from ironlaw.plan.serving.timing import (
-    BUDGET_TOKENS,
     LINK_FRACTION,
     System,
     at_concurrency,
+    decode_parts,
     decode_seconds,
-    own_seconds,
     pass_parts,
     prompt_seconds,
 )
@@ -63,7 +62,7 @@ class SimulatedRequest:
 
 
 class Clock(Protocol):
-    own_seconds: float  # that each request takes beside all passes, before its first token
+    request_seconds: float  # that each request takes beside all passes, before its first token
 
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
         """Return the seconds of a step by part: a token for each of `decoding` sequences with `length` cached tokens,
@@ -92,9 +91,7 @@ class Played:
     seconds: dict[str, float] = field(default_factory=dict)  # of a mean step, by part
 
 
-def play(
-    system: System, request: ServeRequest, kv_tokens: float, most_requests: int, *, budget: int = BUDGET_TOKENS
-) -> Played:
+def play(system: System, request: ServeRequest, kv_tokens: float, most_requests: int) -> Played:
     """Simulate arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
     requests, draw = _enough(system, request, most_requests), Random(0)
     arrivals, coming = _arrivals(request.rate, requests, draw), []
@@ -102,6 +99,7 @@ def play(
         length = max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
         coming.append(SimulatedRequest(at if request.rate else 0.0, request.input, length, cached=request.prefix))
     at_once = None if request.rate else request.concurrency or 1
+    budget = int(system.pass_tokens * system.attention_dp)  # every copy of attention has its own
     return replay(_Clock(system), coming, at_once, kv_tokens, most_requests, budget)
 
 
@@ -207,9 +205,9 @@ class _Replay:
             given += 1
             one.cached += 1
             if one.produced == 1:
-                one.first = self.now + self.clock.own_seconds
+                one.first = self.now + self.clock.request_seconds
             if one.produced >= one.output:
-                one.last = self.now + self.clock.own_seconds
+                one.last = self.now + self.clock.request_seconds
                 self.running.remove(one)
                 self.done.append(one)
                 if self.at_once is not None and self.coming:
@@ -252,9 +250,10 @@ class _Clock:
     def __init__(self, system: System) -> None:
         self.system, self.known = system, dict[tuple[int, ...], dict[str, float]]()
         self.windowed, self.window = system.demand.windowed, system.demand.window
-        self.own_seconds = float(own_seconds(system))
+        self.request_seconds = float(system.rates.request_seconds)
         # Seconds per cached token, the draft model's included.
-        self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
+        one, two = (decode_parts(system, 1.0, length) for length in (1.0, 2.0))
+        self.cache_seconds = sum(float(two[name] - one[name]) for name in ("cache", "draft") if name in one)
 
     def parts(self, decoding: int, length: float, new: int, cached: float, prompts: int) -> dict[str, float]:
         side = max(1, min(prompts, int(self.system.attention_dp)))
@@ -296,14 +295,12 @@ def transfer_seconds(system: System, tokens: int) -> float:
     return float(held / system.cache_parts / (LINK_FRACTION * system.link))
 
 
-def play_apart(
-    system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int, *, budget: int
-) -> Played:
+def play_apart(system: System, layout: ServingLayout, request: ServeRequest, kv_tokens: float, most: int) -> Played:
     """Simulate disaggregated prefill and return results per decoding copy. Raises UserError without a rate."""
     if request.rate is None:
         raise UserError("--layout prefill= is planned for requests that arrive at a rate: write rate=10/s in --serve")
     asked = replace(request, output=1, rate=request.rate / layout.prefill)
-    prompts = play(system, asked, kv_tokens, most, budget=budget)
+    prompts = play(system, asked, kv_tokens, most)
     rate, batch = request.rate / layout.replicas, 1.0
     for _ in range(100):
         batch = min(float(most), rate * request.output * float(decode_seconds(system, max(batch, 1.0), request.length)))
@@ -321,7 +318,7 @@ def play_apart(
 
 def most_apart(system: System, layout: ServingLayout, request: ServeRequest, most: int) -> float:
     """Return all copies' output tokens per second with an endless queue: the slower of prefill and decoding."""
-    each = prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix) - own_seconds(system)
+    each = prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix)
     prompts = layout.prefill / float(each)
     answers = layout.replicas * most / float(decode_seconds(system, float(most), request.length))
     return min(prompts * request.output, answers)

@@ -102,6 +102,9 @@ def system_of(
         head_bytes=WIDE_BYTES if stored.wide else width,
         expert_bytes=width,
         cache_bytes=CACHE_BYTES[formats.cache],
+        pass_tokens=float(engine.pass_tokens),
+        ahead=engine.host == "eager",
+        grouped=engine.grouped,
         sampled=float(engine.sampled[device.memory_bytes.value >= LARGE_BYTES and device.generation != "ampere"]),
     )
 

@@ -1,16 +1,17 @@
 """Seconds of a pass: a token of every sequence (`decode_seconds`), or prompts (`prompt_seconds`).
 
-    decode = step + layers x layer + |weights read, products| + cache read + exchanges
-    prompt = prompt + layers x layer + |products (1 + ramp / tokens) + attention, weights read| + exchanges
+    decode = step + sequences x sequence + layers x layer + |weights read, products| + cache read + exchanges
+    prompt = prompt + layers x layer + |products (1 + ramp / rows) + attention, weights read| + exchanges
 
 |a, b| = (a^3 + b^3)^(1/3), slightly more than the longer of the two: reading and multiplying overlap, but not fully.
 Exchanges are all-reduces over tensor parallel ranks, and transfers of tokens to experts on other devices.
 All arguments may be arrays over many systems at once.
 
 The rate of C requests at once has a closed form. Each needs a prompt and `outputs` tokens, and a pass generates a token
-for each: seconds = own + C x (prompt - own) + outputs x decode(C), whether prompts come first or in between; `own` is
-what delays a prompt's own request alone. Pipeline stages work on different requests at the same time: C is then the
-number in one of `pp` lanes. `simulate.py` simulates single passes where waiting matters.
+for each: seconds = request + C x prompt + outputs x decode(C), whether prompts come first or in between; `request` is
+what a server does for a request beside all passes (its text, its connection). Pipeline stages work on different
+requests at the same time: C is then the number in one of `pp` lanes. `simulate.py` simulates single passes where
+waiting matters.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from ironlaw.plan.serving.rates import Rates, ServingEngine
 LINK_FRACTION = 0.7
 """Fraction of a link's nominal rate that large all-reduces attain."""
 
-BUDGET_TOKENS = 8192
-"""Most new tokens of a pass: the default of vLLM and TensorRT-LLM (max_num_batched_tokens)."""
-
 LIBRARY_BYTES, EXCHANGE_BYTES = 0.7e9, 2.0e9
 """Per device: captured graphs and the framework's libraries; buffers of all-reduces, where there are several ranks.
 Both are of the order of the memory outside PyTorch that vLLM prints (vllm-project/vllm pull requests 2031 and
@@ -37,11 +35,6 @@ Both are of the order of the memory outside PyTorch that vLLM prints (vllm-proje
 SAMPLED_BYTES = 2 + 4 + 4 + 8 + 4 + 4
 """Per row and vocabulary entry during sampling: logits in 16 and 32 bits, sorted logits, their indices, probabilities
 and cumulative sums."""
-
-HOST_SHARED = 0.25
-"""Share of `Rates.prompt_seconds` during which others wait (scheduling, launches). The rest delays a prompt's own
-request alone: its text, its connection, queues of other processes. The times per token of 264 published runs of servers
-took no part in the fit of the constants: their median error is 4.9% with it, 5.3 with 0 and with 0.5, 5.9 with 1."""
 
 UNSURE_BYTES = 1.5e9
 """Uncertainty per device of the memory that a release, its buffers and its graphs take: vLLM printed 0.2 to 3.6 GiB
@@ -66,6 +59,9 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
+    pass_tokens: Number  # most new tokens of a pass
+    ahead: Number = False  # launches run ahead of the device
+    grouped: Number = True  # keys and values are read once for all query heads that share them, not once for each
     sampled: Number = 0.0  # rows of logits for which the engine reserves memory
     drafted: Number = 0.0  # tokens proposed per pass
     acceptance: Number = 0.0  # probability that a proposed token is accepted
@@ -97,7 +93,7 @@ class System:
         """Bytes per device: libraries, the 16-bit outputs of a layer's matrices for the largest pass, and sampling."""
         d = self.demand
         widths = d.active / (d.layers * d.hidden * self.tp) + d.chosen * d.hidden  # each expert's, before their sum
-        passes = 2.0 * BUDGET_TOKENS * widths + SAMPLED_BYTES * self.sampled * d.vocab
+        passes = 2.0 * self.pass_tokens * widths + SAMPLED_BYTES * self.sampled * d.vocab
         return LIBRARY_BYTES + passes + np.where(self.tp > 1, EXCHANGE_BYTES, 0.0)
 
     @property
@@ -117,14 +113,16 @@ def decode_parts(system: System, sequences: Number, length: Number) -> dict[str,
     d, r = system.demand, system.rates
     rows = sequences * (1.0 + system.drafted)
     reading = _weights_read(system, rows) / (system.bandwidth * r.weights)
-    multiplying = _product_flops(system, rows) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
-    kept = sequences * d.cached_tokens(length) * d.cached * system.cache_bytes
+    multiplying = sum(_product_flops(system, rows)) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
+    kept = sequences * d.cached_tokens(length) * np.where(system.grouped, d.cached, d.pair_flops / 2.0)
     parts = {
         "weights": _longer(reading, multiplying),
-        "cache": kept / system.cache_parts / system.attention_dp / (system.bandwidth * r.cache),
+        "cache": kept * system.cache_bytes / system.cache_parts / system.attention_dp / (system.bandwidth * r.cache),
         "collectives": _sums(system, rows) + _exchanges(system, rows),
-        "launches": d.layers * r.layer_seconds,
-        "host": r.step_seconds,
+    }
+    parts |= {
+        "launches": _launches(system, sum(parts.values())),
+        "host": r.step_seconds + r.sequence_seconds * sequences / system.attention_dp,
     }
     if system.draft is not None:
         parts["draft"] = system.drafted * decode_seconds(system.draft, sequences, length)
@@ -139,26 +137,22 @@ def tokens_of_a_pass(drafted: Number, acceptance: Number) -> Number:
 
 
 def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Number = 0.0) -> Number:
-    """Return the seconds of a pass over `tokens` of each of `sequences` prompts, with `cached` tokens before them."""
+    """Return the seconds of the passes over `tokens` of each of `sequences` prompts, with `cached` tokens before them.
+
+    A pass takes `pass_tokens` at most: a longer prompt reads the weights again. Matrices of experts have the rows of a
+    pass that chose them, and fill the device less than those that all rows pass through."""
     d, r = system.demand, system.rates
     all_tokens = np.maximum(sequences * tokens, 1.0)
-    reading = _weights_read(system, all_tokens) / (system.bandwidth * r.weights)
-    pairs = sequences * tokens * (d.cached_tokens(tokens) / 2 + d.cached_tokens(cached))
-    products = _product_flops(system, all_tokens) / (system.peak * r.products) * (1.0 + r.ramp_tokens / all_tokens)
     copies = np.clip(sequences, 1.0, system.attention_dp)  # of attention, each with its own sequences
+    passes = np.maximum(all_tokens / copies / system.pass_tokens, 1.0)
+    rows = all_tokens / passes
+    reading = _weights_read(system, rows) / (system.bandwidth * r.weights)
+    pairs = sequences * tokens * (d.cached_tokens(tokens) / 2 + d.cached_tokens(cached))
+    dense, experts = (flops / (system.peak * r.products) for flops in _product_flops(system, rows))
+    products = dense * (1.0 + r.ramp_tokens / rows) + experts * (1.0 + r.ramp_tokens / d.expert_rows(rows))
     attention = pairs * d.pair_flops / system.tp / copies / (system.wide_peak * r.attention)
-    return (
-        r.prompt_seconds
-        + d.layers * r.layer_seconds
-        + _longer(reading, products + attention)
-        + _sums(system, all_tokens)
-        + _exchanges(system, all_tokens)
-    )
-
-
-def own_seconds(system: System) -> Number:
-    """Return the seconds of `prompt_seconds` that delay a prompt's own request alone."""
-    return (1.0 - HOST_SHARED) * system.rates.prompt_seconds
+    device = _longer(reading, products + attention / passes) + _sums(system, rows) + _exchanges(system, rows)
+    return passes * (device + _launches(system, device) + r.prompt_seconds)
 
 
 def pass_parts(
@@ -167,15 +161,11 @@ def pass_parts(
     """Return the seconds of one pass by part: a token for each of `decoding` sequences with `length` cached tokens, and
     `new` prompt tokens with `cached` ones, which as many copies of attention as `side` divide.
 
-    The sum is `decode_seconds` plus `prompt_seconds`, less what delays a prompt's own request alone: an upper bound
-    where both share the reading of weights.
+    The sum is `decode_seconds` plus `prompt_seconds`: an upper bound where both share the reading of weights.
     """
-    some = np.where(np.asarray(decoding) > 0, 1.0, 0.0)
-    prompts = prompt_seconds(system, side, np.maximum(new / side, 1.0), cached) - own_seconds(system)
-    prompts = np.where(np.asarray(new) > 0, prompts, 0.0)
-    return {name: some * seconds for name, seconds in decode_parts(system, decoding, length).items()} | {
-        "prompts": prompts
-    }
+    some, more = (np.where(np.asarray(count) > 0, 1.0, 0.0) for count in (decoding, new))
+    parts = {name: some * seconds for name, seconds in decode_parts(system, decoding, length).items()}
+    return parts | {"prompts": more * prompt_seconds(system, side, np.maximum(new / side, 1.0), cached)}
 
 
 def room_tokens(system: System, memory_fraction: Number = 0.9, of_free: Number = False) -> Number:
@@ -202,10 +192,19 @@ def _weights_read(system: System, tokens: Number) -> Number:
     return dense + d.touched(tokens) * system.expert_bytes / system.together
 
 
-def _product_flops(system: System, tokens: Number) -> Number:
-    """Return the FLOPs of one device: 2 per weight and token."""
-    d = system.demand
-    return 2.0 * tokens * (d.dense + d.experts * d.expert_share) / system.together
+def _product_flops(system: System, tokens: Number) -> tuple[Number, Number]:
+    """Return the FLOPs of one device, 2 per weight and token: of matrices that all tokens pass through, of experts."""
+    d, each = system.demand, 2.0 * tokens / system.together
+    return each * d.dense, each * d.experts * d.expert_share
+
+
+def _launches(system: System, device: Number) -> Number:
+    """Return the seconds that a pass takes beyond the `device` seconds of its products, attention and exchanges: gaps
+    between kernels and small kernels; and what the host takes longer to launch them one by one than they take."""
+    layers, rates = system.demand.layers, system.rates
+    gaps = layers * rates.layer_seconds
+    waited = _longer(device + gaps, layers * rates.launch_seconds) - device
+    return np.where(system.ahead, waited, gaps)
 
 
 def _sums(system: System, tokens: Number) -> Number:
@@ -227,7 +226,7 @@ def _exchanges(system: System, tokens: Number) -> Number:
 
 
 def _longer(a: Number, b: Number) -> Number:
-    return (a**3 + b**3) ** (1.0 / 3.0)
+    return np.cbrt(a * a * a + b * b * b)
 
 
 @dataclass(frozen=True)
@@ -238,24 +237,28 @@ class Steady:
 
 
 def at_concurrency(
-    system: System, requests: Number, inputs: Number, outputs: Number, together: bool, cached: Number = 0.0
+    system: System, requests: Number, inputs: Number, outputs: Number, together: Number, cached: Number = 0.0
 ) -> Steady:
     """Return times and rate of `requests` at once. `together`: as one batch; else each starts when another ends.
     `cached`: tokens before `inputs` whose keys and values are there."""
-    new = np.maximum(outputs, 1.0)
-    if together:
-        decode = decode_seconds(system, requests, cached + inputs + outputs / 2)
-        prompts = prompt_seconds(system, requests, np.maximum(inputs, 1.0), cached)
-        return Steady(prompts, decode, requests * new / (prompts + new * decode))
-    lane = np.maximum(requests / system.pp, 1.0)
+    lane = np.where(together, requests, np.maximum(requests / system.pp, 1.0))
+    side = np.where(together, requests, np.clip(lane, 1.0, system.attention_dp))  # each copy of attention has its own
+    own = np.where(together, 0.0, system.rates.request_seconds)
+    prompt, decode, seconds = _turn(system, lane, side, inputs, outputs, cached)
+    busy = np.minimum(lane / side * prompt / seconds, 0.9)  # share of the time spent on other prompts
+    waiting = np.where(together, 0.0, decode / 2 + prompt * busy / (2 * (1.0 - busy)))
+    new, seconds = np.maximum(outputs, 1.0), seconds + own
+    return Steady(own + prompt + waiting, (seconds - own - prompt) / new, requests * new / seconds)
+
+
+def _turn(
+    system: System, lane: Number, side: Number, inputs: Number, outputs: Number, cached: Number
+) -> tuple[Number, Number, Number]:
+    """Return the seconds of a pass with `side` prompts, of one that decodes for `lane` requests, and of what a request
+    takes: the prompts of all, and its tokens."""
     decode = decode_seconds(system, lane, cached + inputs + outputs / 2)
-    side = np.clip(lane, 1.0, system.attention_dp)  # every copy of attention computes its own prompt
-    prompt, own = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached), own_seconds(system)
-    passes = lane * (prompt - own) / side
-    seconds = own + passes + new * decode
-    busy = passes / seconds  # share of the time spent on other prompts
-    waiting = decode / 2 + prompt * busy / (2 * np.maximum(1.0 - busy, 0.1))
-    return Steady(prompt + waiting, (seconds - prompt) / new, requests * new / seconds)
+    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached)
+    return prompt, decode, lane / side * prompt + np.maximum(outputs, 1.0) * decode
 
 
 def most_at_once(system: System, engine: ServingEngine, inputs: Number, outputs: Number) -> Number:
@@ -268,9 +271,7 @@ def most_at_once(system: System, engine: ServingEngine, inputs: Number, outputs:
 def unlimited(system: System, requests: Number, inputs: Number, outputs: Number, cached: Number = 0.0) -> Number:
     """Return the output tokens per second if more requests wait than fit; a pass takes prompts up to its budget.
     `cached` as in `at_concurrency`."""
-    side = np.maximum(1.0, BUDGET_TOKENS / np.maximum(inputs, 1.0)) * system.attention_dp
-    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached) / side
-    new = np.maximum(outputs, 1.0)
+    side = np.maximum(1.0, system.pass_tokens / np.maximum(inputs, 1.0)) * system.attention_dp
     lane = np.maximum(requests / system.pp, 1.0)
-    seconds = lane * prompt + new * decode_seconds(system, lane, cached + inputs + outputs / 2)
-    return requests * new / seconds * np.minimum(system.rates.throughput, 1.2)
+    seconds = _turn(system, lane, side, inputs, outputs, cached)[2]
+    return requests * np.maximum(outputs, 1.0) / seconds * np.minimum(system.rates.throughput, 1.2)
