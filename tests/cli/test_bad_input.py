@@ -40,6 +40,7 @@ def pictures(folder: Path) -> None:
 
 
 NEW = ["--out", "new"]
+NOBODY = "http://127.0.0.1:9"  # the port of the discard service, where nothing listens
 TABLE = {
     "unknown key": Bad(["plan", "bad.toml"], ["unknown key train.lerning_rate"],
                        [file("bad.toml", '[model]\nname = "gpt2"\n[train]\nlerning_rate = 1\n')]),
@@ -100,6 +101,17 @@ TABLE = {
     "layout of unknown words": Bad(["train", "CONFIG", *NEW, "--layout", "dq=1"], ["unknown key 'dq'", "did you mean"]),
     "layout without values": Bad(["train", "CONFIG", *NEW, "--layout", "fast please"], ["fast", "key=value"]),
     "layout for this machine": Bad(["plan", "CONFIG", "--layout", "dp=8"], ["--layout is for clusters", "--on"]),
+    "a load of no seconds": Bad(["bench", NOBODY, "--rate", "1", "--seconds", "0"], ["--seconds", "0.001"]),
+    "a load without an end": Bad(["bench", NOBODY, "--rate", "9", "--seconds", "1e9"], ["at most"]),
+    "lengths beside a trace": Bad(["bench", NOBODY, "--trace", "t", "--input", "9"], ["--input is for"]),
+    "a prefix longer than a trace's prompts": Bad(
+        ["bench", NOBODY, "--trace", "t", "--prefix", "9"], ["--prefix 9 leaves nothing"],
+        [file("t", '{"timestamp": 0, "input_length": 5, "output_length": 5}')]),
+    "a load into a device": Bad(
+        ["bench", NOBODY, "--rate", "1", "--out", "/dev/null/x"], ["cannot write to /dev/null/x"]),
+    "one format's method for all": Bad(["compress", "x", "--sweep", "--method", "awq"], ["--method is for one format"]),
+    "all formats' time for one": Bad(["compress", "x", "--to", "int4", "--budget", "9s"], ["--budget is for all"]),
+    "a score that prunes nothing": Bad(["compress", "x", "--to", "int4", "--prune-by", "magnitude"], ["2:4"]),
     "served load of a config": Bad(["tune", "CONFIG", "--input", "16"], ["--input is for --serve: leave it out"]),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,13 @@ class Unfailing:
             silence(self._stream)
 
 
+def has_reader(stream: TextIO) -> bool:
+    """Return whether anybody can read what is written to a stream: not so when `| head` has ended."""
+    watch = select.poll()
+    watch.register(stream.fileno(), 0)
+    return not watch.poll(0)
+
+
 def silence(stream: TextIO) -> None:
     """Discard everything written to a stream from now on, including what the interpreter flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -103,7 +111,11 @@ def show(*views: Document) -> None:
         show_on(console, view)
 
 
+answered: list[Any] = []  # the document of this command, if it is printed: an error after it prints no second one
+
+
 def print_json(document: Any) -> None:
+    answered.append(document)
     try:
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
     except BrokenPipeError:  # `| head`
