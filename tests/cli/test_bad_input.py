@@ -101,6 +101,12 @@ TABLE = {
     "layout of unknown words": Bad(["train", "CONFIG", *NEW, "--layout", "dq=1"], ["unknown key 'dq'", "did you mean"]),
     "layout without values": Bad(["train", "CONFIG", *NEW, "--layout", "fast please"], ["fast", "key=value"]),
     "layout for this machine": Bad(["plan", "CONFIG", "--layout", "dp=8"], ["--layout is for clusters", "--on"]),
+    "a served layout of no devices": Bad(
+        ["plan", "gpt2", "--serve", "input=9 output=9 rate=1/s", "--layout", "tp=2"], ["--on 4xh100-sxm-80gb"]),
+    "options of two engines": Bad(
+        ["plan", "gpt2", "--serve", "input=9 output=9 rate=1/s", "--engine", "sglang", "--emit", "vllm"],
+        ["another engine"]),
+    "keys of a module": Bad(["plan", "torch.nn:Identity", "--input=x=4", "--set", "train.steps=3"], ["--set is for"]),
     "a load of no seconds": Bad(["bench", NOBODY, "--rate", "1", "--seconds", "0"], ["--seconds", "0.001"]),
     "a load without an end": Bad(["bench", NOBODY, "--rate", "9", "--seconds", "1e9"], ["at most"]),
     "lengths beside a trace": Bad(["bench", NOBODY, "--trace", "t", "--input", "9"], ["--input is for"]),

@@ -230,7 +230,7 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
     "zero2": ("sharding of gradients", _zero(2)),
     "zero3": ("sharding of weights", _zero(3)),
     "pp zero2": ("sharding of gradients in a pipeline", lambda c: (c["pp"] > 1) & (c["zero"] >= 2)),
-} | {name: (f"the {name} schedule", _schedule(name)) for name in SCHEDULES if name != "1f1b"}
+} | {name: (f"{name} schedule", _schedule(name)) for name in SCHEDULES if name != "1f1b"}
 """For each word of an engine's `lacks`: its meaning, and a mask of the layouts that need it."""
 
 

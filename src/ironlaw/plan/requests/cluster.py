@@ -37,7 +37,8 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     if config is not None and config.finetune.adapts:
         return plan_adapters(requested, on, options)
     cluster, layout, assumed = asked_hardware(on, options)
-    if layout is None and cluster.count == 1 and config and config.train.offload != "none":
+    offloads = config is not None and config.train.offload != "none"
+    if layout is None and cluster.count == 1 and config is not None and offloads:
         # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
     work = settle(requested.model, options, cluster.count, config)
@@ -53,8 +54,11 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     if (other := taken_model(requested.model.name)) and other[1]:
         assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]
-    if config and config.train.micro_batch and layout is None:
-        assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
+    if config and layout is None:
+        own = {"train.micro_batch": config.train.micro_batch, "[layout]": config.layout, "train.offload": offloads,
+               "[recompute]": config.recompute.mode != "none"}  # fmt: skip
+        if said := " and ".join(key for key, value in own.items() if value):
+            assumed.append(Assumption("layout", "searched", f"the config's {said} is for its own devices", "--layout"))
     optimizer = _optimizer(requested, options)
     request = ClusterRequest(
         requested.model, cluster, work.sequence, work.global_batch, precision, optimizer=optimizer, config=config,
