@@ -169,8 +169,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     A symbolic link at `path` is replaced, not followed: its target may belong to another user.
     """
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
+        partial.unlink(missing_ok=True)  # left by an earlier process with the same id
         with open(partial, "xb") as file:
             yield file
             file.flush()
@@ -179,7 +179,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:  # name the user's file, not the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -212,6 +212,13 @@ def test_the_same_through_a_process(
     assert not (tmp_path / "new").exists()
 
 
+def test_an_explanation_needs_no_page(ironlaw_here: Here, good_run: None, tmp_path: Path) -> None:
+    (tmp_path / "RUN" / "report.html").mkdir()
+    code, output, messages = ironlaw_here("explain", "RUN")
+    assert code == 0 and "Bottleneck" in output
+    assert messages == "No page with charts: RUN/report.html: Is a directory\n"
+
+
 def test_a_folder_that_may_not_be_written(
     ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

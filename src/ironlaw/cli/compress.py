@@ -142,8 +142,6 @@ def export(
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
     folder = folder or beside(run, to)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists: give a new directory")
 
     from ironlaw.train.restore import load_run
 

@@ -145,8 +145,6 @@ def bench(
     refuse_options(given, {"input": lengths, "output": lengths, "seconds": arrivals, "seed": arrivals}, kind)
     if seconds is not None and requests is not None:
         raise UserError("--seconds and --requests say the same thing twice: give one of them")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists: give another --out")
     if trace is not None:
         plans = load.read_trace(trace)[:requests]
     else:

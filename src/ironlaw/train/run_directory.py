@@ -166,7 +166,10 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory beside `folder` that is renamed to `folder` if the block succeeds.
 
     Otherwise it is removed, also on SIGTERM. What a killed process left is removed by the next one that writes there.
+    UserError, before the block, if `folder` holds something or cannot be made.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists: give a new directory")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     remove_torn(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:
