@@ -38,6 +38,13 @@ def as_path(given: object, what: str) -> Path:
     raise UserError(f"{what} = {as_given(given)} is no path: give text or a pathlib.Path")
 
 
+def check_can_be_folder(path: Path, option: str) -> None:
+    """UserError, which names the option that gave `path`, if the path or one above it is a file."""
+    for there in (path, *path.parents):
+        if there.exists() and not there.is_dir():
+            raise UserError(f"{there} is a file: give {option} a directory")
+
+
 def at_home(path: str | Path) -> Path:
     """Expand `~` in a user's path; UserError if that home directory is unknown."""
     try:

@@ -67,6 +67,10 @@ class _Files:
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
         tensor: Tensor = self.files[stored].get_tensor(stored)
+        if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise UserError(f"{name} in {self.folder} is stored as {tensor.dtype}: convert the weights to bf16 first")
+        if not all(math.isfinite(end) for end in tensor.aminmax()):
+            raise UserError(f"{name} in {self.folder} holds numbers that are not finite: fetch the weights again")
         return tensor
 
 
