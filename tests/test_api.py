@@ -90,7 +90,7 @@ def test_arguments_of_the_wrong_type_are_one_line(name: str, value: Any) -> None
     with pytest.raises(ironlaw.UserError) as error:
         ironlaw.plan(**given)
     assert "\n" not in str(error.value)
-    with pytest.raises(ironlaw.UserError, match="^plan: what: Missing required argument$"):
+    with pytest.raises(ironlaw.UserError, match="plan: what: Missing required argument"):
         ironlaw.plan()  # type: ignore[call-arg]
 
 
