@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from ironlaw.catalog.formats import precision_recipe
@@ -131,32 +132,32 @@ def _of_lengths(run: Run) -> Refusals:
     )  # fmt: skip
 
 
+# Keys that are read beside some values of another key: (the key, its values, those that it is read for).
+_READ_WITH = (
+    ("finetune.method", ("lora", "qlora", "dora"),
+     "finetune: rank alpha dropout targets modules_to_save start_from; optimizer: adapter_lr_scale"),
+    ("optimizer.name", ("galore",), "optimizer: rank projection_steps projection_scale"),
+    ("optimizer.name", ("momentum", "muon"), "optimizer: momentum"),
+    ("schedule.kind", ("step",), "schedule: step_every step_factor"),
+    ("schedule.kind", ("wsd",), "schedule: decay_fraction"),
+    ("schedule.lr_scaling", ("linear", "sqrt"), "schedule: reference_batch"),
+    ("objective.kind", ("distillation",), "objective: temperature weight hidden"),
+    ("objective.kind", ("dpo",), "objective: beta"),
+    ("recompute.mode", ("every",), "recompute: every"),
+    ("recompute.mode", ("selective",), "recompute: keep"),
+    ("recompute.mode", ("budget",), "recompute: budget"),
+    ("communication.gradients", ("powersgd",), "communication: rank start_step"),
+)  # fmt: skip
+
+
 def unread(run: Run) -> Iterator[str]:
     """Yield each key that is set, and that no part of this run reads, with the setting that it is for."""
-    optimizer, schedule, objective, recompute = run.optimizer.name, run.schedule.kind, run.objective.kind, run.recompute
-    communication, adapts = run.communication, 'finetune.method = "lora"'
-    for section, keys, is_read, setting in (
-        ("finetune", "rank alpha dropout targets modules_to_save start_from", run.finetune.adapts, adapts),
-        ("optimizer", "adapter_lr_scale", run.finetune.adapts, adapts),
-        ("optimizer", "rank projection_steps projection_scale", optimizer == "galore", 'optimizer.name = "galore"'),
-        ("optimizer", "momentum", optimizer in ("momentum", "muon"), 'optimizer.name = "momentum" and "muon"'),
-        ("schedule", "step_every step_factor", schedule == "step", 'schedule.kind = "step"'),
-        ("schedule", "decay_fraction", schedule == "wsd", 'schedule.kind = "wsd"'),
-        ("schedule", "reference_batch", run.schedule.lr_scaling != "none", "schedule.lr_scaling"),
-        ("objective", "temperature weight hidden", objective == "distillation", 'objective.kind = "distillation"'),
-        ("objective", "beta", objective == "dpo", 'objective.kind = "dpo"'),
-        ("recompute", "every", recompute.mode == "every", 'recompute.mode = "every"'),
-        ("recompute", "keep", recompute.mode == "selective", 'recompute.mode = "selective"'),
-        ("recompute", "budget", recompute.mode == "budget", 'recompute.mode = "budget"'),
-        ("communication", "rank start_step", communication.gradients == "powersgd",
-         'communication.gradients = "powersgd"'),
-        ("communication", "outer_lr outer_momentum", communication.local_steps, "communication.local_steps"),
-        ("tracking", "project name", run.tracking.to, "tracking.to"),
-    ):  # fmt: skip
-        table = getattr(run, section)
-        for key in keys.split() if not is_read else ():
-            if getattr(table, key) != type(table).model_fields[key].default:
-                yield f"{section}.{key}, which is for {setting}"
+    for chooser, values, read in _READ_WITH:
+        if attrgetter(chooser)(run) not in values:
+            for section, keys in (part.split(": ") for part in read.split("; ")):
+                table = getattr(run, section)
+                changed = [key for key in keys.split() if getattr(table, key) != type(table).model_fields[key].default]
+                yield from (f"{section}.{key}, which is for {chooser} = {' or '.join(values)}" for key in changed)
 
 
 def _ranks(run: Run) -> int:
