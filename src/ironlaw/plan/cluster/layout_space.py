@@ -18,6 +18,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
@@ -236,6 +237,9 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
 
 def lacked(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
     """Return what the engine lacks, in words, each with a mask of the layouts that need it."""
+    if unknown := set(engine.lacks) - CAPABILITIES.keys():
+        word = min(unknown)
+        raise UserError(f"engine {engine.name} lacks '{word}', which is nothing: {did_you_mean(word, CAPABILITIES)}")
     return {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
 
 
