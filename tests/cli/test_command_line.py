@@ -24,7 +24,7 @@ from ironlaw.errors import UserError, printable
 from ironlaw.explain.runs import list_runs
 from ironlaw.files import write_text
 from ironlaw.plan.request import resolve
-from ironlaw.report.console import has_reader, output, print_json
+from ironlaw.report.console import output, print_json
 from ironlaw.train.parallel.ranks import micro_batch_of
 from ironlaw.train.run_directory import default_name
 
@@ -71,12 +71,15 @@ def test_ctrl_c_that_a_library_swallows_still_interrupts(ironlaw_here: Here, mon
     assert ironlaw_here("catalog") == (130, "", "ironlaw: interrupted\n")
 
 
-def test_a_reader_that_leaves_is_no_failure_of_a_verb() -> None:
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_reader_that_leaves_is_no_failure_of_a_verb(
+    ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch, tiny_file: Callable[..., Path], more: tuple[str, ...]
+) -> None:
     read, write = os.pipe()
-    with open(write, "w") as stream:
-        assert has_reader(stream)
-        os.close(read)
-        assert not has_reader(stream)
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError), open(write, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert ironlaw_here("launch", tiny_file(), "--on", "slurm", *more)[0] == 0
 
 
 def test_an_error_behind_the_document_prints_no_second_one(ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     twice = Ledger.load(tmp_path / "second" / "ledger.json").facts  # counters of its own load, not of both
     assert 0 < ledger.facts["prefix_queried"] < 12 * 40 and 0 < twice["prefix_queried"] < 12 * 40
     again = ironlaw_process(*load, "--out", str(out))
-    assert again.returncode == 2 and "give another --out" in again.stderr
+    assert again.returncode == 2 and "give a new directory" in again.stderr
     process.terminate()
     assert process.wait(timeout=200) == 0
     assert ironlaw_process("bench", ready["url"], "--rate", "1").returncode == 2

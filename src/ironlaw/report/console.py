@@ -74,10 +74,10 @@ def silence(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _console(stream: Any) -> Console:
+def _console(stream: Any, **options: Any) -> Console:
     """Return a console without markup: square brackets are text, and styles are passed as arguments."""
     width = None if stream.isatty() else PLAIN_WIDTH
-    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False, **options)
     console.push_render_hook(_PrintableOnly())
     return console
 
@@ -94,12 +94,7 @@ def messages() -> Console:
 
 def recorder() -> Console:
     """Return a console that keeps its output, for export as text or HTML."""
-    console = Console(
-        record=True, file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False,
-        force_terminal=False, force_jupyter=False, color_system=None,
-    )  # fmt: skip
-    console.push_render_hook(_PrintableOnly())
-    return console
+    return _console(io.StringIO(), record=True, force_terminal=False, force_jupyter=False, color_system=None)
 
 
 def show(*views: Document) -> None:
@@ -116,10 +111,7 @@ answered: list[Any] = []  # the document of this command, if it is printed: an e
 
 def print_json(document: Any) -> None:
     answered.append(document)
-    try:
-        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
-    except BrokenPipeError:  # `| head`
-        silence(sys.stdout)
+    print(json.dumps(document, indent=1, allow_nan=False), flush=True)
 
 
 def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> None:

@@ -221,7 +221,10 @@ class Client:
                 return
             usage = document.get("usage")
             if usage:
-                outcome.output_tokens, outcome.prompt_tokens = _tokens(usage, "completion"), _tokens(usage, "prompt")
+                counts = [int(usage[f"{kind}_tokens"]) for kind in ("completion", "prompt")]
+                if not 0 <= min(counts) <= max(counts) <= LARGEST:
+                    raise ValueError(f"{counts} tokens")
+                outcome.output_tokens, outcome.prompt_tokens = counts
                 outcome.has_usage = True
             for choice in document.get("choices") or ():
                 done = done or choice.get("finish_reason") is not None  # some servers send no [DONE]
@@ -231,13 +234,6 @@ class Client:
         outcome.output_tokens = outcome.output_tokens or len(outcome.times)
         if not done:
             outcome.error = "the answer broke off" if outcome.times else "the answer is no stream of events"
-
-
-def _tokens(usage: dict[str, Any], kind: str) -> int:
-    count = int(usage[f"{kind}_tokens"])
-    if not 0 <= count <= LARGEST:
-        raise ValueError(f"{count} tokens")
-    return count
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
