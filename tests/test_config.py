@@ -185,7 +185,7 @@ def test_layout_is_a_section_that_may_be_absent() -> None:
         build_config(document | {"layout": {"tpp": 2}})
 
 
-def test_keys_that_nothing_reads_are_named(tiny_config: Callable[..., RunConfig]) -> None:
-    assert tiny_config().unread == []
-    found = tiny_config(finetune={"rank": 4}, schedule={"kind": "constant", "step_every": 9}).unread
-    assert [key.partition(",")[0] for key in found] == ["finetune.rank", "schedule.step_every"]
+@pytest.mark.parametrize("table", [{"finetune": {"rank": 4}}, {"objective": {"temperature": 3.0}}], ids=str)
+def test_keys_that_nothing_reads_are_refused(tiny_config: Callable[..., RunConfig], table: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"\[{next(iter(table))}\] are for .* or leave them out"):
+        tiny_config(**table)

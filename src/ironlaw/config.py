@@ -18,7 +18,7 @@ from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import at_home, read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
-from ironlaw.refusals import refusals, unread
+from ironlaw.refusals import refusals
 from ironlaw.schema import Section, refuse, section
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
@@ -210,11 +210,6 @@ class RunConfig(Section):
         changed = self.model_copy(update={"layout": layout})
         refuse(refusals(changed))
         return changed
-
-    @property
-    def unread(self) -> list[str]:
-        """The keys that are set without effect, each with the setting that it is for."""
-        return list(unread(self))
 
     @property
     def micro_batch(self) -> int:

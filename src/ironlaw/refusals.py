@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any
 
 from ironlaw.catalog.formats import precision_recipe
@@ -30,6 +28,10 @@ def _of_steps(run: Run) -> Refusals:
     validated = run.evaluation.every and checkpoint.every % run.evaluation.every == 0
     written = checkpoint.every and checkpoint.keep_every % checkpoint.every == 0
     yield from (
+        (not run.finetune.adapts and run.finetune != type(run.finetune)(),
+         'the keys of [finetune] are for adapters: add finetune.method = "lora", or leave them out'),
+        (run.objective.kind == "cross_entropy" and run.objective != type(run.objective)(teacher=run.objective.teacher),
+         'the keys of [objective] are for a kind: add objective.kind = "distillation" or "dpo", or leave them out'),
         (run.micro_batch > train.global_batch,
          f"train.micro_batch = {run.micro_batch} is larger than train.global_batch = {train.global_batch}: use "
          f"train.micro_batch = {train.global_batch}"),
@@ -130,34 +132,6 @@ def _of_lengths(run: Run) -> Refusals:
          f"schedule.warmup_steps = {run.warmup_steps} is longer than the run, train.steps = {steps}: the learning rate "
          f"would never reach optimizer.lr; use schedule.warmup_steps = {steps // 10}"),
     )  # fmt: skip
-
-
-# Keys that are read beside some values of another key: (the key, its values, those that it is read for).
-_READ_WITH = (
-    ("finetune.method", ("lora", "qlora", "dora"),
-     "finetune: rank alpha dropout targets modules_to_save start_from; optimizer: adapter_lr_scale"),
-    ("optimizer.name", ("galore",), "optimizer: rank projection_steps projection_scale"),
-    ("optimizer.name", ("momentum", "muon"), "optimizer: momentum"),
-    ("schedule.kind", ("step",), "schedule: step_every step_factor"),
-    ("schedule.kind", ("wsd",), "schedule: decay_fraction"),
-    ("schedule.lr_scaling", ("linear", "sqrt"), "schedule: reference_batch"),
-    ("objective.kind", ("distillation",), "objective: temperature weight hidden"),
-    ("objective.kind", ("dpo",), "objective: beta"),
-    ("recompute.mode", ("every",), "recompute: every"),
-    ("recompute.mode", ("selective",), "recompute: keep"),
-    ("recompute.mode", ("budget",), "recompute: budget"),
-    ("communication.gradients", ("powersgd",), "communication: rank start_step"),
-)  # fmt: skip
-
-
-def unread(run: Run) -> Iterator[str]:
-    """Yield each key that is set, and that no part of this run reads, with the setting that it is for."""
-    for chooser, values, read in _READ_WITH:
-        if attrgetter(chooser)(run) not in values:
-            for section, keys in (part.split(": ") for part in read.split("; ")):
-                table = getattr(run, section)
-                changed = [key for key in keys.split() if getattr(table, key) != type(table).model_fields[key].default]
-                yield from (f"{section}.{key}, which is for {chooser} = {' or '.join(values)}" for key in changed)
 
 
 def _ranks(run: Run) -> int:

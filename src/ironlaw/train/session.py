@@ -100,8 +100,6 @@ def run_training(
                 planned(plan, dataset)
 
         mesh.on_rank_0(create)
-        for key in config.unread:
-            say(f"Unread     {key}")
         with strategy.observer(run) as watching:
             named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
             trainer = partial(Trainer, config, run, plan, dataset, profile, strategy, **named)
