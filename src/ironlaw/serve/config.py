@@ -64,7 +64,7 @@ def serve_config(overrides: Sequence[str] = (), file: Path | None = None, **valu
         if not isinstance(table, dict):
             raise UserError(f"{file} has no [serve] table: give the tuned.toml of `ironlaw tune --serve`")
         values = table | values
-    document = {"serve": values}
+    document: dict[str, Any] = {"serve": values}
     for text in overrides:
         apply_override(document, f"serve.{text.strip().removeprefix('serve.')}", _Settings, "serve.batch=16")
     try:
