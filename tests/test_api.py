@@ -90,6 +90,8 @@ def test_arguments_of_the_wrong_type_are_one_line(name: str, value: Any) -> None
     with pytest.raises(ironlaw.UserError) as error:
         ironlaw.plan(**given)
     assert "\n" not in str(error.value)
+    with pytest.raises(ironlaw.UserError, match="plan: what: Missing required argument"):
+        ironlaw.plan()  # type: ignore[call-arg]
 
 
 def test_what_is_no_run_no_module_and_no_port_is_one_line(run: TrainResult, tmp_path: Path) -> None:

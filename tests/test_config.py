@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,9 @@ def test_layout_is_a_section_that_may_be_absent() -> None:
     assert layout is not None and (layout.tp, layout.dp, layout.zero) == (2, None, 0)
     with pytest.raises(UserError, match=r"unknown key layout\.tpp: .*layout\.tp"):
         build_config(document | {"layout": {"tpp": 2}})
+
+
+@pytest.mark.parametrize("table", [{"finetune": {"rank": 4}}, {"objective": {"temperature": 3.0}}], ids=str)
+def test_keys_that_nothing_reads_are_refused(tiny_config: Callable[..., RunConfig], table: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"\[{next(iter(table))}\] are for .* or leave them out"):
+        tiny_config(**table)

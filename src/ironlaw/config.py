@@ -277,7 +277,7 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
             document = document | {"model": with_overrides(model_figures(name) | {"name": name}, changed)}
         return RunConfig(**document)
     except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error)}") from None
+        raise UserError(f"{where}: {explain_invalid(error, RunConfig)}") from None
 
 
 def model_in(folder: Path, called: str) -> ModelConfig:
@@ -322,14 +322,17 @@ def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
     return [f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in (settings or {}).items()]
 
 
-def apply_override(document: dict[str, Any], override: str) -> None:
-    """Set a key of any depth, as in `optimizer.lr=3e-4`. The value is parsed as TOML, or else taken as a string."""
+def apply_override(
+    document: dict[str, Any], override: str, root: type[BaseModel] = RunConfig, example: str = "optimizer.lr=3e-4"
+) -> None:
+    """Set a key of any depth, as in `optimizer.lr=3e-4`. The value is parsed as TOML, or else taken as a string. The
+    document is that of a `root`."""
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
-        raise UserError(f"--set {override!r} is not section.key=value: write for example --set optimizer.lr=3e-4")
+        raise UserError(f"--set {override!r} is not section.key=value: write for example --set {example}")
     value = toml_value(text)
-    if not isinstance(value, str) and _is_text(parts):
+    if not isinstance(value, str) and _is_text(parts, root):
         value = text  # in data.path=2024 the value is a folder, not a number
     table = document
     for depth, part in enumerate(parts[:-1], start=1):
@@ -347,16 +350,16 @@ def toml_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _is_text(parts: Sequence[str]) -> bool:
+def _is_text(parts: Sequence[str], root: type[BaseModel]) -> bool:
     """Whether a key's type is free text; False for unknown keys, which are refused later."""
-    kind = _section_type(parts[:-1])
+    kind = _section_type(parts[:-1], root)
     field = kind.model_fields.get(parts[-1]) if kind is not None else None
     return field is not None and field.annotation in (str, str | None)
 
 
-def _section_type(parts: Sequence[str]) -> type[BaseModel] | None:
+def _section_type(parts: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
     """Return the type of a section by its path, optional sections included; None if there is no such section."""
-    kind: type[BaseModel] | None = RunConfig
+    kind: type[BaseModel] | None = root
     for part in parts:
         known = kind.model_fields.get(part) if kind is not None else None
         # Finds the model X in `X`, `X | None` and `tuple[X, ...]`.
@@ -373,7 +376,7 @@ def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> N
             )
 
 
-def _explain(error: ValidationError) -> str:
+def explain_invalid(error: ValidationError, root: type[BaseModel]) -> str:
     """Describe the first problem with its key and, for an unknown key, the nearest valid one.
 
     Unknown keys are reported first, since a key that seems missing is often misspelt.
@@ -385,8 +388,8 @@ def _explain(error: ValidationError) -> str:
         if key in MOVED:
             return f"{key} has moved: write {MOVED[key]}"
         if len(location) == 1:
-            return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
-        kind = _section_type([part for part in location[:-1] if not part.isdigit()])
+            return f"unknown section {key}: {did_you_mean(key, root.model_fields)}"
+        kind = _section_type([part for part in location[:-1] if not part.isdigit()], root)
         assert kind is not None
         near = did_you_mean(location[-1], kind.model_fields, prefix=f"{'.'.join(location[:-1])}.")
         return f"unknown key {key}: {near}"

@@ -38,6 +38,13 @@ def as_path(given: object, what: str) -> Path:
     raise UserError(f"{what} = {as_given(given)} is no path: give text or a pathlib.Path")
 
 
+def check_can_be_folder(path: Path, option: str) -> None:
+    """UserError, which names the option that gave `path`, if the path or one above it is a file."""
+    for there in (path, *path.parents):
+        if there.exists() and not there.is_dir():
+            raise UserError(f"{there} is a file: give {option} a directory")
+
+
 def at_home(path: str | Path) -> Path:
     """Expand `~` in a user's path; UserError if that home directory is unknown."""
     try:
@@ -169,8 +176,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     A symbolic link at `path` is replaced, not followed: its target may belong to another user.
     """
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # left by an earlier process with the same id
     try:
+        partial.unlink(missing_ok=True)  # left by an earlier process with the same id
         with open(partial, "xb") as file:
             yield file
             file.flush()
@@ -179,7 +186,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:  # name the user's file, not the temporary one
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

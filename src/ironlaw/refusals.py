@@ -28,6 +28,10 @@ def _of_steps(run: Run) -> Refusals:
     validated = run.evaluation.every and checkpoint.every % run.evaluation.every == 0
     written = checkpoint.every and checkpoint.keep_every % checkpoint.every == 0
     yield from (
+        (run.finetune.model_fields_set and "method" not in run.finetune.model_fields_set,
+         'the keys of [finetune] are for adapters: add finetune.method = "lora", or leave them out'),
+        (run.objective.model_fields_set - {"teacher"} and "kind" not in run.objective.model_fields_set,
+         'the keys of [objective] are for a kind: add objective.kind = "distillation" or "dpo", or leave them out'),
         (run.micro_batch > train.global_batch,
          f"train.micro_batch = {run.micro_batch} is larger than train.global_batch = {train.global_batch}: use "
          f"train.micro_batch = {train.global_batch}"),

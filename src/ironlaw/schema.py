@@ -78,14 +78,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except ValidationError as error:
             if error.title.rpartition(".")[2] != function.__name__:
                 raise
-            first, *others = error.errors()
-            where = first["loc"][0]
+            first, where = error.errors()[0], error.errors()[0]["loc"][0]
             name = names[where] if isinstance(where, int) and where < len(names) else where
-            wanted = [
-                first["msg"],
-                *(e["msg"].removeprefix("Input should be ") for e in others if e["loc"][0] == where),
-            ]
-            given = f"{name} = {as_given(first['input'])}"
-            raise UserError(f"{function.__name__}: {given}: {' or '.join(dict.fromkeys(wanted))}") from None
+            wanted = (e["msg"].removeprefix("Input should be ") for e in error.errors() if e["loc"][0] == where)
+            given = "" if first["type"].startswith("missing") else f" = {as_given(first['input'])}"
+            raise UserError(f"{function.__name__}: {name}{given}: {' or '.join(dict.fromkeys(wanted))}") from None
 
     return checked_call

@@ -40,6 +40,7 @@ def pictures(folder: Path) -> None:
 
 
 NEW = ["--out", "new"]
+NOBODY = "http://127.0.0.1:9"  # the port of the discard service, where nothing listens
 TABLE = {
     "unknown key": Bad(["plan", "bad.toml"], ["unknown key train.lerning_rate"],
                        [file("bad.toml", '[model]\nname = "gpt2"\n[train]\nlerning_rate = 1\n')]),
@@ -100,6 +101,23 @@ TABLE = {
     "layout of unknown words": Bad(["train", "CONFIG", *NEW, "--layout", "dq=1"], ["unknown key 'dq'", "did you mean"]),
     "layout without values": Bad(["train", "CONFIG", *NEW, "--layout", "fast please"], ["fast", "key=value"]),
     "layout for this machine": Bad(["plan", "CONFIG", "--layout", "dp=8"], ["--layout is for clusters", "--on"]),
+    "a served layout of no devices": Bad(
+        ["plan", "gpt2", "--serve", "input=9 output=9 rate=1/s", "--layout", "tp=2"], ["--on 4xh100-sxm-80gb"]),
+    "options of two engines": Bad(
+        ["plan", "gpt2", "--serve", "input=9 output=9 rate=1/s", "--engine", "sglang", "--emit", "vllm"],
+        ["another engine"]),
+    "keys of a module": Bad(["plan", "torch.nn:Identity", "--input=x=4", "--set", "train.steps=3"], ["--set is for"]),
+    "a load of no seconds": Bad(["bench", NOBODY, "--rate", "1", "--seconds", "0"], ["--seconds", "0.001"]),
+    "a load without an end": Bad(["bench", NOBODY, "--rate", "9", "--seconds", "1e9"], ["at most"]),
+    "lengths beside a trace": Bad(["bench", NOBODY, "--trace", "t", "--input", "9"], ["--input is for"]),
+    "a prefix longer than a trace's prompts": Bad(
+        ["bench", NOBODY, "--trace", "t", "--prefix", "9"], ["--prefix 9 leaves nothing"],
+        [file("t", '{"timestamp": 0, "input_length": 5, "output_length": 5}')]),
+    "a load into a device": Bad(
+        ["bench", NOBODY, "--rate", "1", "--out", "/dev/null/x"], ["cannot write to /dev/null/x"]),
+    "one format's method for all": Bad(["compress", "x", "--sweep", "--method", "awq"], ["--method is for one format"]),
+    "all formats' time for one": Bad(["compress", "x", "--to", "int4", "--budget", "9s"], ["--budget is for all"]),
+    "a score that prunes nothing": Bad(["compress", "x", "--to", "int4", "--prune-by", "magnitude"], ["2:4"]),
     "served load of a config": Bad(["tune", "CONFIG", "--input", "16"], ["--input is for --serve: leave it out"]),
 }  # fmt: skip
 
@@ -192,6 +210,13 @@ def test_the_same_through_a_process(
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("ironlaw: ")
     assert not (tmp_path / "new").exists()
+
+
+def test_an_explanation_needs_no_page(ironlaw_here: Here, good_run: None, tmp_path: Path) -> None:
+    (tmp_path / "RUN" / "report.html").mkdir()
+    code, output, messages = ironlaw_here("explain", "RUN")
+    assert code == 0 and "Bottleneck" in output
+    assert messages == "No page with charts: RUN/report.html: Is a directory\n"
 
 
 def test_a_folder_that_may_not_be_written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -23,7 +24,7 @@ from ironlaw.errors import UserError, printable
 from ironlaw.explain.runs import list_runs
 from ironlaw.files import write_text
 from ironlaw.plan.request import resolve
-from ironlaw.report.console import output
+from ironlaw.report.console import output, print_json
 from ironlaw.train.parallel.ranks import micro_batch_of
 from ironlaw.train.run_directory import default_name
 
@@ -57,6 +58,38 @@ def test_a_fault_of_our_own_is_one_line_and_keeps_the_rest_for_a_report(
     code, _, err = ironlaw_here("catalog")
     assert code == 70 and err.count("\n") == 1 and "a fault of Ironlaw itself: KeyError: 'what'" in err
     assert "Traceback" in (user_cache / "ironlaw" / "fault.txt").read_text(encoding="utf-8")
+
+
+def test_ctrl_c_that_a_library_swallows_still_interrupts(ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def imported(*_: object, **__: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot load module more than once per process")
+
+    monkeypatch.setattr("ironlaw.catalog.entries.entry_names", imported)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert ironlaw_here("catalog") == (130, "", "ironlaw: interrupted\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_reader_that_leaves_is_no_failure_of_a_verb(
+    ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch, tiny_file: Callable[..., Path], more: tuple[str, ...]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError), open(write, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert ironlaw_here("launch", tiny_file(), "--on", "slurm", *more)[0] == 0
+
+
+def test_an_error_behind_the_document_prints_no_second_one(ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answered(as_json: bool, document: object, view: object) -> None:
+        print_json(document)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ironlaw.cli.listings.answer", answered)
+    code, out, err = ironlaw_here("catalog", "--json")
+    assert code == 2 and json.loads(out)["models"] and "the disk is full" in json.loads(err)["error"]
 
 
 @pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/x]", "a\x1b[31m\x1b]0;tb", "a\u202eb", ":smile:", "a\x9bb"])

@@ -117,14 +117,14 @@ def test_a_column_of_numbers_is_no_text(tmp_path: Path, write: Writer) -> None:
 
 def test_lines_without_text_are_counted(tmp_path: Path) -> None:
     lines = [
-        '{"text": "good"}', "", '{"text": " "}', "{broken", '{"other": 1}', '{"text": 5}', "[]",
+        '{"text": null}', '{"text": "good"}', "", '{"text": " "}', "{broken", '{"other": 1}', '{"text": 5}', "[]",
         '{"text": "half of a pair: \\ud83d"}',
     ]  # fmt: skip
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     documents = list(corpora.find(str(tmp_path)).documents())
     assert [d.content for d in documents if d.content] == ["good", "half of a pair: �"]
     reasons = [d.reason for d in documents if d.content is None]
-    assert reasons == ["empty", "not JSON", *['without text in "text"'] * 3]
+    assert reasons == ["empty", "empty", "not JSON", *['without text in "text"'] * 3]
 
 
 @pytest.mark.parametrize("write", WRITERS[1:])
@@ -136,6 +136,37 @@ def test_a_torn_file_is_one_line(tmp_path: Path, write: Writer) -> None:
     with pytest.raises(UserError, match="is damaged") as caught:
         list(corpora.find(str(tmp_path)).documents())
     assert "\n" not in str(caught.value) and str(damaged) in str(caught.value)
+
+
+def test_a_column_of_categories_is_text(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()}), tmp_path / "a.parquet")
+    assert [document.content for document in corpora.find(str(tmp_path)).documents()] == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"path": "rows.csv"}, 'data.format = "text"'),
+        ({"path": "rows.json"}, "JSONL or Parquet"),
+        ({"path": "rows.txt", "split": "train"}, "data.split"),
+        ({"path": "nested.jsonl"}, "and no other"),
+    ],
+)
+def test_what_would_be_learned_otherwise_than_meant_is_refused(
+    tmp_path: Path, settings: dict[str, str], told: str
+) -> None:
+    for name, content in {
+        "rows.csv": "text\na",
+        "rows.json": '[{"text": "a"}]',
+        "rows.txt": "a",
+        "nested.jsonl": '{"text": {}}',
+    }.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=told):
+        list(corpora.find(SourceConfig(**settings | {"path": str(tmp_path / settings["path"])})).documents())
+    assert corpora.find(SourceConfig(path=str(tmp_path / "rows.csv"), format="text")).files
 
 
 def test_what_is_no_jsonl_is_said(tmp_path: Path) -> None:

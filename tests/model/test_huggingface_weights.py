@@ -231,6 +231,11 @@ def test_wrong_weights_are_one_line(tmp_path: Path) -> None:
     tied = config.model_copy(update={"tied": True})
     with pytest.raises(UserError, match=r"set model.tied = false"):
         load_weights(tmp_path, Transformer(tied), tied)
+    for value, told in ((torch.full((32,), torch.nan), "not finite"), (torch.ones(32, dtype=torch.int8), "int8")):
+        stored = load_file(tmp_path / "model.safetensors") | {"model.norm.weight": value}
+        save_file(stored, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=f"model.norm.weight in .*{told}"):
+            load_weights(tmp_path, Transformer(config), config)
     (tmp_path / "model.safetensors").write_bytes(b"\1" * 100)
     with pytest.raises(UserError, match="cannot be read"):
         check_weights(tmp_path, config)

@@ -172,6 +172,14 @@ def test_a_loop_without_a_step_says_so(tmp_path: Path) -> None:
         model(torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(UserError, match="optimizer"):
         ironlaw.observe(model, [], out=tmp_path / "run")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="is a file: give out= a directory"):
+        ironlaw.observe(model, optimizer, out=tmp_path / "file" / "run")
+    observed = ironlaw.observe(model, optimizer, out=tmp_path / "later", profile_steps=0, plan=False)
+    with pytest.warns(UserWarning, match="the observed run is lost"), observed:  # and not what the loop has trained
+        (tmp_path / "later").write_text("mine")
+        model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+        optimizer.step()
 
 
 def test_skipped_updates_are_counted(tmp_path: Path) -> None:

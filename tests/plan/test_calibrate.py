@@ -9,6 +9,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import TrainingJob
+from ironlaw.plan.cluster.layout_space import lacking
 from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate, save_profile
@@ -107,9 +108,17 @@ def test_profiles_round_trip(tmp_path, monkeypatch):
         assert getattr(read, constant.name) == pytest.approx(getattr(found.engine, constant.name), rel=1e-4)
     assert "s; launching processor" in path.read_text()
     assert engine("nemo") is engine("nemo")
-    path.write_text('host_layer_seconds = "slow"\n')
-    with pytest.raises(UserError, match="must be float"):
-        engine("mine")
+    for text, told in {
+        'host_layer_seconds = "slow"': "must be float", "host_layer_seconds = -1.0": "must be float",
+        "host_layer_seconds = nan": "must be float", "lacks = [3]": "must be tuple",
+        "[by_generation]\nhopper = 3": "by_generation must be", "[by_generation.hopper]\nx = 1": "unknown key 'x'",
+    }.items():  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(UserError, match=told):
+            engine("mine")
+    path.write_text('lacks = ["tpp"]')
+    with pytest.raises(UserError, match="did you mean"):
+        lacking(engine("mine"), Layout())
     path.write_text("host_layer = 1\n")
     with pytest.raises(UserError, match="host_layer"):
         engine("mine")

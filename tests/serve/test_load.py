@@ -64,18 +64,24 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> N
         read_trace(tmp_path / "trace")
 
 
-def load_of(models: str, body: str, before: str = "") -> Report:
-    """Two requests to a server that always answers so."""
+def load_of(models: str, body: str | None, before: str = "") -> Report:
+    """Two requests to a server that always answers so, or (without a body) never."""
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readuntil(b"\r\n\r\n")
-        said = models if b"/v1/models" in asked else "{}" if b"/steps" in asked else body
+        steps = '{"next": 0, "now": 0, "facts": {}, "steps": []}'
+        said = models if b"/v1/models" in asked else steps if b"/steps" in asked else body
+        if said is None:
+            await reader.read()  # until the client leaves
+            return
         writer.write(f"{before}HTTP/1.1 200 OK\r\nContent-Length: {len(said)}\r\n\r\n{said}".encode())
         writer.close()
 
     async def load() -> Report:
         async with await asyncio.start_server(reply, "127.0.0.1") as server:
-            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0)
+            client = Client(
+                f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0 if body is not None else 0.1
+            )
             return await run(client, poisson(50.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
 
     return asyncio.run(load())
@@ -88,10 +94,15 @@ def load_of(models: str, body: str, before: str = "") -> Report:
     ('{"data": [{"id": "m"}]}', '{"error": "boom"}', "boom"),
     ('{"data": [{"id": "m"}]}', "[1]", "has not OpenAI's form"),
     ('{"data": [{"id": "m"}]}', '{"usage": {"tokens": 1}}', "has not OpenAI's form"),
+    ('{"data": [{"id": "m"}]}', '{"usage": {"completion_tokens": 1e400, "prompt_tokens": 1}}', "has not OpenAI's form"),
+    ('{"data": [{"id": "m"}]}', '{"usage": {"completion_tokens": 1, "prompt_tokens": -9}}', "has not OpenAI's form"),
+    ('{"data": [{"id": "m"}]}', None, "no answer in 0.1 s"),
 ])  # fmt: skip
-def test_a_server_that_answers_otherwise_is_told_in_one_line(models: str, answer: str, told: str) -> None:
+def test_a_server_that_answers_otherwise_is_told_in_one_line(models: str, answer: str | None, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        load_of(models, f"data: {answer}\n\n")
+        load_of(models, None if answer is None else f"data: {answer}\n\n")
+    with pytest.raises(UserError, match="give --api-key"):
+        load_of(models, "", before="HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
 
 
 def test_a_server_that_tells_no_usage_is_not_credited_with_the_tokens_asked_for() -> None:
@@ -193,7 +204,7 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     twice = Ledger.load(tmp_path / "second" / "ledger.json").facts  # counters of its own load, not of both
     assert 0 < ledger.facts["prefix_queried"] < 12 * 40 and 0 < twice["prefix_queried"] < 12 * 40
     again = ironlaw_process(*load, "--out", str(out))
-    assert again.returncode == 2 and "give another --out" in again.stderr
+    assert again.returncode == 2 and "give a new directory" in again.stderr
     process.terminate()
     assert process.wait(timeout=200) == 0
     assert ironlaw_process("bench", ready["url"], "--rate", "1").returncode == 2

@@ -206,12 +206,18 @@ def test_settings_come_from_a_file_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("serve.bach=3", "did you mean serve.batch"), ("batch", "not serve.key=value"), ("batch=0", "serve.batch = 0"),
+    ("serve.bach=3", "did you mean serve.batch"), ("batch", "not section.key=value"), ("batch=0", "serve.batch = 0"),
+    ("serve.host=", "host is empty"), ("api_keys=['']", "api_keys is empty"), ("batch=true", "serve.batch = True"),
     ("kv=fp7", "serve.kv"), ("speculation=draft", "serve.draft"),
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         serve_config([text])
+
+
+def test_a_context_beyond_the_models_is_refused(model: Transformer) -> None:
+    with pytest.raises(UserError, match=r"serve\.context = .* is more than the model's"):
+        engine(model, context=model.config.context + 1)
 
 
 def test_a_server_times_its_own_passes_and_stays_as_it_was(model: Transformer) -> None:

@@ -292,6 +292,11 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
     with pytest.raises(UserError, match="is compressed already"):
         compress_run(small, read_target("int4"), tmp_path / "smaller", engine_decoder)
     assert newest_of(small).index["store"] == "quantized"
+    for folder, told in ((small, "exists"), (Path("/dev/null/x"), "cannot write to")):  # before hours of compression
+        said: list[str] = []
+        with pytest.raises(UserError, match=told):
+            compress_run(run, read_target("int4"), folder, engine_decoder, say=said.append)
+        assert not any(line.startswith("compressing") for line in said)
 
 
 @pytest.mark.parametrize("to", ["int4", "2:4", "mxfp4,2:4"])

@@ -9,8 +9,7 @@ import typer
 
 from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.cli.options import Json
-from ironlaw.errors import UserError
-from ironlaw.files import is_taken
+from ironlaw.errors import UserError, refuse_options
 from ironlaw.report.console import answer, messages, output, print_json
 from ironlaw.train.run_directory import beside
 from ironlaw.units import parse_bytes
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from ironlaw.train.compression import Decoder
     from ironlaw.train.restore import Trained
 
+ONE, ALL = "one format, --to int4", "all formats, --sweep"
+
 
 def compress(
     source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or a Hugging Face model's directory.")],
@@ -31,32 +32,41 @@ def compress(
     out: Annotated[
         Path | None, typer.Option(help="The run directory to write, RUN-FORMAT unless given; of --sweep a page, .html.")
     ] = None,
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}: docs/formats.md.")] = "rtn",
-    prune_by: Annotated[str, typer.Option(help="magnitude, or wanda: times the norm of the input.")] = "magnitude",
+    method: Annotated[
+        str | None, typer.Option(help=f"{', '.join(METHODS)}: docs/formats.md; {METHODS[0]} unless given.")
+    ] = None,
+    prune_by: Annotated[
+        str | None, typer.Option(help="magnitude, unless given, or wanda: times the norm of the input.")
+    ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Embedding and output layer too.")] = False,
     within: Annotated[str | None, typer.Option(help="Bytes, such as 6MB: wider formats where loss needs them.")] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Every format: loss against bytes and speed.")] = False,
-    budget: Annotated[str, typer.Option(help="Time for --sweep: 90s, 10min, 1h.")] = "10min",
+    budget: Annotated[str | None, typer.Option(help="Time for --sweep: 90s, 10min, 1h; 10min unless given.")] = None,
     data: Annotated[str | None, typer.Option(help="Text to measure on; a run's own unless given.")] = None,
     json: Json = False,
 ) -> None:
-    if method not in METHODS:
-        raise UserError(f"--method {method!r} is not known: write {', '.join(METHODS)}")
-    if prune_by not in SCORES:
-        raise UserError(f"--prune-by {prune_by!r} is not known: write {' or '.join(SCORES)}")
+    given = {"to": to, "method": method, "prune_by": prune_by, "all_layers": all_layers, "within": within}
+    refuse_options(
+        given | {"budget": budget}, {**dict.fromkeys(given, (ONE,)), "budget": (ALL,)}, ALL if sweep else ONE
+    )
     if sweep:
-        _sweep(source, to, out, budget, data, json)
+        _sweep(source, out, budget or "10min", data, json)
         return
     if to is None:
         raise UserError("give --to FORMAT, such as int4, or --sweep")
+    method, score = method or METHODS[0], prune_by or SCORES[0]
+    if method not in METHODS:
+        raise UserError(f"--method {method!r} is not known: write {', '.join(METHODS)}")
+    if score not in SCORES:
+        raise UserError(f"--prune-by {score!r} is not known: write {' or '.join(SCORES)}")
 
     target = read_target(to)
     try:
         room = None if within is None else parse_bytes(within)
     except ValueError as error:
         raise UserError(f"--within {error}") from None
-    if prune_by == "wanda" and target.pruning is None:
-        raise UserError("--prune-by wanda prunes nothing: add 2:4 or pruned=50% to --to")
+    if prune_by and target.pruning is None:
+        raise UserError(f"--prune-by {prune_by} prunes nothing: add 2:4 or pruned=50% to --to")
 
     from dataclasses import asdict
 
@@ -65,7 +75,7 @@ def compress(
 
     out = out or beside(source, to)
     result = compress_run(
-        source, target, out, engine_decoder, method=method, score=prune_by, whole=all_layers,
+        source, target, out, engine_decoder, method=method, score=score, whole=all_layers,
         within=room, data=data, say=messages().print,
     )  # fmt: skip
     answer(
@@ -74,9 +84,7 @@ def compress(
     )  # fmt: skip
 
 
-def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: str | None, json: bool) -> None:
-    if to is not None:
-        raise UserError("--sweep tries every format: leave --to out")
+def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: bool) -> None:
     if out is not None and (out.suffix != ".html" or out.is_dir()):
         raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
 
@@ -135,8 +143,6 @@ def export(
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
     folder = folder or beside(run, to)
-    if is_taken(folder):
-        raise UserError(f"{folder} exists: give a new directory")
 
     from ironlaw.train.restore import load_run
 

@@ -15,7 +15,7 @@ import typer
 
 from ironlaw.errors import JobFailed, UserError, printable
 from ironlaw.files import FULL, cache_folder
-from ironlaw.report.console import Unfailing
+from ironlaw.report.console import Unfailing, answered
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 FAULT = 70  # a bug in Ironlaw; EX_SOFTWARE of sysexits.h
@@ -85,7 +85,7 @@ def fail(error: BaseException, as_json: bool) -> int:
     if code != INTERRUPTED and _is_another_rank():
         _leave_it_to_the_first()
     document = {"schema_version": 1, "error": message, "exit_code": code}
-    if as_json:
+    if as_json and not answered:
         print(json.dumps(document, indent=1), file=Unfailing(sys.stdout), flush=True)
     print(json.dumps(document) if as_json else f"ironlaw: {message}", file=Unfailing(sys.stderr), flush=True)
     if code == WRONG_INPUT:

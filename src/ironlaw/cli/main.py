@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
 from ironlaw.errors import LARGEST, LONGEST, JobFailed, UserError, shortened
 from ironlaw.package import __version__
-from ironlaw.report.console import silence
+from ironlaw.report.console import answered, has_reader, silence
 
 # Panels of `ironlaw --help`: verb -> one line of help. Each verb is a function of that name, or a group of verbs.
 PANELS = {
@@ -76,8 +76,10 @@ class Verbs(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise Interrupted(*stop.args) from None
-        except BrokenPipeError:  # `main` handles that of stdout
-            raise JobFailed("a process that this one was writing to has ended") from None
+        except BrokenPipeError:
+            if has_reader(sys.stdout):  # else `main` handles it
+                raise JobFailed("a process that this one was writing to has ended") from None
+            raise
 
 
 class Verb(TyperCommand):
@@ -129,6 +131,7 @@ def _not_loaded() -> None:
 
 def main() -> None:
     arguments = sys.argv[1:]
+    answered.clear()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 until the end
@@ -138,6 +141,14 @@ def main() -> None:
     if "_IRONLAW_COMPLETE" in os.environ:  # the shell asks for completions, with the words in its own variables
         words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         arguments = words.split()[1:]
+    pressed: list[int] = []  # a library that Ctrl-C finds in its import may swallow it, and fail for it later
+
+    def interrupt(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         if "--version" in arguments[:1]:
@@ -153,7 +164,7 @@ def main() -> None:
         silence(sys.stdout)  # `ironlaw catalog | head`, for which rich and typer would exit with 1
         code = 0
     except (Exception, KeyboardInterrupt) as error:
-        code = fail(error, "--json" in arguments)
+        code = fail(Interrupted() if pressed else error, "--json" in arguments)
     finally:  # from here on, Ctrl-C would only print tracebacks of libraries that are being unloaded
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code or 0)

@@ -91,9 +91,7 @@ def plan(
     )  # fmt: skip
     if serve is None:
         with progress("Planning") if limits else nullcontext(lambda share, what: None) as say:
-            plan = plan_request(
-                what, on=on or ("any" if limits else "this"), overrides=set_ or [], options=options, say=say
-            )
+            plan = plan_request(what, on=on or limits.usual_place, overrides=set_ or [], options=options, say=say)
         _show(plan, why, json)
         return
     if on == "this":

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ironlaw.cli.options import Json
-from ironlaw.errors import UserError, printable
-from ironlaw.files import is_taken
+from ironlaw.errors import UserError, printable, refuse_options
 from ironlaw.report.console import answer, messages, print_json, progress
 
 if TYPE_CHECKING:
     from ironlaw.serve.load import Report
+
+MOST_REQUESTS = 10_000_000  # of one load: each is kept
+TICK = 0.001  # seconds, the least that is a limit or a duration
 
 
 def serve(
@@ -105,18 +108,24 @@ def generate(
 
 def bench(
     url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000")],
-    rate: Annotated[float | None, typer.Option(help="Requests a second, at the times of a Poisson process.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, at the times of a Poisson process.", min=1e-6, max=1e6)
+    ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Instead: so many at once.", min=1)] = None,
     trace: Annotated[Path | None, typer.Option(help="Instead: a recorded trace, JSON lines or CSV.")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1)] = None,
-    seconds: Annotated[float | None, typer.Option(help="Instead of --requests, with --rate: how long.")] = None,
-    input: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 128,
-    output_tokens: Annotated[int, typer.Option("--output", help="Tokens of an answer.", min=1)] = 64,
+    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1, max=MOST_REQUESTS)] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Instead of --requests, with --rate: how long.", min=TICK)
+    ] = None,
+    input: Annotated[int | None, typer.Option(help="Tokens of a prompt; 128 unless given.", min=1)] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option("--output", help="Tokens of an answer; 64 unless given.", min=1)
+    ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.", min=0)] = 0,
-    ttft: Annotated[float | None, typer.Option(help="Limit for goodput: seconds to the first token.")] = None,
-    tpot: Annotated[float | None, typer.Option(help="Limit for goodput: seconds per token after it.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds, of one request.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of the arrival times.")] = 0,
+    ttft: Annotated[float | None, typer.Option(help="Limit for goodput: seconds to the first token.", min=TICK)] = None,
+    tpot: Annotated[float | None, typer.Option(help="Limit for goodput: seconds per token after it.", min=TICK)] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds, of one request.", min=TICK)] = 600.0,
+    seed: Annotated[int, typer.Option(help="With --rate: of the arrival times.")] = 0,
     model: Annotated[str | None, typer.Option(help="The server's first unless given.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     allow_end: Annotated[bool, typer.Option(help="Answers may end early; servers without ignore_eos need it.")] = False,
@@ -127,35 +136,42 @@ def bench(
 
     from ironlaw.report.serving_view import load_view
     from ironlaw.serve import load
+    from ironlaw.train.run_directory import complete_or_nothing
 
     if sum(choice is not None for choice in (rate, concurrency, trace)) != 1:
         raise UserError("say how requests come: one of --rate 4, --concurrency 16 and --trace FILE")
-    if rate is not None and rate <= 0:
-        raise UserError(f"--rate {rate:g} is not positive: write for example --rate 4")
-    if seconds is not None and (rate is None or requests is not None):
-        raise UserError("--seconds goes with --rate, instead of --requests")
-    if trace is None and prefix >= input:
-        raise UserError(f"--prefix {prefix} leaves nothing of --input {input}: give fewer")
-    if out is not None and is_taken(out):
-        raise UserError(f"{out} exists: give another --out")
+    kind = "--rate" if rate is not None else "--concurrency" if concurrency is not None else "--trace"
+    lengths, arrivals = ("--rate", "--concurrency"), ("--rate",)
+    given = {"input": input, "output": output_tokens, "seconds": seconds, "seed": seed}
+    refuse_options(given, {"input": lengths, "output": lengths, "seconds": arrivals, "seed": arrivals}, kind)
+    if seconds is not None and requests is not None:
+        raise UserError("--seconds and --requests say the same thing twice: give one of them")
     if trace is not None:
         plans = load.read_trace(trace)[:requests]
     else:
         count = requests or (math.ceil(seconds * rate) if seconds and rate else 100)
+        if count > MOST_REQUESTS:
+            raise UserError(f"--seconds {seconds:g} at this rate is {count:,} requests, at most {MOST_REQUESTS:,}")
+        input, output_tokens = input or 128, output_tokens or 64
         plans = load.poisson(rate or math.inf, count, input, output_tokens, seed)
+    shortest = min(plan.prompt_tokens for plan in plans)
+    if prefix >= shortest > 0:
+        raise UserError(f"--prefix {prefix} leaves nothing of a prompt of {shortest} tokens: give fewer")
     client = load.Client(url, model, api_key, timeout)
-    with progress("Requests") as update:
-        going = load.run(
-            client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
-            profile=out is not None, progress=update,
-        )  # fmt: skip
-        report = asyncio.run(going)
-    found = load.summary(report, ttft, tpot)
     asked = {"url": url, "rate": rate, "concurrency": concurrency, "trace": None if trace is None else str(trace),
              "input": input, "output": output_tokens, "prefix": prefix}  # fmt: skip
-    if out is not None:
-        _keep(out, report, asked, found)
-    answer(json, {"load": asked} | found, load_view)
+    # The folder is made before anything is sent, and what was measured is shown before it is written.
+    with nullcontext() if out is None else complete_or_nothing(out) as folder:
+        with progress("Requests") as update:
+            going = load.run(
+                client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+                profile=out is not None, progress=update,
+            )  # fmt: skip
+            report = asyncio.run(going)
+        found = load.summary(report, ttft, tpot)
+        answer(json, {"load": asked} | found, load_view)
+        if folder is not None:
+            _keep(folder, report, asked, found)
     if out is not None:
         lost = (report.server or {}).get("lost_steps")
         if lost:

@@ -134,10 +134,13 @@ def explain(
     from ironlaw.report.run_view import FOOTER, page_name
 
     document, view = explained(run, other)
-    page = None
+    answer(json, document, lambda _: view)
     if "time" in document:  # an explanation of one run
         page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
-        write(page, view, page_name(document), FOOTER)
-    answer(json, document, lambda _: view)
-    if page is not None and not json:
-        messages().print(f"The same with charts: {page}")
+        said = f"The same with charts: {page}"
+        try:
+            write(page, view, page_name(document), FOOTER)
+        except OSError as error:  # a run may lie where nothing can be written
+            said = f"No page with charts: {page}: {error.strerror}"
+        if not json:
+            messages().print(said)

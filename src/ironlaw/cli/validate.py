@@ -34,13 +34,9 @@ def validate(
     engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
     view = record_view(document)
-    if html is not None:
-        try:
-            write(html, view, PAGE, FOOTER)
-        except OSError as error:
-            raise UserError(f"cannot write {html}: {error.strerror}") from None
     answer(json, document, lambda _: view)
     if html is not None:
+        write(html, view, PAGE, FOOTER)
         messages().print(f"The same with plots: {html}")
 
 

@@ -44,6 +44,7 @@ _STDLIB_SKIPPED_FILES = (
 )
 
 
+_RECORDS = (".json", ".csv", ".tsv")  # a file of many documents, which text readers take as one
 _SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes
 
 
@@ -204,9 +205,17 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
         raise UserError(f'data.path = "{source.path}" does not exist: write a directory or file of text, or "stdlib"')
     root = root.resolve()
     corpus = Corpus(root, source, maximum_file_bytes)
+    saved = root.is_dir() and any((root / name).is_file() for name in _SAVED)
+    if source.split is not None and not saved:
+        raise UserError(f'data.split = "{source.split}" is of data sets that save_to_disk() wrote: leave it out')
+    if root.is_file() and root.suffix.lower() in _RECORDS and source.format == "auto":
+        raise UserError(
+            f'data.path = "{source.path}" would be learned as one text, with its {root.suffix} punctuation: write its '
+            'records as JSONL or Parquet, or set data.format = "text"'
+        )
     if root.is_file():
         _add(corpus, root, root.name)
-    elif source.format in ("auto", "huggingface") and any((root / name).is_file() for name in _SAVED):
+    elif source.format in ("auto", "huggingface") and saved:
         _add_saved_dataset(corpus, root)
     elif source.format == "huggingface":
         raise UserError(f'data.path = "{source.path}" holds no state.json: give the folder that save_to_disk() wrote')

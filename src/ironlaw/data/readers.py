@@ -44,6 +44,8 @@ class Record:
 LINE_LIMIT_BYTES = 2**26
 """Limit of one line of JSONL, which is read whole and takes some forty times its size while it is tokenised."""
 
+TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of columns, as pyarrow names them
+
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 
@@ -107,10 +109,10 @@ Take = Callable[[dict[str, Any], str], tuple[Raw | None, str]]
 
 
 def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
-    found = fields.get(field)
-    if not isinstance(found, str):
+    found = fields.get(field, 0)
+    if not isinstance(found, str | None):
         return None, "text"
-    return (usable(found) if found.strip() else None), ""
+    return (usable(found) if found and found.strip() else None), ""
 
 
 def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
@@ -166,7 +168,8 @@ def _from_line(line: bytes, path: Path, field: str, position: int, done: int, fi
         what = (
             f'the field "{field}" of {path} is without {lacks}' if field in fields else f'{path} has no field "{field}"'
         )
-        raise UserError(f"{what}: set data.field to one of {', '.join(fields) or 'its fields (it has none)'}")
+        others = ", ".join(name for name in fields if name != field)
+        raise UserError(f"{what}{f': set data.field to one of {others}' if others else ', and no other: write one'}")
     reason = f'without {lacks} in "{field}"' if lacks else "empty"
     return Record(content, position, done, "" if content is not None else reason)
 
@@ -263,15 +266,14 @@ def _from_column(column: Any, row: int, start: int, done: Callable[[int], int]) 
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:
-    texts = [c.name for c in schema if str(c.type) in ("string", "large_string", "string_view", "binary")]
+    types = {column.name: str(column.type).removeprefix("dictionary<values=").partition(",")[0] for column in schema}
+    texts = [name for name, kind in types.items() if kind in TEXTS]
     if field not in schema.names:
         found = ", ".join(f"{column.name} ({column.type})" for column in schema)
         raise UserError(f'{path} has no column "{field}": set data.field to one of {found}')
     if field not in texts:
-        raise UserError(
-            f'the column "{field}" of {path} is {schema.field(field).type}, not text: set data.field to one of '
-            f"{', '.join(texts) or 'a file that has text (this one has none)'}"
-        )
+        others = f": set data.field to one of {', '.join(texts)}" if texts else ", and no column is: write one of text"
+        raise UserError(f'the column "{field}" of {path} is {schema.field(field).type}, not text{others}')
 
 
 def _rows(kind: str, path: Path) -> int:

@@ -7,7 +7,6 @@ permuted. GPT-2's matrices have outputs first again. Vectors stay fp32, as llama
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,8 @@ def write_gguf(
     scales: Mapping[str, Tensor] | None = None, tokenizer: Path | None = None, begin: int | None = None,
     end: int | None = None, adds_begin: bool = False, template: str | None = None,
 ) -> None:  # fmt: skip
-    """Write `weights` (by Ironlaw's names) as one GGUF file with matrices in `dtype` (a key of `TYPES`).
+    """Write `weights` (by Ironlaw's names) as one GGUF file with matrices in `dtype` (a key of `TYPES`). An
+    OSError leaves a part of it.
 
     scales:     for weights that are already int4, the scale of each number: their codes are written unchanged.
     tokenizer:  a Hugging Face tokenizer.json; without one the file has token numbers only.
@@ -75,8 +75,7 @@ def write_gguf(
     known = None if tokenizer is None else tokenizer_fields(tokenizer, config.vocab)
     of_matrices, of_ends, of_file = TYPES[dtype]
     there, scales_there = _huggingface_weights(config, weights), _huggingface_weights(config, scales or {})
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     _write_shape(writer, config)
     writer.add_file_type(gguf.LlamaFileType[of_file])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -100,16 +99,10 @@ def write_gguf(
         writer.add_tensor(name, data, raw_dtype=kind)
     if config.rope_scaling and not _is_linear(config):
         writer.add_tensor("rope_freqs.weight", _frequency_divisors(config))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        partial.replace(file)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}; give a folder with more space") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _family(config: ModelConfig) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import platform
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -30,7 +31,7 @@ from torch.profiler import profile
 
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
-from ironlaw.files import as_path
+from ironlaw.files import as_path, check_can_be_folder
 from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
 from ironlaw.machine.host import OtherLoad
@@ -95,6 +96,7 @@ class Watch:
             raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         self.out, self.plan = as_path(f"runs/observed-{stamp}" if out is None else out, "out"), plan
+        check_can_be_folder(self.out, "out=")
         if (self.out / "ledger.json").exists():
             raise UserError(f"{self.out} holds a run already: give another out=")
         self.model: nn.Module = model if isinstance(model, nn.Module) else nn.ModuleList(models)
@@ -169,7 +171,11 @@ class Watch:
             return
         rank = _rank()
         with torch.random.fork_rng(devices=[]):  # what is tried at the end takes none of the user's random numbers
-            write_observed(self.out / f"rank{rank}" if rank else self.out, self._observed(seconds, kind))
+            observed = self._observed(seconds, kind)
+            try:
+                write_observed(self.out / f"rank{rank}" if rank else self.out, observed)
+            except OSError as problem:  # the loop's own result may not be saved yet
+                warnings.warn(f"the observed run is lost, {self.out}: {problem.strerror}", stacklevel=2)
 
     def batches(self, iterable: Iterable[Item]) -> Iterator[Item]:
         """Time the wait for each item of something that is no DataLoader."""

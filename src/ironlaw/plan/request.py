@@ -48,6 +48,8 @@ def plan_request(
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.requests.replicas import plan_traced
 
+        if overrides:
+            raise UserError("--set is for a config or a known model: leave it out, and change the module itself")
         return plan_traced(what, on, options)
     try:
         requested = resolve(what, overrides)

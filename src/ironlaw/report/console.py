@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -61,15 +62,22 @@ class Unfailing:
             silence(self._stream)
 
 
+def has_reader(stream: TextIO) -> bool:
+    """Return whether anybody can read what is written to a stream: not so when `| head` has ended."""
+    watch = select.poll()
+    watch.register(stream.fileno(), 0)
+    return not watch.poll(0)
+
+
 def silence(stream: TextIO) -> None:
     """Discard everything written to a stream from now on, including what the interpreter flushes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _console(stream: Any, **more: Any) -> Console:
+def _console(stream: Any, **options: Any) -> Console:
     """Return a console without markup: square brackets are text, and styles are passed as arguments."""
     width = None if stream.isatty() else PLAIN_WIDTH
-    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False, **more)
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False, **options)
     console.push_render_hook(_PrintableOnly())
     return console
 
@@ -98,11 +106,12 @@ def show(*views: Document) -> None:
         show_on(console, view)
 
 
+answered: list[Any] = []  # the document of this command, if it is printed: an error after it prints no second one
+
+
 def print_json(document: Any) -> None:
-    try:
-        print(json.dumps(document, indent=1, allow_nan=False), flush=True)
-    except BrokenPipeError:  # `| head`
-        silence(sys.stdout)
+    answered.append(document)
+    print(json.dumps(document, indent=1, allow_nan=False), flush=True)
 
 
 def answer(as_json: bool, document: Any, view: Callable[[Any], Document]) -> None:

@@ -209,6 +209,8 @@ class LiveRun:
             f"Data       {text} and {units.count(validation)} held-out tokens, "
             f"{units.count(data.vocab)} vocabulary entries ({source})"
         )
+        if left := ", ".join(f"{n:,} {reason}" for reason, n in data.skipped.items() if reason != "empty"):
+            self.say(f"Left out   {left}")
         self.say(
             f"Model      {plan.facts['model']['name']}, {units.count(totals['parameters'].value)} parameters, "
             f"{units.si(totals['flops_per_step'].value, 'FLOP')} per step"

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from ironlaw.config import toml_value
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.config import apply_override, explain_invalid
+from ironlaw.errors import UserError
 from ironlaw.files import read_toml
+from ironlaw.schema import Section, section
 
 
-class ServeConfig(BaseModel):
+class ServeConfig(Section):
     """Sizes are in tokens, memory in bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"  # this machine only; 0.0.0.0: everybody who can reach it
     port: int = Field(8000, ge=0, le=65535)  # 0: any free one
@@ -53,6 +52,10 @@ class ServeConfig(BaseModel):
     seed: int = 0  # of requests that give none
 
 
+class _Settings(Section):
+    serve: ServeConfig = section()
+
+
 def serve_config(overrides: Sequence[str] = (), file: Path | None = None, **values: Any) -> ServeConfig:
     """Return the config from the [serve] table of a TOML file, values, and `serve.key=value` texts (prefix optional),
     the last of which counts. The first problem is a one-line UserError."""
@@ -61,21 +64,13 @@ def serve_config(overrides: Sequence[str] = (), file: Path | None = None, **valu
         if not isinstance(table, dict):
             raise UserError(f"{file} has no [serve] table: give the tuned.toml of `ironlaw tune --serve`")
         values = table | values
+    document: dict[str, Any] = {"serve": values}
     for text in overrides:
-        key, equals, value = text.partition("=")
-        key = key.strip().removeprefix("serve.")
-        if not equals:
-            raise UserError(f"--set {text!r} is not serve.key=value: write for example --set serve.batch=16")
-        values[key] = toml_value(value)
-    for key in values:
-        if key not in ServeConfig.model_fields:
-            raise UserError(f"unknown key serve.{key}: {did_you_mean(key, ServeConfig.model_fields, prefix='serve.')}")
+        apply_override(document, f"serve.{text.strip().removeprefix('serve.')}", _Settings, "serve.batch=16")
     try:
-        config = ServeConfig(**values)
+        config = _Settings(**document).serve
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"serve.{where} = {problem['input']!r}: {problem['msg'].lower()}") from None
+        raise UserError(explain_invalid(error, _Settings)) from None
     if (config.speculation == "draft") != (config.draft is not None):
         raise UserError("serve.speculation = draft needs a model, serve.draft = DIRECTORY, and the other way round")
     return config

@@ -49,7 +49,9 @@ class Engine:
     def __init__(self, served: LoadedModel, config: ServeConfig) -> None:
         self.config, self.served = config, served
         self.model_config = served.model.config
-        self.context = min(config.context or self.model_config.context, self.model_config.context)
+        self.context = config.context or self.model_config.context
+        if self.context > self.model_config.context:
+            raise UserError(f"serve.context = {self.context:,} is more than the model's {self.model_config.context:,}")
         models = [served] + ([served.draft] if served.draft is not None else [])
         windows, groups = layer_groups([m.model.config for m in models])
         page = config.block * sum(

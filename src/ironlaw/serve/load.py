@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from ironlaw.errors import UserError
+from ironlaw.errors import LARGEST, UserError
 from ironlaw.files import parse_json, read_text
 from ironlaw.serve.measured import COUNTERS
 
@@ -31,6 +31,9 @@ _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
     "for every token in an answer return self if none else"
 )
+
+GET_SECONDS = 10
+LONGEST_LINE = 2**24  # bytes of one event: a server that never ends its line would fill the memory
 
 _RECORDED_STEPS = 3  # of each phase, under the profiler
 
@@ -140,7 +143,9 @@ class Client:
             raise UserError(f"{url} is not a server's address: write for example http://127.0.0.1:8000")
         if key and not (key.isascii() and key.isprintable()):
             raise UserError("--api-key has characters that no header can hold: give the key alone")
-        self.host, self.is_tls = parts.hostname, parts.scheme == "https"
+        if parts.username or parts.query or parts.fragment:
+            raise UserError(f"{url} has more than a server's address: leave out names, and all from ? or # on")
+        self.url, self.host, self.is_tls = url, parts.hostname, parts.scheme == "https"
         self.port = port or (443 if self.is_tls else 80)
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.model, self.timeout = model, timeout
@@ -162,15 +167,16 @@ class Client:
                 found[name.lower()] = value.strip()
         return status, _lines(reader, found.get("transfer-encoding", "").lower() == "chunked"), writer
 
-    async def get(self, path: str, method: str = "GET") -> Any:
-        """Return a JSON document, or None if the server has none there."""
-        try:
-            status, lines, writer = await asyncio.wait_for(self.open(method, path), 10)
-            data = b"".join([line async for line in lines])
+    async def get(self, path: str, method: str = "GET") -> tuple[int, Any]:
+        """Return the status (0: no answer) and the JSON document, or None if the server has none there."""
+        status, data = 0, b""
+        with suppress(OSError, ValueError, IndexError, RecursionError, EOFError):  # a TimeoutError is an OSError
+            async with asyncio.timeout(GET_SECONDS):
+                status, lines, writer = await self.open(method, path)
+                data = b"".join([line async for line in lines])
             writer.close()
-            return json.loads(data) if status == 200 else None
-        except (TimeoutError, OSError, ValueError, IndexError, RecursionError, asyncio.IncompleteReadError):
-            return None
+            return status, json.loads(data) if status == 200 else None
+        return status, None
 
     async def ask(
         self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool
@@ -182,16 +188,18 @@ class Client:
         began = time.perf_counter()
         writer = None
         try:
-            status, lines, writer = await self.open("POST", "/v1/completions", body)
-            outcome.status = status
-            if status != 200:
-                data = b"".join([line async for line in lines])
-                outcome.error = _message(data) or f"HTTP {status}"
-                return
-            await self._read(lines, outcome, began)
-        except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
+            async with asyncio.timeout(self.timeout):
+                status, lines, writer = await self.open("POST", "/v1/completions", body)
+                outcome.status = status
+                if status == 200:
+                    await self._read(lines, outcome, began)
+                else:
+                    outcome.error = _message(b"".join([line async for line in lines])) or f"HTTP {status}"
+        except TimeoutError:
+            outcome.error = f"no answer in {self.timeout:g} s"
+        except (OSError, EOFError) as error:
             outcome.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        except (AttributeError, KeyError, TypeError, RecursionError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
             outcome.error = "the answer has not OpenAI's form"
         finally:
             outcome.end = time.perf_counter() - began
@@ -213,8 +221,10 @@ class Client:
                 return
             usage = document.get("usage")
             if usage:
-                outcome.output_tokens = int(usage["completion_tokens"])
-                outcome.prompt_tokens = int(usage["prompt_tokens"])
+                counts = [int(usage[f"{kind}_tokens"]) for kind in ("completion", "prompt")]
+                if not 0 <= min(counts) <= max(counts) <= LARGEST:
+                    raise ValueError(f"{counts} tokens")
+                outcome.output_tokens, outcome.prompt_tokens = counts
                 outcome.has_usage = True
             for choice in document.get("choices") or ():
                 done = done or choice.get("finish_reason") is not None  # some servers send no [DONE]
@@ -240,6 +250,8 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
     rest = b""
     while data := await piece():
         *whole, rest = (rest + data).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            raise ValueError("a line without an end")
         for line in whole:
             yield line
     if rest:
@@ -269,15 +281,17 @@ async def run(
 ) -> Report:  # fmt: skip
     """Send requests. `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an
     Ironlaw server records a few steps by operation, afterwards, since a profiler slows small steps severalfold."""
-    models = await client.get("/v1/models")
+    status, models = await client.get("/v1/models")
+    if status in (401, 403):
+        raise UserError(f"the server at {client.url} wants a key: give --api-key, or set OPENAI_API_KEY")
     if models is None:
-        raise UserError(f"no OpenAI-compatible server answers at http://{client.host}:{client.port}: start one first")
+        raise UserError(f"no OpenAI-compatible server answers at {client.url}: start one first")
     try:
         client.model = client.model or models["data"][0]["id"]
     except (IndexError, KeyError, TypeError):
-        raise UserError(f"the server at http://{client.host}:{client.port} names no model: give --model NAME") from None
+        raise UserError(f"the server at {client.url} names no model: give --model NAME") from None
     prompts = await _prompts(client, plans, shared_prefix)
-    before = await client.get("/steps?since=999999999")
+    _, before = await client.get("/steps?since=999999999")
     limit = asyncio.Semaphore(concurrency) if concurrency else None
     began, done = time.perf_counter(), 0
 
@@ -288,10 +302,7 @@ async def run(
         else:
             await limit.acquire()
         outcome = RequestOutcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
-        try:
-            await asyncio.wait_for(client.ask(plan, prompt, outcome, ignore_end), client.timeout)
-        except TimeoutError:
-            outcome.error = f"no answer in {client.timeout:g} s"
+        await client.ask(plan, prompt, outcome, ignore_end)
         if limit is not None:
             limit.release()
         done += 1
@@ -301,8 +312,9 @@ async def run(
     outcomes = list(await asyncio.gather(*(one(p, t) for p, t in zip(plans, prompts, strict=True))))
     seconds = time.perf_counter() - began
     server = None
-    if isinstance(before, dict) and "next" in before:  # some foreign servers answer every path
-        server = await client.get(f"/steps?since={before['next']}&after={before['now']}")
+    with suppress(KeyError, TypeError):  # some foreign servers answer every path
+        if before["facts"]["engine"] == "ironlaw":
+            _, server = await client.get(f"/steps?since={before['next']}&after={before['now']}")
     if server is not None:
         for name in COUNTERS:  # what counts is this load's share
             server["facts"][name] -= before["facts"][name]
@@ -318,21 +330,23 @@ async def _profiled(client: Client, plans: Sequence[PlannedRequest], prompts: Se
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
     asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
-    with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*asked), client.timeout)
-    found = await client.get("/steps?since=999999999")
+    await asyncio.gather(*asked)
+    _, found = await client.get("/steps?since=999999999")
     return [] if found is None else list(found["lines"])
 
 
 async def _prompts(client: Client, plans: Sequence[PlannedRequest], shared: int, seed: int = 7) -> list[str]:
     """Return texts with about the wanted numbers of tokens. A first request measures the tokens per word."""
     draws, words = random.Random(seed), _WORDS.split()
-    probe = " ".join(draws.choice(words) for _ in range(64))
-    outcome = RequestOutcome(0.0, 0, 1)
-    await client.ask(PlannedRequest(0.0, 0, 1), probe, outcome, ignore_end=False)
-    if outcome.error is not None:
+    probe = [draws.choice(words) for _ in range(64)]
+    for count in (64, 2):  # two words for a model of a short context
+        outcome = RequestOutcome(0.0, 0, 1)
+        await client.ask(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]), outcome, ignore_end=False)
+        if outcome.error is None:
+            break
+    else:
         raise UserError(f"the server refuses a first request: {outcome.error}")
-    per_word = max(0.25, outcome.prompt_tokens / 64) if outcome.has_usage else 1.0
+    per_word = max(0.25, outcome.prompt_tokens / count) if outcome.has_usage else 1.0
     start = " ".join(draws.choice(words) for _ in range(round(shared / per_word)))
 
     def text(plan: PlannedRequest) -> str:

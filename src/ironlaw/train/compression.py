@@ -27,7 +27,7 @@ from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
-from ironlaw.files import is_taken, write_json
+from ironlaw.files import write_json
 from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
@@ -145,13 +145,12 @@ def compress_run(
     data:   text to measure on, tokenized with the model's tokenizer; required for a Hugging Face directory.
     UserError is raised, before anything is written, if source, target, method and data are incompatible.
     """
-    if is_taken(out):
-        raise UserError(f"{out} exists: give --out a new directory")
     source = open_source(path, data, say, lambda model: check_method(model, target, method, within is not None))
-    say(f"compressing to {target} by {method}")
-    before = decoder(source.copy(), {})
-    result, store, taken = measure_compression(source, target, before, decoder, method, score, whole, within)
-    _write(out, source, store, taken, result)
+    with complete_or_nothing(out) as partial:  # before the hours that it may take
+        say(f"compressing to {target} by {method}")
+        before = decoder(source.copy(), {})
+        result, store, taken = measure_compression(source, target, before, decoder, method, score, whole, within)
+        _write(RunDirectory(partial), source, store, taken, result)
     return result
 
 
@@ -251,27 +250,26 @@ def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:
 
 
 def _write(
-    out: Path, source: CompressionSource, store: QuantizedFiles, taken: dict[str, Tensor], result: CompressionResult
-) -> None:
+    run: RunDirectory, source: CompressionSource, store: QuantizedFiles, taken: dict[str, Tensor],
+    result: CompressionResult,
+) -> None:  # fmt: skip
     config, found = source.config, source.found
-    with complete_or_nothing(out) as partial:
-        run = RunDirectory(partial)
-        create_run(run, config)
-        if source.dataset.tokenizer_path is not None:
-            shutil.copyfile(source.dataset.tokenizer_path, run.tokenizer_file)
-            own = RunDirectory(source.path).tokenizer_file if found is not None else source.path
-            keep_beside(run.path, tokenizers.load(own, config.data.end_of_text))
-        step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
-        folder = run.checkpoints / f".{disk.name_of(step)}.partial"
-        folder.mkdir()
-        about = {
-            "step": step, "tokens": tokens, "validation_loss": result.loss_after,
-            "model": config.model.model_dump(mode="json"), "store": store.name, "sha256": store.write(folder, taken),
-        }  # fmt: skip
-        disk.write_index(folder, about)
-        disk.publish(folder, run.checkpoints / disk.name_of(step))
-        write_json(run.compression_file, {"schema": 1, "source": str(source.path), **asdict(result)})
-        ledger_of(result, source).save(run.ledger_file)
+    create_run(run, config)
+    if source.dataset.tokenizer_path is not None:
+        shutil.copyfile(source.dataset.tokenizer_path, run.tokenizer_file)
+        own = RunDirectory(source.path).tokenizer_file if found is not None else source.path
+        keep_beside(run.path, tokenizers.load(own, config.data.end_of_text))
+    step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
+    folder = run.checkpoints / f".{disk.name_of(step)}.partial"
+    folder.mkdir()
+    about = {
+        "step": step, "tokens": tokens, "validation_loss": result.loss_after,
+        "model": config.model.model_dump(mode="json"), "store": store.name, "sha256": store.write(folder, taken),
+    }  # fmt: skip
+    disk.write_index(folder, about)
+    disk.publish(folder, run.checkpoints / disk.name_of(step))
+    write_json(run.compression_file, {"schema": 1, "source": str(source.path), **asdict(result)})
+    ledger_of(result, source).save(run.ledger_file)
 
 
 def ledger_of(result: CompressionResult, source: CompressionSource) -> Ledger:

@@ -24,7 +24,7 @@ import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
-from ironlaw.files import as_name, lock_file, write_text
+from ironlaw.files import as_name, check_can_be_folder, is_taken, lock_file, write_text
 from ironlaw.train.jsonl import read_lines
 
 LOCK = ".lock"
@@ -118,9 +118,7 @@ def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
     Raises UserError if the directory exists without `resume`, or holds something other than this run.
     """
     run = RunDirectory(path)
-    for there in (path, *path.parents):
-        if there.exists() and not there.is_dir():
-            raise UserError(f"{there} is a file: give --out a directory")
+    check_can_be_folder(path, "--out")
     if path.exists() and any(entry.name != LOCK for entry in path.iterdir()):
         if not resume:
             raise UserError(f"{path} exists: add --resume to continue it, or give another --out")
@@ -166,7 +164,10 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     """Yield a temporary directory beside `folder` that is renamed to `folder` if the block succeeds.
 
     Otherwise it is removed, also on SIGTERM. What a killed process left is removed by the next one that writes there.
+    UserError, before the block, if `folder` holds something or cannot be made.
     """
+    if is_taken(folder):
+        raise UserError(f"{folder} exists: give a new directory")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     remove_torn(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:

@@ -66,7 +66,12 @@ class _Files:
 
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
-        return self.files[stored].get_tensor(stored)
+        tensor: Tensor = self.files[stored].get_tensor(stored)
+        if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise UserError(f"{name} in {self.folder} is stored as {tensor.dtype}: convert the weights to bf16 first")
+        if not all(math.isfinite(end) for end in tensor.aminmax()):
+            raise UserError(f"{name} in {self.folder} holds numbers that are not finite: fetch the weights again")
+        return tensor
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -167,11 +172,7 @@ def write_tensors(
     # Otherwise the family's default special tokens would apply.
     fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | more
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    except SafetensorError as error:  # on a full disk, remove the partial file, which would look like a model
-        (folder / SINGLE).unlink(missing_ok=True)
-        raise UserError(f"cannot write {folder / SINGLE}: {error}; give a folder with more space") from None
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     write_json(folder / "config.json", fields)
 
 

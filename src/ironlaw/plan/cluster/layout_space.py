@@ -18,6 +18,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
@@ -230,12 +231,15 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
     "zero2": ("sharding of gradients", _zero(2)),
     "zero3": ("sharding of weights", _zero(3)),
     "pp zero2": ("sharding of gradients in a pipeline", lambda c: (c["pp"] > 1) & (c["zero"] >= 2)),
-} | {name: (f"the {name} schedule", _schedule(name)) for name in SCHEDULES if name != "1f1b"}
+} | {name: (f"{name} schedule", _schedule(name)) for name in SCHEDULES if name != "1f1b"}
 """For each word of an engine's `lacks`: its meaning, and a mask of the layouts that need it."""
 
 
 def lacked(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
     """Return what the engine lacks, in words, each with a mask of the layouts that need it."""
+    if unknown := set(engine.lacks) - CAPABILITIES.keys():
+        word = min(unknown)
+        raise UserError(f"engine {engine.name} lacks '{word}', which is nothing: {did_you_mean(word, CAPABILITIES)}")
     return {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
 
 

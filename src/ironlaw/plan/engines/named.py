@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import LARGEST, UserError, did_you_mean
 from ironlaw.files import cache_folder, read_toml
 from ironlaw.plan.engines.engine import TrainingEngine
 
@@ -74,17 +74,29 @@ def profile_path(name: str) -> Path:
 
 
 def _loaded(name: str, path: Path, **fixed: Any) -> TrainingEngine:
-    """Return the engine of a file. Raises UserError for an unknown key or a wrong type."""
+    """Return the engine of a file. Raises UserError for an unknown key, and for a value of another kind."""
     try:
         data: dict[str, Any] = read_toml(path)
     except (OSError, UserError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+    _check(data, path)
+    for table in data.get("by_generation", {}).values():
+        _check(table if isinstance(table, dict) else {"by_generation": table}, path)
+    tuples = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+    return TrainingEngine(**(data | tuples | fixed | {"name": name}))
+
+
+def _check(table: dict[str, Any], path: Path) -> None:
     kinds = {field.name: type(getattr(TrainingEngine(""), field.name)) for field in fields(TrainingEngine)}
-    for key, value in data.items():
+    for key, value in table.items():
         if key not in kinds:
             raise UserError(f"{path}: unknown key '{key}': {did_you_mean(key, kinds)}")
-        wanted = (int, float) if kinds[key] is float else (list, tuple) if kinds[key] is tuple else kinds[key]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[key] is not bool):
-            raise UserError(f"{path}: {key} must be {kinds[key].__name__}, not {value!r}")
-    tuples = {key: tuple(value) for key, value in data.items() if kinds[key] is tuple}
-    return TrainingEngine(**({"name": name} | data | tuples | fixed))
+        kind = kinds[key]
+        if kind in (int, float):  # times, bytes and ratios: none is negative
+            fine = type(value) in (int, kind) and 0 <= value < LARGEST
+        elif kind is tuple:
+            fine = isinstance(value, list) and all(isinstance(word, str) for word in value)
+        else:
+            fine = isinstance(value, kind)
+        if not fine:
+            raise UserError(f"{path}: {key} must be {kind.__name__}, not {value!r}")

@@ -78,8 +78,12 @@ def request_of(
     if (other := taken_model(requested.model.name)) and other[1]:
         assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]
-    if config and config.train.micro_batch and layout is None:
-        assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
+    if config and layout is None:
+        own = {"train.micro_batch": config.train.micro_batch, "[layout]": config.layout,
+               "train.offload": config.train.offload != "none",
+               "[recompute]": config.recompute.mode != "none"}  # fmt: skip
+        if said := " and ".join(key for key, value in own.items() if value):
+            assumed.append(Assumption("layout", "searched", f"the config's {said} is for its own devices", "--layout"))
     optimizer = _optimizer(requested, options)
     request = ClusterRequest(
         requested.model, cluster, work.sequence, work.global_batch, precision, optimizer=optimizer, config=config,
