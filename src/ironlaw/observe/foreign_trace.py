@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event, SyncPoints, describe_sync_points
 from ironlaw.observe.partition import BRIDGES
@@ -209,31 +211,21 @@ def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> dict[int, Span
 
 
 def _by_priority(layers: Sequence[list[Segment]], begin: int, end: int, rest: Phase) -> list[Segment]:
-    """Cut [begin, end] so that each instant has the phase of the first layer that covers it."""
-    free, taken = [(begin, end)], []
-    for layer in layers:
-        remaining: list[tuple[int, int]] = []
-        ordered = sorted(layer, key=lambda piece: piece.start)
-        index = 0
-        for low, high in free:
-            now = low
-            while index > 0 and ordered[index - 1].end > low:
-                index -= 1
-            while index < len(ordered) and ordered[index].start < high:
-                piece = ordered[index]
-                index += 1
-                start, stop = max(piece.start, now), min(piece.end, high)
-                if stop <= start:
-                    continue
-                if start > now:
-                    remaining.append((now, start))
-                taken.append(replace(piece, start=start, end=stop))
-                now = stop
-            if now < high:
-                remaining.append((now, high))
-        free = remaining
-    taken += [phase_segment(rest, low, high) for low, high in free]
-    return sorted(taken, key=lambda piece: piece.start)
+    """Cut [begin, end] so that each instant has the phase of the first layer that covers it, and there of the piece
+    that begins first."""
+    pieces = [piece for layer in layers for piece in sorted(layer, key=lambda piece: piece.start)]
+    moments = [time for piece in pieces for time in (piece.start, piece.end)]
+    cuts = np.unique(np.clip([begin, end, *moments], begin, end))
+    owner = np.full(len(cuts) - 1, -1)
+    for number in reversed(range(len(pieces))):
+        first, last = np.searchsorted(cuts, (pieces[number].start, pieces[number].end))
+        owner[first:last] = number
+    turns = np.unique([0, *(np.flatnonzero(np.diff(owner)) + 1), len(owner)])
+    pieces.append(phase_segment(rest, begin, end))  # the last, which is what -1 names
+    return [
+        replace(pieces[owner[first]], start=int(cuts[first]), end=int(cuts[last]))
+        for first, last in itertools.pairwise(turns)
+    ]
 
 
 # -- lines and facts ---------------------------------------------------------------------------------------------
