@@ -121,12 +121,14 @@ def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_
     energy, rows = torch.full((1024, 128), 1e-20), [0.5] * 100_000
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
+            loss = torch.zeros(())
             for _ in range(8):
                 out = model(torch.randn(256, 16))  # APART
                 tiny = energy * energy  # TINY
                 torch.tensor(rows)  # HELD
                 ranks = out.argsort(-1)  # SORT
-                ((out * (ranks < 9)).mean() + tiny.sum()).backward()
+                loss = loss + (out * (ranks < 9)).mean() + tiny.sum()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
@@ -406,17 +408,22 @@ class Encoder(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("second", ["what the first gave", "another part"])
-def test_a_pass_of_what_another_pass_gave_is_none_of_another_part_of_the_batch(second: str) -> None:
-    """Encoder and head that the loop calls one after the other, or a state that is handed on."""
+@pytest.mark.parametrize(("second", "backward", "apart"), [
+    ("another part", "once", True), ("what the first gave", "once", False), ("another part", "after each", False),
+])  # fmt: skip
+def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str, backward: str, apart: bool) -> None:
+    """Unlike encoder and head that the loop calls one after the other, or a state that is handed on; and unlike
+    gradient accumulation, which saves memory."""
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     habits = Habits(model, partition=Partition(cuda=False))
     for _ in range(4):
-        for given in (x, model(x) + 1 if second == "what the first gave" else x):
+        for given in (x, *[model(x) + 1 if second == "what the first gave" else x] * 3):
             habits.forward_begins(model, (given,), {})
-        habits.resident.append(0)
+            if backward == "after each":
+                habits.backward_begins([])
+        habits.backward_begins([])
     habits.call = ModuleCall.of(model, (x,), {})
-    assert (habits._apart() is None) is (second == "what the first gave")
+    assert (habits._apart() is not None) is apart
 
 
 @pytest.mark.usefixtures("nothing_compiled")
