@@ -430,16 +430,19 @@ class Tied(nn.Module):
 class Chooses(nn.Module):
     """Takes weights by number: the gradient is put into zeros in place, but of fake tensors beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Callable[[Tensor, Tensor], Tensor] = Tensor.__getitem__) -> None:
         super().__init__()
-        self.choice, self.weights = nn.Linear(64, 8), nn.Parameter(torch.randn(8, 64, 128))
+        self.choice, self.weights, self.rows = nn.Linear(64, 8), nn.Parameter(torch.randn(8, 64, 128)), rows
 
     def forward(self, x: Tensor) -> Tensor:
         share, number = self.choice(x).softmax(-1).max(-1)
-        return torch.bmm(x[:, None], self.weights[number])[:, 0] * share[:, None]
+        return torch.bmm(x[:, None], self.rows(self.weights, number))[:, 0] * share[:, None]
 
 
-@pytest.mark.parametrize(("build", "given"), [(Tied, torch.zeros(2, 8).long()), (Chooses, torch.randn(16, 64))])
+@pytest.mark.parametrize(("build", "given"), [
+    (Tied, torch.zeros(2, 8).long()), (Chooses, torch.randn(16, 64)),
+    (lambda: Chooses(lambda weights, number: weights.index_select(0, number)), torch.randn(16, 64)),
+])  # fmt: skip
 def test_gradients_are_added_and_put_as_autograd_does(build: Any, given: Tensor) -> None:
     program = step_of_trace(trace(build, [Input("x", tuple(given.shape), str(given.dtype).removeprefix("torch."))]))
     lasting = sum(tensor.bytes for tensor in program.tensors[0])
