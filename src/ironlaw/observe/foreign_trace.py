@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.flop_counter import flop_registry
 
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event, SyncPoints, describe_sync_points
@@ -25,6 +27,7 @@ from ironlaw.observe.trace_file import TraceFile
 
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
 _USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
+_OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}  # tensors that a product takes
 CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the trace ended
 
 
@@ -258,18 +261,10 @@ def _lines(traced: _Traced) -> list[Line]:
 
 def _flops(event: Event) -> int:
     """Of a matrix product whose shapes the trace has."""
-    dims = [d for d in event.details.get("Input Dims", []) if isinstance(d, list)]
-    name = event.name.removeprefix("aten::")
+    shapes = event.details.get("Input Dims", [])[: _OPERANDS.get(event.name, 0)]
     try:
-        if name in ("mm", "bmm"):
-            (left, right) = dims[:2]
-        elif name in ("addmm", "baddbmm"):
-            (left, right) = dims[1:3]
-        else:
-            return 0
-        batch = left[0] if len(left) == 3 else 1
-        return int(2 * batch * left[-2] * left[-1] * right[-1])
-    except (ValueError, IndexError, TypeError):
+        return int(flop_registry[getattr(torch.ops.aten, event.name[6:])](*shapes)) if shapes else 0
+    except (AssertionError, ValueError, TypeError):  # no shapes of a product
         return 0
 
 
