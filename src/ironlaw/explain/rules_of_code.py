@@ -51,9 +51,10 @@ def _sync_calls(e: RunEvidence) -> list[dict[str, Any]] | None:
 
 
 def _syncs(e: RunEvidence) -> float | None:
-    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only."""
+    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only. They are
+    timed in recorded steps, which are slower."""
     calls = _sync_calls(e)
-    cost = float(sum(p["seconds"] for p in calls or [])) / (e.step or 1.0)
+    cost = float(sum(p["seconds"] for p in calls or [])) / (e.fact("profiled_step_seconds") or e.step or 1.0)
     return None if calls is None else max(cost, NOTICED) if calls else 0.0
 
 
