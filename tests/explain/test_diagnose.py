@@ -41,6 +41,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     },
     "input_bound": {"phases": {"data": 0.1}},
     "host_bound": {"phases": {"host": 0.1}},
+    "module_again": {"phases": {"host": 0.1}, "facts": {"module_again": {"part": 0.9, "place": "a.py:2"}}},
     "machine_slow": {"facts": {"machine_speed": 0.8}},
     "irregular_steps": {"facts": {"slow_steps_fraction": 0.3}},
     "unattributed": {"unattributed": 0.12},

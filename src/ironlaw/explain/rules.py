@@ -207,6 +207,15 @@ RULES: tuple[Rule, ...] = (
         eased_by="batch_small",
     ),
     Rule(
+        "module_again", Axis.ALGORITHM, 0.05,
+        lambda e: _own_share(e) * (e.fact("module_again") or {"part": 0.0})["part"]
+        if "module_again" in e.run.facts else None,
+        "A module computes again what it has computed before: {share} of the step.",
+        "call it once, before the loop, and keep what it gives",
+        "the same tensors and weights as the last time, without gradients, in the recorded steps; 5% as for checks",
+        placed="module_again",
+    ),
+    Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),
         "Dispatch binds: {share} of the step goes to calling operations, and to ones too short to matter.",
         "more work per call: a larger train.micro_batch, or train.compile = \"on\"",
