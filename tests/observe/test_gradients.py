@@ -331,6 +331,20 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
     assert facts_of(tmp_path / "run")["values_unread"] is None
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Path) -> None:
+    model, graph = nn.Linear(16, 16), torch.eye(64).to_sparse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.register_hook(lambda g: g.repeat(300, 1).flatten().sort().values[: g.numel()].view_as(g))  # HOOK
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            torch.sparse.mm(graph, model(torch.randn(64, 16))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    slow = facts_of(tmp_path / "run")["operation_slow"]
+    assert "# HOOK" in line(slow["place"]) and "sort" in slow["operation"]
+
+
 def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
     by_hand, whole = tmp_path / "by_hand.py", tmp_path / "whole.py"
     by_hand.write_text("for p in model.parameters():\n    nn.utils.clip_grad_norm_(p, 1.0)\n")
