@@ -332,6 +332,20 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+def test_attention_that_writes_its_scores_has_the_line_that_calls_it(tmp_path: Path) -> None:
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.randn(2, 8, 16).softmax(-1)  # not this one
+            out, _ = model(x, x, x)  # ATTENDS
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "# ATTENDS" in line(facts_of(tmp_path / "run")["places"]["attention_unfused"])
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Path) -> None:
     model, graph = nn.Linear(16, 16), torch.eye(64).to_sparse()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

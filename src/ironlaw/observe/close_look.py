@@ -245,6 +245,11 @@ class CloseLook(TorchDispatchMode):
             "line_slow": self._slow(set(calls)),
         }
 
+    def place_of(self, operation: str) -> str:
+        """Return the line where an operation that is no `WORK` took most, "?" without any."""
+        taken = self._seconds[ONE + operation]
+        return max(taken, key=lambda line: taken[line], default="?")
+
     def _heaviest(self, calls: Collection[str]) -> dict[str, Any] | None:
         """Return the operation, other than `WORK`, that takes the most time in one line."""
         each = ((kind, line) for kind, lines in self._seconds.items() if kind.startswith(ONE) for line in lines)

@@ -321,6 +321,8 @@ class Habits:
         named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
         named["clipping"] = clipping_line(self._files)
         found = seen | {rule: place for rule, place in named.items() if place}
+        softmax = self._closely.place_of("_softmax") if self._closely is not None else "?"
+        found |= {"attention_unfused": softmax} if softmax != "?" else {}
         return {rule: place for rule, place in found.items() if place != "?"}
 
     def most_seen(self, what: str) -> dict[str, Any] | None:
