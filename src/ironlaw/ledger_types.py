@@ -36,8 +36,8 @@ TEXTS = (
 DATA_FRACTIONS = ("padded_fraction", "cropped_fraction", "documents_cut_fraction")
 WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_in_eval", "optimizer_rebuilt",
             "unscaled", "updates_again")  # fmt: skip
-PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "copies", "decompositions", "denormals",
-         "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
+PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
+         "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
          "module_again", "operation_slow", "padding", "passes_apart", "rows_untouched", "values_unread",
          "zeros_multiplied")  # fmt: skip
 
