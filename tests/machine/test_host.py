@@ -54,12 +54,13 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_thread_waits_for_a_core_whenever_it_neither_computes_nor_sleeps(sleeps: bool) -> None:
-    wait = host.CoreWait()
-    began, computed = time.perf_counter(), time.thread_time()
+    clock = host.ThreadClock()
+    began, _, before = clock.read()
+    start = time.thread_time()
     if sleeps:
         time.sleep(0.03)
-    while time.thread_time() - computed < 0.01:
+    while time.thread_time() - start < 0.01:
         pass
-    idle = time.perf_counter() - began - (time.thread_time() - computed)
-    waited = wait.seconds()
+    ended, computed, after = clock.read()
+    idle, waited = ended - began - (computed - start), after - before
     assert waited < idle - 0.02 if sleeps else waited == pytest.approx(idle, abs=1e-3)

@@ -7,7 +7,6 @@ it computed (host) or it waited (idle).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ironlaw.ledger import STEP_PHASES, Phase
-from ironlaw.machine.host import CoreWait
+from ironlaw.machine.host import ThreadClock
 from ironlaw.observe.clock import StepTimes
 
 # Between the phase that ended and the phase that begins: the loss, clipping, clearing gradients, the next batch of an
@@ -65,7 +64,7 @@ class Partition:
     on_mark: Callable[[], None] | None = None  # called at every mark, for a trace to align with
     done: list[StepTimes] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)  # of the running step
-    _wait: CoreWait = field(default_factory=CoreWait)
+    _clock: ThreadClock = field(default_factory=ThreadClock)
     _stack: list[Phase] = field(default_factory=list)
     _waiting: list[list[Interval]] = field(default_factory=list)  # steps whose events the device has not reached
 
@@ -135,7 +134,7 @@ class Partition:
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return ClockReading(time.perf_counter(), time.thread_time(), self._wait.seconds(), event)
+        return ClockReading(*self._clock.read(), event)
 
 
 def _times(intervals: list[Interval]) -> StepTimes:
