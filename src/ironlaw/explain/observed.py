@@ -63,8 +63,8 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
     if operations.is_file():
         document = read_json(operations)
         _add_shapes(document, run)
-    if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
-        variants = _variants(document, run, profile)
+        if profile is not None and "step_seconds" in plan.totals:
+            variants = _variants(document, run, profile)
     return find(ObservedPlans(plan, run, gap, variants=variants), REMEDIES)
 
 

@@ -53,9 +53,7 @@ def module_paths(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path + ("" if any(module.children()) else LEAF) for path, module in model.named_modules()}
 
 
-Steps = Sequence[
-    Sequence[Interval]
-]  # the partition's intervals of each recorded step; each ends at a mark of the trace
+Steps = Sequence[Sequence[Interval]]  # of each recorded step; each interval ends at a mark of the trace
 
 
 def main_lane(spans: Sequence[Span]) -> int | str:
