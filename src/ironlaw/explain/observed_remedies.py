@@ -145,14 +145,17 @@ def _attention(now: ObservedPlans) -> list[Proposal]:
         and line.operation.rpartition(".")[0] in roots
         and line.operation.rpartition(".")[2] not in STAYS
     )
-    scores = sum(4.0 * batch * tokens**2 for batch, tokens, _ in now.fact("score_products") or [])
+    products = now.fact("score_products") or []
+    scores = sum(4.0 * batch * tokens**2 for batch, tokens, *_ in products)
     saved = spent - timed["fused"] * int(now.fact("accumulation") or 1)
-    how = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+    causal = ", is_causal=True" if any(masked for *_, masked in products) else ""
+    how = f"torch.nn.functional.scaled_dot_product_attention(q, k, v{causal})"
     return _saved(now, how, saved, "measured, against the fused kernel timed at the end of the run", scores)
 
 
-# What cuts queries, keys and values out of one product, and puts heads together again: the fused kernel needs it too.
-STAYS = ("cat", "clone", "contiguous", "split", "chunk", "stack")
+# What makes queries, keys and values, cuts them out of one product, and puts heads together again: the fused kernel
+# needs it too.
+STAYS = ("addmm", "cat", "chunk", "clone", "contiguous", "mm", "select", "split", "stack", "sum")
 
 
 def _native(now: ObservedPlans) -> list[Proposal]:
