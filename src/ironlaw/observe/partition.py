@@ -98,18 +98,15 @@ class Partition:
         self._close(None)
         last = self.intervals.pop()
         self._waiting.append(self.intervals)
-        self._resolve(wait=False)
+        self.resolve(wait=False)
         self.intervals = [Interval(last.begin, last.begin, self.running)]
 
     @property
     def running(self) -> Phase | None:
         return self._stack[-1] if self._stack else None
 
-    def finish(self) -> None:
-        """Wait for what the device still owes."""
-        self._resolve(wait=True)
-
-    def _resolve(self, wait: bool) -> None:
+    def resolve(self, wait: bool) -> None:
+        """Time the steps that the device has done; `wait` for what it still owes."""
         while self._waiting:
             reached = self._waiting[0][-1].end.event
             if reached is not None and wait:
