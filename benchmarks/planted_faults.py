@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import planted_gains
+import remedies_page
 
 STEPS, BATCH, TOKENS, VOCAB = 24, 16, 64, 4096
 LONG = 2048  # tokens, where attention is what matters
@@ -384,7 +385,7 @@ def keep_grades(rows: list[dict[str, Any]], path: Path) -> None:
     from ironlaw.explain import grades
     from ironlaw.machine import host
 
-    others = [grade for grade in grades.read(path) if grade.source != "planted_faults"]
+    others = [grade for grade in remedies_page.read(path) if grade.source != "planted_faults"]
     path.unlink(missing_ok=True)
     for grade in others:
         grades.keep(grade, path)

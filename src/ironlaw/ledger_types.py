@@ -39,7 +39,7 @@ WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_
             "unscaled", "updates_again")  # fmt: skip
 PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
          "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
-         "operation_slow", "padding", "passes_apart", "rows_untouched", "values_unread",
+         "module_again", "operation_slow", "padding", "passes_apart", "rows_untouched", "values_unread",
          "zeros_multiplied")  # fmt: skip
 
 

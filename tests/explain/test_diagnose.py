@@ -41,6 +41,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     },
     "input_bound": {"phases": {"data": 0.1}},
     "host_bound": {"phases": {"host": 0.1}},
+    "module_again": {"phases": {"host": 0.1}, "facts": {"module_again": {"part": 0.9, "place": "a.py:2"}}},
     "machine_slow": {"facts": {"machine_speed": 0.8}},
     "irregular_steps": {"facts": {"slow_steps_fraction": 0.3}},
     "unattributed": {"unattributed": 0.12},
@@ -172,6 +173,8 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     points = [{"place": "train.py:12", "call": "item", "per_step": 4, "seconds": 1e-9}]
     found = verdict(plan, facts={"sync_points": points})
     assert found.healthy and found.findings[0].rule == "sync_points" and "train.py:12" in found.evidence[0]
+    many = {"sync_points": [points[0] | {"seconds": 3.0}], "profiled_step_seconds": 4.0}  # recorded, which is slower
+    assert verdict(plan, facts=many).findings[0].share == 0.75
     half = verdict(plan, facts={"unscaled": {"place": "train.py:9", "per_step": 1.0}}).findings[0]
     assert half.rule == "unscaled" and half.evidence[0] == "train.py:9"
     once = [points[0] | {"per_step": 1}]  # as every loop reads its loss

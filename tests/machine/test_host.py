@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -49,3 +50,17 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(cores, "GROUPS", tmp_path / "none")
     monkeypatch.setattr(cores, "OWN_GROUP", tmp_path / "none")
     assert cores.usable_cores() == CORES and host.memory_bytes() == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_thread_waits_for_a_core_whenever_it_neither_computes_nor_sleeps(sleeps: bool) -> None:
+    clock = host.ThreadClock()
+    began, _, before = clock.read()
+    start = time.thread_time()
+    if sleeps:
+        time.sleep(0.03)
+    while time.thread_time() - start < 0.01:
+        pass
+    ended, computed, after = clock.read()
+    idle, waited = ended - began - (computed - start), after - before
+    assert waited < idle - 0.02 if sleeps else waited == pytest.approx(idle, abs=1e-3)

@@ -11,7 +11,8 @@ import pytest
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.observe import trace_file
-from ironlaw.observe.foreign_trace import trace_ledger
+from ironlaw.observe.foreign_trace import _by_priority, trace_ledger
+from ironlaw.observe.timeline import phase_segment
 from ironlaw.observe.trace_file import read_trace
 
 TRACES = Path(__file__).parent / "traces"
@@ -28,6 +29,16 @@ def test_every_instant_on_a_device_has_one_phase(gpu: Ledger) -> None:
         {"data": 1.0, "transfer": 0.5, "forward": 3.0, "backward": 4.0, "communication": 1.0, "optimizer": 0.5}
     )
     assert gpu.totals["step_seconds"].value == pytest.approx(0.010)
+
+
+def test_a_call_has_the_instants_behind_those_that_it_calls() -> None:
+    kernels, calls = ([phase_segment(phase, *span) for span in spans] for phase, spans in (
+        (Phase.FORWARD, [(30, 60)]), (Phase.HOST, [(0, 100), (10, 20)]),
+    ))  # fmt: skip
+    pieces = _by_priority([kernels, calls], 0, 110, Phase.IDLE)
+    assert [(piece.style, piece.start, piece.end) for piece in pieces if piece.start >= 30] == [
+        ("forward", 30, 60), ("host", 60, 100), ("idle", 100, 110),
+    ]  # fmt: skip
 
 
 def test_kernels_count_where_they_were_launched(gpu: Ledger) -> None:

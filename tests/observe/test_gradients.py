@@ -121,12 +121,14 @@ def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_
     energy, rows = torch.full((1024, 128), 1e-20), [0.5] * 100_000
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
+            loss = torch.zeros(())
             for _ in range(8):
                 out = model(torch.randn(256, 16))  # APART
                 tiny = energy * energy  # TINY
                 torch.tensor(rows)  # HELD
                 ranks = out.argsort(-1)  # SORT
-                ((out * (ranks < 9)).mean() + tiny.sum()).backward()
+                loss = loss + (out * (ranks < 9)).mean() + tiny.sum()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
@@ -329,6 +331,34 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
     assert facts_of(tmp_path / "run")["values_unread"] is None
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+def test_attention_that_writes_its_scores_has_the_line_that_calls_it(tmp_path: Path) -> None:
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.randn(2, 8, 16).softmax(-1)  # not this one
+            out, _ = model(x, x, x)  # ATTENDS
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "# ATTENDS" in line(facts_of(tmp_path / "run")["places"]["attention_unfused"])
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Path) -> None:
+    model, graph = nn.Linear(16, 16), torch.eye(64).to_sparse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.register_hook(lambda g: g.repeat(300, 1).flatten().sort().values[: g.numel()].view_as(g))  # HOOK
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            torch.sparse.mm(graph, model(torch.randn(64, 16))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    slow = facts_of(tmp_path / "run")["operation_slow"]
+    assert "# HOOK" in line(slow["place"]) and "sort" in slow["operation"]
+
+
 def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
     by_hand, whole = tmp_path / "by_hand.py", tmp_path / "whole.py"
     by_hand.write_text("for p in model.parameters():\n    nn.utils.clip_grad_norm_(p, 1.0)\n")
@@ -406,17 +436,22 @@ class Encoder(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("second", ["what the first gave", "another part"])
-def test_a_pass_of_what_another_pass_gave_is_none_of_another_part_of_the_batch(second: str) -> None:
-    """Encoder and head that the loop calls one after the other, or a state that is handed on."""
+@pytest.mark.parametrize(("second", "backward", "apart"), [
+    ("another part", "once", True), ("what the first gave", "once", False), ("another part", "after each", False),
+])  # fmt: skip
+def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str, backward: str, apart: bool) -> None:
+    """Unlike encoder and head that the loop calls one after the other, or a state that is handed on; and unlike
+    gradient accumulation, which saves memory."""
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     habits = Habits(model, partition=Partition(cuda=False))
     for _ in range(4):
-        for given in (x, model(x) + 1 if second == "what the first gave" else x):
+        for given in (x, *[model(x) + 1 if second == "what the first gave" else x] * 3):
             habits.forward_begins(model, (given,), {})
-        habits.resident.append(0)
+            if backward == "after each":
+                habits.backward_begins([])
+        habits.backward_begins([])
     habits.call = ModuleCall.of(model, (x,), {})
-    assert (habits._apart() is None) is (second == "what the first gave")
+    assert (habits._apart() is not None) is apart
 
 
 @pytest.mark.usefixtures("nothing_compiled")

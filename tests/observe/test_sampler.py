@@ -161,3 +161,14 @@ def test_looks_at_gaps_are_told_from_passes_and_all_lines_of_an_update_are_kept(
     ]
     assert (sampler.fraction("module"), sampler.fraction("logs")) == (0.5, 0.25)  # of gaps: passes are none
     assert sum(share for _, share in sampler.lines()["optimizer"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_module_that_is_given_the_same_tensors_again_has_a_line(same: bool) -> None:
+    """Prompts whose embeddings do not change, and not a teacher of every batch."""
+    module, given = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with StackSampler(Partition()) as sampler, torch.no_grad():
+        for _ in range(3):
+            module(given if same else given.clone())
+    again = sampler.facts([])["module_again"]
+    assert (again is not None and __file__ in again["place"]) is same

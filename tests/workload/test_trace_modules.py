@@ -371,6 +371,16 @@ class Patches(nn.Sequential):
         return self[1](self[0](x).flatten(2).transpose(1, 2)).mean(1)
 
 
+class LastChannels(nn.Conv2d):
+    """A wide depthwise product of images whose channels lie together: oneDNN pads its weights to blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, 7, padding=3, groups=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(memory_format=torch.channels_last))
+
+
 def step_bytes(module: nn.Module, given: Tensor) -> int:
     """The highest moment of a real step, beside weights and inputs, by the profiler's allocations."""
     (module(given) ** 2).sum().backward()  # what is built once
@@ -390,9 +400,11 @@ def step_bytes(module: nn.Module, given: Tensor) -> int:
     (Promotes, (512, 64), 0.05),
     (lambda: Patches(16), (2, 3, 224, 224), 0.001),
     (lambda: Patches(8), (4, 3, 64, 64), 0.01),
-    (lambda: nn.Conv2d(16, 32, 17, padding=8), (2, 16, 64, 64), 0.01),
+    (lambda: nn.Conv2d(16, 32, 17, padding=8), (1, 16, 64, 64), 0.01),
+    (LastChannels, (2, 32, 8, 8), 0.02),
     (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(64, 64)), (16, 64), 0.001),
-], ids=["conv2d", "conv3d", "strided", "columns", "promoted", "patches", "rows", "wide", "orthogonal"])  # fmt: skip
+], ids=["conv2d", "conv3d", "strided", "columns", "promoted", "patches", "rows", "wide", "depthwise",
+        "orthogonal"])  # fmt: skip
 def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: tuple[int, ...], within: float) -> None:
     module = build()
     dtype = next(module.parameters()).dtype
@@ -418,16 +430,19 @@ class Tied(nn.Module):
 class Chooses(nn.Module):
     """Takes weights by number: the gradient is put into zeros in place, but of fake tensors beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Callable[[Tensor, Tensor], Tensor] = Tensor.__getitem__) -> None:
         super().__init__()
-        self.choice, self.weights = nn.Linear(64, 8), nn.Parameter(torch.randn(8, 64, 128))
+        self.choice, self.weights, self.rows = nn.Linear(64, 8), nn.Parameter(torch.randn(8, 64, 128)), rows
 
     def forward(self, x: Tensor) -> Tensor:
         share, number = self.choice(x).softmax(-1).max(-1)
-        return torch.bmm(x[:, None], self.weights[number])[:, 0] * share[:, None]
+        return torch.bmm(x[:, None], self.rows(self.weights, number))[:, 0] * share[:, None]
 
 
-@pytest.mark.parametrize(("build", "given"), [(Tied, torch.zeros(2, 8).long()), (Chooses, torch.randn(16, 64))])
+@pytest.mark.parametrize(("build", "given"), [
+    (Tied, torch.zeros(2, 8).long()), (Chooses, torch.randn(16, 64)),
+    (lambda: Chooses(lambda weights, number: weights.index_select(0, number)), torch.randn(16, 64)),
+])  # fmt: skip
 def test_gradients_are_added_and_put_as_autograd_does(build: Any, given: Tensor) -> None:
     program = step_of_trace(trace(build, [Input("x", tuple(given.shape), str(given.dtype).removeprefix("torch."))]))
     lasting = sum(tensor.bytes for tensor in program.tensors[0])

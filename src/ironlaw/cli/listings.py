@@ -55,7 +55,7 @@ def runs(
     if not found:
         output().print(f"{folder} holds no runs.")
         return
-    show(runs_view(found, {run["run"]: losses(Path(run["run"]))[1] for run in found}))
+    show(runs_view(found, {run["run"]: losses(Path(run["run"])) for run in found}))
 
 
 def doctor(json: Json = False) -> None:

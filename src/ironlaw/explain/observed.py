@@ -63,9 +63,9 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
     if operations.is_file():
         document = read_json(operations)
         _add_shapes(document, run)
-    if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
-        variants = _variants(document, run, profile)
-    return find(ObservedPlans(plan, run, gap, profile=profile, variants=variants), REMEDIES)
+        if profile is not None and "step_seconds" in plan.totals:
+            variants = _variants(document, run, profile)
+    return find(ObservedPlans(plan, run, gap, variants=variants), REMEDIES)
 
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:

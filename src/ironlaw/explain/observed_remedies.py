@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.gap import recomputed_seconds, reconcile
+from ironlaw.explain.gap import reconcile
 from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
-from ironlaw.explain.rules_of_code import PASSES, ROOM
+from ironlaw.explain.rules_of_code import PASSES, recomputed_share
 from ironlaw.explain.rules_of_devices import useless_exchanges
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
-from ironlaw.machine.profile import Profile
 
 AS_IT_IS = "as it is"  # the variant that the others are compared with
 LEAST_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
@@ -27,7 +26,6 @@ BOTH_WAYS, MEASURED = "timed both ways at the end of the run", "measured seconds
 class ObservedPlans(RunEvidence):
     """What a remedy may look at. `variants`: name -> plan of one micro-batch step run that way, on the same machine."""
 
-    profile: Profile | None = None
     variants: Mapping[str, Ledger] = field(default_factory=dict)
 
     @cached_property
@@ -134,50 +132,31 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
 
 
 def _attention(now: ObservedPlans) -> list[Proposal]:
-    """Scores that are written out: their products, softmax and masks against the fused kernel of the same shape."""
-    found = _unfused_attention(now)
-    if found is None:
-        return []
-    spent, fused, pairs_bytes = found
-    how = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
-    return _saved(
-        now, how, spent - fused, "measured, against the fused kernel timed at the end of the run", pairs_bytes
-    )
-
-
-def _unfused_attention(now: ObservedPlans) -> tuple[float, float, float] | None:
-    """(seconds spent, seconds the fused kernel takes, bytes of scores) per step; None without a softmax of scores."""
-    names = {line.operation for line in now.timed}
+    """Scores that are written out: everything that the module does itself between its linear layers (products, masks,
+    softmax, scales, casts) against the fused kernel of the same shape."""
+    names, timed = {line.operation for line in now.timed}, now.fact("attention_seconds")
     roots = {name.removesuffix(".softmax") for name in names if name.endswith(".softmax")}
     roots = {root for root in roots if f"{root}.bmm" in names}
-    timed = now.fact("attention_seconds")  # at the end of the run: the machine as it was then
-    if not roots or (now.profile is None and timed is None):
-        return None
-    spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
+    if not roots or timed is None:
+        return []
+    spent = sum(
         line.seconds or 0.0
         for line in now.timed
         if line.phase in PASSES
         and line.operation.rpartition(".")[0] in roots
         and line.operation.rpartition(".")[2] not in STAYS
     )
-    products = [op for op in now.fact("score_products") or [] if op]
-    if not products:
-        return None
-    fused = scores = 0.0
-    for batch, tokens, size in products:
-        pairs = batch * tokens * tokens / 2
-        scores += 4 * batch * tokens * tokens
-        if timed is not None or now.profile is None:
-            continue
-        for direction in ("forward", "backward"):
-            precision = "bf16" if now.fact("precision") == "bf16" else "fp32"
-            fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
-    again = int(now.fact("accumulation") or 1)
-    return spent, (fused if timed is None else timed["fused"]) * again, scores
+    products = now.fact("score_products") or []
+    scores = sum(4.0 * batch * tokens**2 for batch, tokens, *_ in products)
+    saved = spent - timed["fused"] * int(now.fact("accumulation") or 1)
+    causal = ", is_causal=True" if any(masked for *_, masked in products) else ""
+    how = f"torch.nn.functional.scaled_dot_product_attention(q, k, v{causal})"
+    return _saved(now, how, saved, "measured, against the fused kernel timed at the end of the run", scores)
 
 
-# What cuts queries, keys and values out of one product, and puts heads together again: the fused kernel needs it too.
-STAYS = ("cat", "clone", "contiguous", "split", "chunk", "stack")
+# What makes queries, keys and values, cuts them out of one product, and puts heads together again: the fused kernel
+# needs it too.
+STAYS = ("addmm", "cat", "chunk", "clone", "contiguous", "mm", "select", "split", "stack", "sum")
 
 
 def _native(now: ObservedPlans) -> list[Proposal]:
@@ -212,12 +191,10 @@ def _alignment(now: ObservedPlans) -> list[Proposal]:
 
 
 def _recompute(now: ObservedPlans) -> list[Proposal]:
-    needed = now.run.totals.get("resident_bytes")
-    have, kept = now.fact("memory_bytes"), now.plan.memory_bytes().get("activations") or 0.0
-    if needed is None or not have or needed.value + kept > ROOM * have:
-        return []
+    saved = (recomputed_share(now) or 0.0) * (now.step or 0.0)
+    kept = now.plan.memory_bytes().get("activations") or 0.0
     how = "drop torch.utils.checkpoint, or gradient_checkpointing_disable()"
-    return _saved(now, how, recomputed_seconds(now.run), "measured forward operations within the backward pass", -kept)
+    return _saved(now, how, saved, "measured forward operations within the backward pass", -kept)
 
 
 def _syncs(now: ObservedPlans) -> list[Proposal]:

@@ -120,9 +120,13 @@ def _own_share(e: RunEvidence) -> float:
     own = e.phase_share(Phase.HOST) or 0.0
     if e.fact("device") == "cuda" or not e.step:
         return own
-    delayed, in_gaps = (float(e.fact(name) or 0.0) / e.step for name in ("delayed_seconds", "delayed_gap_seconds"))
-    own += (e.phase_share(Phase.IDLE) or 0.0) - in_gaps
-    return max(0.0, own) / max(0.05, 1 - delayed)
+    own += (e.phase_share(Phase.IDLE) or 0.0) - float(e.fact("delayed_gap_seconds") or 0.0) / e.step
+    return max(0.0, own) / _undelayed(e)
+
+
+def _undelayed(e: RunEvidence) -> float:
+    """Part of the step in which it waits for no core that other programs have."""
+    return max(0.05, 1 - float(e.fact("delayed_seconds") or 0.0) / (e.step or 1.0))
 
 
 def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
@@ -143,7 +147,7 @@ def _host_share(e: RunEvidence) -> float | None:
     what any loop takes."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
-    usual = LOOP_SECONDS / e.step if e.step else 0.0
+    usual = LOOP_SECONDS / (e.step * _undelayed(e)) if e.step else 0.0
     known = _at_loader(e) + float(e.fact("module_fraction") or 0.0)
     return max(0.0, _own_share(e) * (1 - known) - (logging_share(e) or 0.0) - usual)
 
@@ -205,6 +209,15 @@ RULES: tuple[Rule, ...] = (
         "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures, noticed=0.05, symptom=True,
         eased_by="batch_small",
+    ),
+    Rule(
+        "module_again", Axis.ALGORITHM, 0.05,
+        lambda e: _own_share(e) * (e.fact("module_again") or {"part": 0.0})["part"]
+        if "module_again" in e.run.facts else None,
+        "A module computes again what it has computed before: {share} of the step.",
+        "call it once, before the loop, and keep what it gives",
+        "the same tensors and weights as the last time, without gradients, in the recorded steps; 5% as for checks",
+        placed="module_again",
     ),
     Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),

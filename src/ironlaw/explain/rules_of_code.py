@@ -51,9 +51,10 @@ def _sync_calls(e: RunEvidence) -> list[dict[str, Any]] | None:
 
 
 def _syncs(e: RunEvidence) -> float | None:
-    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only."""
+    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only. They are
+    timed in recorded steps, which are slower."""
     calls = _sync_calls(e)
-    cost = float(sum(p["seconds"] for p in calls or [])) / (e.step or 1.0)
+    cost = float(sum(p["seconds"] for p in calls or [])) / (e.fact("profiled_step_seconds") or e.step or 1.0)
     return None if calls is None else max(cost, NOTICED) if calls else 0.0
 
 
@@ -64,13 +65,14 @@ def _tell_syncs(e: RunEvidence) -> tuple[str, list[str]]:
     return f"The host waits for values of tensors {total:.0f} times per step, inside the loop.", figures
 
 
-def _recomputes(e: RunEvidence) -> float | None:
+def recomputed_share(e: RunEvidence) -> float | None:
+    """Of the step; 0 where memory needs it."""
     if not e.run.lines or not e.step:
         return None
     resident, have = e.run.totals.get("resident_bytes"), e.fact("memory_bytes")
     kept = e.plan.memory_bytes().get("activations") or 0.0
     if resident is not None and have and resident.value + kept > ROOM * have:
-        return 0.0  # memory needs it
+        return 0.0
     return recomputed_seconds(e.run) / e.step
 
 
@@ -304,7 +306,8 @@ CODE_RULES: tuple[Rule, ...] = (
     Rule(
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
         "Attention is not fused: it writes its scores to memory, which costs {share} of the step.",
-        "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
+        "torch.nn.functional.scaled_dot_product_attention",
+        "measured, against the fused kernel timed at the end of the run",
     ),
     _part_of(
         PASSES, "attention_masked", 0.05,
@@ -331,7 +334,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "both products timed at the end of the run; 3% is above their noise", _align_figures, noticed=NOTICED,
     ),
     Rule(
-        "recompute_needless", Axis.ALGORITHM, 0.05, _recomputes,
+        "recompute_needless", Axis.ALGORITHM, 0.05, recomputed_share,
         "Activations are recomputed although memory has room for them: {share} of the step.",
         "turn recomputation off", "forward operations within the backward pass, when memory stays under 85%",
     ),

@@ -71,11 +71,7 @@ def _entry(path: Path) -> dict[str, Any]:
     return entry
 
 
-def losses(path: Path) -> tuple[list[int], list[float]]:
-    """Step and training loss of a run, for a plot."""
-    steps, values = [], []
-    for entry in read_json_lines(path / "metrics.jsonl"):
-        if isinstance(entry.get("loss"), float) and isinstance(entry.get("step"), int):
-            steps.append(entry["step"])
-            values.append(entry["loss"])
-    return steps, values
+def losses(path: Path) -> list[float]:
+    """Training loss of each step of a run, for a plot."""
+    entries = (entry for entry in read_json_lines(path / "metrics.jsonl") if isinstance(entry.get("step"), int))
+    return [entry["loss"] for entry in entries if isinstance(entry.get("loss"), float)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import sys
 import time
 from pathlib import Path
@@ -107,16 +108,33 @@ class OtherLoad:
         return busy_seconds(self._stat), time.process_time(), time.perf_counter()
 
 
-class CoreWait:
-    """A meter of the seconds that the thread which created it has waited for a core; 0 outside Linux."""
+class ThreadClock:
+    """The clock, with the processor time of the thread that created it and the time that it has waited for a core (0
+    outside Linux), all of one moment.
+
+    A thread that never gave its core up has waited whenever it did not compute: the scheduler's own count misses ticks
+    of other threads (Linux 6.18), and is read a system call later, behind which a busy machine takes the core away.
+    """
 
     def __init__(self) -> None:
         self._file = _SCHEDULE.open("rb", buffering=0) if _SCHEDULE.is_file() else None
+        self._last, self._waited = self._now(), 0.0
 
-    def seconds(self) -> float:
+    def _now(self) -> tuple[float, float, float, int]:
+        """Seconds, those computed, those that the scheduler counts as waits, and how often the core was given up."""
+        seconds, computed = time.perf_counter(), time.thread_time()
         if self._file is None:
-            return 0.0
-        return int(os.pread(self._file.fileno(), 64, 0).split()[1]) / 1e9
+            return seconds, computed, 0.0, 0
+        counted = int(os.pread(self._file.fileno(), 64, 0).split()[1]) / 1e9
+        return seconds, computed, counted, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+    def read(self) -> tuple[float, float, float]:
+        """Return the seconds of the clock, of processor time and of waits."""
+        before, self._last = self._last, self._now()
+        passed, computed, counted, given_up = (now - then for now, then in zip(self._last, before, strict=True))
+        if self._file is not None:
+            self._waited += counted if given_up else max(0.0, passed - computed)
+        return self._last[0], self._last[1], self._waited
 
 
 def busy_seconds(stat: Path = _STAT) -> float:

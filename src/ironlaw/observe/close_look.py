@@ -33,7 +33,7 @@ from ironlaw.observe.gradients import graph_of
 from ironlaw.observe.loop_lines import LineTrace
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import share_saved
-from ironlaw.observe.user_code import is_users, line_of, user_frames
+from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
 from ironlaw.workload.trace_kernels import storages, tensors
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv")
@@ -104,6 +104,7 @@ class CloseLook(TorchDispatchMode):
         self._trace = LineTrace(self._line_begins, everywhere=True)
         self._gaps: list[dict[str, float]] = [defaultdict(float)]  # line -> seconds, between two operations of a pass
         self._line, self._since = "?", 0.0
+        self._asked = "?"  # the line that has asked for the pass
 
     def begin(self) -> None:
         """Looks from here to `end`, unless the loop has a mode of its own on: modes must end in turn."""
@@ -139,6 +140,7 @@ class CloseLook(TorchDispatchMode):
     def pass_begins(self, roots: Any = ()) -> None:
         """A forward pass, or a backward pass from `roots`; what is repeated with every pass is no loop within one."""
         self._loops.end()
+        self._asked = user_line()
         self.autocast = torch.is_autocast_enabled("cpu")
         for node in graph_of(roots) if self._on else ():
             self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
@@ -167,7 +169,7 @@ class CloseLook(TorchDispatchMode):
         if node is not None or self.partition.running is Phase.BACKWARD:
             line = self._count_backward(node, func.overloadpacket.__name__, args, seconds)
         else:
-            line = self._count(func, list(tensors(args)), kwargs.get("attn_mask"), result, seconds)
+            line = self._count(func, dense(args), kwargs.get("attn_mask"), result, seconds)
         for kind, tries in TRIED.items():
             share = tries(self, func, args, kwargs, result)
             self._seconds[kind][line] += seconds * share if share > LEAST_SAVED else 0.0
@@ -186,6 +188,9 @@ class CloseLook(TorchDispatchMode):
     def _count_backward(self, node: Any, name: str, args: Any, seconds: float) -> str:
         number = node._sequence_nr() if node is not None else -1
         line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
+        if (own := user_line()) != self._asked:  # a hook, or a function's own backward pass
+            called = CountedCall(own, name, False, dense(args), [], None)
+            return self._add(own, [] if is_work(called) else [ONE + name], seconds)
         if line and name in MATRIX_PRODUCTS:
             self._head = number if self._head is None else self._head
             if self._head == number and ZEROS not in kinds and any(map(nearly_empty, tensors(args))):
@@ -202,7 +207,7 @@ class CloseLook(TorchDispatchMode):
         frames, newest = list(user_frames()), torch._C._autograd._get_sequence_nr()
         line, name = (line_of(frames[0]) if frames else "?"), func.overloadpacket.__name__
         self._head = None
-        operation = CountedCall(line, name, torch.Tag.pointwise in func.tags, operands, list(tensors(result)), mask)
+        operation = CountedCall(line, name, torch.Tag.pointwise in func.tags, operands, dense(result), mask)
         blamed = {kind: counts(self, operation) for kind, counts in COUNTED.items()}
         kinds = [kind for kind, lines in blamed.items() if lines is not None]
         for kind in kinds:
@@ -239,6 +244,11 @@ class CloseLook(TorchDispatchMode):
             "operation_slow": self._heaviest(calls),
             "line_slow": self._slow(set(calls)),
         }
+
+    def place_of(self, operation: str) -> str:
+        """Return the line where an operation that is no `WORK` took most, "?" without any."""
+        taken = self._seconds[ONE + operation]
+        return max(taken, key=lambda line: taken[line], default="?")
 
     def _heaviest(self, calls: Collection[str]) -> dict[str, Any] | None:
         """Return the operation, other than `WORK`, that takes the most time in one line."""
@@ -381,6 +391,11 @@ COUNTED: dict[str, Callable[[CloseLook, CountedCall], set[str] | None]] = {
     "decompositions": _decomposes, MASKED: _masked,
 }  # fmt: skip
 """Rule -> the lines to blame for an operation that counts there, None where it does not."""
+
+
+def dense(value: Any) -> list[Tensor]:
+    """Return the tensors of a nesting that have a storage of their own."""
+    return [t for t in tensors(value) if t.layout is torch.strided]
 
 
 def by_layer() -> bool:

@@ -14,6 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
+from torch.utils.flop_counter import flop_registry
+
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event, SyncPoints, describe_sync_points
 from ironlaw.observe.partition import BRIDGES
@@ -23,6 +27,7 @@ from ironlaw.observe.trace_file import TraceFile
 
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
 _USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
+_OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}  # tensors that a product takes
 CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the trace ended
 
 
@@ -209,31 +214,21 @@ def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> dict[int, Span
 
 
 def _by_priority(layers: Sequence[list[Segment]], begin: int, end: int, rest: Phase) -> list[Segment]:
-    """Cut [begin, end] so that each instant has the phase of the first layer that covers it."""
-    free, taken = [(begin, end)], []
-    for layer in layers:
-        remaining: list[tuple[int, int]] = []
-        ordered = sorted(layer, key=lambda piece: piece.start)
-        index = 0
-        for low, high in free:
-            now = low
-            while index > 0 and ordered[index - 1].end > low:
-                index -= 1
-            while index < len(ordered) and ordered[index].start < high:
-                piece = ordered[index]
-                index += 1
-                start, stop = max(piece.start, now), min(piece.end, high)
-                if stop <= start:
-                    continue
-                if start > now:
-                    remaining.append((now, start))
-                taken.append(replace(piece, start=start, end=stop))
-                now = stop
-            if now < high:
-                remaining.append((now, high))
-        free = remaining
-    taken += [phase_segment(rest, low, high) for low, high in free]
-    return sorted(taken, key=lambda piece: piece.start)
+    """Cut [begin, end] so that each instant has the phase of the first layer that covers it, and there of the piece
+    that begins first."""
+    pieces = [piece for layer in layers for piece in sorted(layer, key=lambda piece: piece.start)]
+    moments = [time for piece in pieces for time in (piece.start, piece.end)]
+    cuts = np.unique(np.clip([begin, end, *moments], begin, end))
+    owner = np.full(len(cuts) - 1, -1)
+    for number in reversed(range(len(pieces))):
+        first, last = np.searchsorted(cuts, (pieces[number].start, pieces[number].end))
+        owner[first:last] = number
+    turns = np.unique([0, *(np.flatnonzero(np.diff(owner)) + 1), len(owner)])
+    pieces.append(phase_segment(rest, begin, end))  # the last, which is what -1 names
+    return [
+        replace(pieces[owner[first]], start=int(cuts[first]), end=int(cuts[last]))
+        for first, last in itertools.pairwise(turns)
+    ]
 
 
 # -- lines and facts ---------------------------------------------------------------------------------------------
@@ -266,18 +261,10 @@ def _lines(traced: _Traced) -> list[Line]:
 
 def _flops(event: Event) -> int:
     """Of a matrix product whose shapes the trace has."""
-    dims = [d for d in event.details.get("Input Dims", []) if isinstance(d, list)]
-    name = event.name.removeprefix("aten::")
+    shapes = event.details.get("Input Dims", [])[: _OPERANDS.get(event.name, 0)]
     try:
-        if name in ("mm", "bmm"):
-            (left, right) = dims[:2]
-        elif name in ("addmm", "baddbmm"):
-            (left, right) = dims[1:3]
-        else:
-            return 0
-        batch = left[0] if len(left) == 3 else 1
-        return int(2 * batch * left[-2] * left[-1] * right[-1])
-    except (ValueError, IndexError, TypeError):
+        return int(flop_registry[getattr(torch.ops.aten, event.name[6:])](*shapes)) if shapes else 0
+    except (AssertionError, ValueError, TypeError):  # no shapes of a product
         return 0
 
 

@@ -43,7 +43,7 @@ LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and
 UNNAMED = 3  # times as many: growth that nothing of the user's holds may be a heap or a loader that still settles
 LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
 MOST_BATCHES = 32  # looked into for padding
-MOST_MERGED = 16  # micro-batches that are tried as one
+LEAST_MERGED, MOST_MERGED = 4, 16  # parts of a batch that are tried as one; two or three are views, or real and made
 SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
 
@@ -109,8 +109,7 @@ class Habits:
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     forwards: int = 0
-    seen: int = 0  # of them, those whose inputs were looked at
-    chained: int = 0  # of these, those of what another one gave: no other part of the batch
+    parts: list[int] = field(default_factory=list)  # forward passes before each backward pass, of parts of the batch
     read: int = 0  # forward passes that a backward pass has come back through
     passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
     graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
@@ -134,12 +133,12 @@ class Habits:
         self.gradients = GradientUse(self.module, self.optimizers)
         self._updated: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # `work` at its last update
         self._closely: CloseLook | None = None
+        self._parts = 0  # forward passes since the last backward pass
         self._outputs: dict[int, Callable[[], Any]] = {}  # of this step's passes: what to call where one is used
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
-        self.seen += bool(args or kwargs)
-        self.chained += any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))
+        self._parts += not any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))  # another's output
         self.work += 1
         if self._closely is not None:
             self._closely.pass_begins()
@@ -174,6 +173,8 @@ class Habits:
 
     def backward_begins(self, roots: Any) -> None:
         self.work += 1
+        self.parts.append(self._parts)
+        self._parts = 0
         with self.aside():
             self.gradients.backward_begins(roots)
         if self._closely is not None:
@@ -320,6 +321,8 @@ class Habits:
         named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
         named["clipping"] = clipping_line(self._files)
         found = seen | {rule: place for rule, place in named.items() if place}
+        softmax = self._closely.place_of("_softmax") if self._closely is not None else "?"
+        found |= {"attention_unfused": softmax} if softmax != "?" else {}
         return {rule: place for rule, place in found.items() if place != "?"}
 
     def most_seen(self, what: str) -> dict[str, Any] | None:
@@ -334,11 +337,11 @@ class Habits:
         return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
 
     def _apart(self) -> dict[str, Any] | None:
-        """Return the share of the passes that one pass over all micro-batches of a step saves. At most `MOST_MERGED`
-        micro-batches are tried."""
-        parts = 1 - self.chained / max(1, self.seen)
-        times = min(MOST_MERGED, round(parts * self.forwards / max(1, len(self.resident))))
-        one = self.call.passes() if self.call is not None and self.partition is not None and times > 1 else None
+        """Return the share of the passes that one pass over all parts of the batch saves. Micro-batches with a backward
+        pass each, as memory may want them, are no parts; at most `MOST_MERGED` parts are tried."""
+        times = min(MOST_MERGED, statistics.median_low(self.parts or [0]))
+        tried = self.call is not None and self.partition is not None and times >= LEAST_MERGED
+        one = self.call.passes() if self.call is not None and tried else None
         all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None
         if one is None or all_in_one is None:
             return None

@@ -8,7 +8,7 @@ each collective where it is called (`Traffic.synchronous` in `train/parallel/com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,13 +24,9 @@ class Recorded:
 
     def peak_bytes(self, begin: int = 0, end: int | None = None) -> int:
         """Highest moment between two times in nanoseconds, above what was held when the recording began."""
-        return max((held for at, held in self.curve() if at >= begin and (end is None or at <= end)), default=0)
-
-    def curve(self) -> Iterable[tuple[int, int]]:
-        """(nanoseconds, bytes held) after every allocation."""
         live: dict[int, int] = {}
         of_collective: set[int] = set()
-        held = 0
+        held = most = 0
         for allocation in self.allocations:
             if not allocation.of_collective:
                 held -= sum(live.pop(address, 0) for address in of_collective)
@@ -41,7 +37,9 @@ class Recorded:
                 held += allocation.bytes
                 if allocation.of_collective:
                     of_collective.add(allocation.address)
-                yield allocation.moment, held
+                if allocation.moment >= begin and (end is None or allocation.moment <= end):
+                    most = max(most, held)
+        return most
 
 
 @contextmanager

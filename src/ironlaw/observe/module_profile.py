@@ -53,11 +53,6 @@ def module_paths(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path + ("" if any(module.children()) else LEAF) for path, module in model.named_modules()}
 
 
-Steps = Sequence[
-    Sequence[Interval]
-]  # the partition's intervals of each recorded step; each ends at a mark of the trace
-
-
 def main_lane(spans: Sequence[Span]) -> int | str:
     """The thread that does most."""
     busy: dict[int | str, int] = defaultdict(int)
@@ -67,8 +62,10 @@ def main_lane(spans: Sequence[Span]) -> int | str:
 
 
 def read_modules(
-    events: Sequence[Event], allocations: Sequence[Allocation], recorded: Steps, held: KnownStorages
-) -> ModuleProfile:
+    events: Sequence[Event], allocations: Sequence[Allocation], recorded: Sequence[Sequence[Interval]],
+    held: KnownStorages,
+) -> ModuleProfile:  # fmt: skip
+    """`recorded`: the intervals of each recorded step; each ends at a mark of the trace."""
     ends = [event.start for event in events if event.name == MARK]
     named = [(number, interval.phase) for number, step in enumerate(recorded) for interval in step]
     ends, named = ends[: len(named)], named[: len(ends)]

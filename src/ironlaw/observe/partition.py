@@ -7,7 +7,6 @@ it computed (host) or it waited (idle).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ironlaw.ledger import STEP_PHASES, Phase
-from ironlaw.machine.host import CoreWait
+from ironlaw.machine.host import ThreadClock
 from ironlaw.observe.clock import StepTimes
 
 # Between the phase that ended and the phase that begins: the loss, clipping, clearing gradients, the next batch of an
@@ -65,7 +64,7 @@ class Partition:
     on_mark: Callable[[], None] | None = None  # called at every mark, for a trace to align with
     done: list[StepTimes] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)  # of the running step
-    _wait: CoreWait = field(default_factory=CoreWait)
+    _clock: ThreadClock = field(default_factory=ThreadClock)
     _stack: list[Phase] = field(default_factory=list)
     _waiting: list[list[Interval]] = field(default_factory=list)  # steps whose events the device has not reached
 
@@ -99,18 +98,15 @@ class Partition:
         self._close(None)
         last = self.intervals.pop()
         self._waiting.append(self.intervals)
-        self._resolve(wait=False)
+        self.resolve(wait=False)
         self.intervals = [Interval(last.begin, last.begin, self.running)]
 
     @property
     def running(self) -> Phase | None:
         return self._stack[-1] if self._stack else None
 
-    def finish(self) -> None:
-        """Wait for what the device still owes."""
-        self._resolve(wait=True)
-
-    def _resolve(self, wait: bool) -> None:
+    def resolve(self, wait: bool) -> None:
+        """Time the steps that the device has done; `wait` for what it still owes."""
         while self._waiting:
             reached = self._waiting[0][-1].end.event
             if reached is not None and wait:
@@ -135,7 +131,7 @@ class Partition:
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        return ClockReading(time.perf_counter(), time.thread_time(), self._wait.seconds(), event)
+        return ClockReading(*self._clock.read(), event)
 
 
 def _times(intervals: list[Interval]) -> StepTimes:

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,12 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.loop_lines import LoopLines
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import line_of, stacks, user_frames, user_line
+from ironlaw.workload.trace_kernels import tensors
 
 EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 MOST_LINES = 12  # of a phase: more are not kept
@@ -41,6 +44,8 @@ class StackSampler:
         # Interval (whose phase the next one tells, where it is a gap), the user's lines, the loop's, and `doing`.
         self._looks: list[tuple[Interval, list[str], str, str]] = []
         self._beside: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
+        self._given: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}  # module -> tensors, weights and versions
+        self._again: Counter[str] = Counter()  # lines where a module was given the same again
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -48,12 +53,14 @@ class StackSampler:
         sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
         self._began = time.perf_counter(), _computed_seconds()
+        self._handle = nn.modules.module.register_module_forward_pre_hook(self._calls)
         self._loop.begin()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._loop.end()
+        self._handle.remove()
         self._ended.set()
         self._thread.join()
         ran, before = time.perf_counter() - self._began[0], self._began[1]
@@ -83,6 +90,17 @@ class StackSampler:
             stage, place = classify(frame, list(frames.values()))
             self._stages[stage] += 1
             self._places[place] += 1
+
+    def _calls(self, module: nn.Module, args: Any) -> None:
+        """Beside the observed model: the same tensors and weights as the last time give the same, so that once would
+        do."""
+        if torch.is_grad_enabled() or self._partition.running is not None:
+            return
+        given, before = [*tensors(args), *module.parameters()], self._given.get(id(module), [])
+        alike = [ref() is t and version == t._version for t, (ref, version) in zip(given, before, strict=False)]
+        if len(given) == len(before) and all(alike):
+            self._again[user_line(None, self._loop.functions)] += 1
+        self._given[id(module)] = [(weakref.ref(t), t._version) for t in given]
 
     def lines(self, steps: Sequence[Sequence[Interval]] = ()) -> dict[str, list[tuple[str, float]]]:
         """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time, of
@@ -117,10 +135,17 @@ class StackSampler:
         return gaps.count(wanted) / len(gaps) if gaps else None
 
     def facts(self, steps: Sequence[Sequence[Interval]]) -> dict[str, Any]:
-        waits = {name: counts.most_common(1)[0][0] if counts else None
-                 for name, counts in (("data_stage", self._stages), ("data_place", self._places))}  # fmt: skip
-        parts = {"logging_fraction": self.fraction("logs"), "module_fraction": self.fraction("module")}
-        return waits | parts | {"busy_thread": self.busy_thread(), "lines": self.lines(steps)}
+        module = self.fraction("module")
+        return {
+            "data_stage": _most(self._stages), "data_place": _most(self._places),
+            "logging_fraction": self.fraction("logs"), "module_fraction": module,
+            "module_again": {"place": _most(self._again), "part": module or 0.0} if self._again else None,
+            "busy_thread": self.busy_thread(), "lines": self.lines(steps),
+        }  # fmt: skip
+
+
+def _most(counts: Counter[str]) -> str | None:
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def _computed_seconds() -> dict[int, float]:

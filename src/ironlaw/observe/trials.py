@@ -25,9 +25,10 @@ LEAST_ROWS, LEAST_ODD, REPEATS = 256, 100, 5
 THREAD_CALLS = 12
 MOST_LAYERS = 4
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    "fused": partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True),
-    "native": causal_attention,
+    "fused": torch.nn.functional.scaled_dot_product_attention,
+    "native": lambda q, k, v, is_causal: causal_attention(q, k, v),
 }
+MASKS = ("add", "baddbmm", "masked_fill", "where")  # calls between a product of scores and their softmax
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # have a fused kernel on a CPU
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -125,34 +126,38 @@ def threads_unlike_cores(
 
 
 def score_products(document: dict[str, Any]) -> list[list[int]]:
-    """(batch, tokens, head size) of every product that a softmax over a square of scores follows, in a stored trace."""
+    """(batch, tokens, head size, whether they are masked) of every product that a softmax over a square of scores
+    follows, in a stored trace."""
     rows = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
-    found, product = [], None
+    found, product, masked = [], None, False
     for row in rows:
+        function = row["name"].rpartition(".")[2]
         if row["matmul"]:
-            product = row
-        elif row["phase"] == "forward" and row["name"].endswith("softmax") and product is not None:
+            product, masked = row, False
+        elif row["phase"] == "forward" and function == "softmax" and product is not None:
             m, n, k = product["matmul"]
             if m == n:
-                found.append([product["batch"], m, k])
+                found.append([product["batch"], m, k, int(masked)])
+        masked |= function in MASKS
     return found
 
 
 def attention_seconds(products: list[list[int]], precision: str | None) -> dict[str, float] | None:
-    """What each kernel takes for these scores (batch of heads, tokens, head size), forward and backward, in turn; None
-    without any. As in the loop: all forward passes, each with tensors of its own, then all backward ones.
+    """What each kernel takes for these scores (batch of heads, tokens, head size, whether causal), forward and
+    backward, in turn; None without any. As in the loop: all forward passes, each with tensors of its own, then all
+    backward ones.
     """
     if not products:
         return None
     dtype, total = _DTYPES.get(precision or "", torch.float32), dict.fromkeys(KERNELS, 0.0)
-    for (batch, tokens, size), count in Counter(tuple(p) for p in products).items():
+    for (batch, tokens, size, causal), count in Counter(tuple(p) for p in products).items():
         layers = min(count, MOST_LAYERS)
         leaves = [[torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3)]
                   for _ in range(layers)]  # fmt: skip
         gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
 
-        def both_ways(kernel: str, leaves: Any = leaves, gradient: Any = gradient) -> None:
-            outs = [KERNELS[kernel](q, k, v) for q, k, v in leaves]
+        def both_ways(kernel: str, leaves: Any = leaves, gradient: Any = gradient, causal: bool = bool(causal)) -> None:
+            outs = [KERNELS[kernel](q, k, v, is_causal=causal) for q, k, v in leaves]
             for out, three in zip(reversed(outs), reversed(leaves), strict=True):
                 torch.autograd.grad(out, three, gradient)
 
@@ -163,11 +168,13 @@ def attention_seconds(products: list[list[int]], precision: str | None) -> dict[
 
 
 def fused_calls(document: dict[str, Any]) -> list[list[int]]:
-    """(sequences x heads, tokens, head size) of every causal call of the fused kernel in a stored trace's forward."""
+    """As `score_products`, of every causal call of the fused kernel in a stored trace's forward."""
     rows = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
     calls = [(row["elements"], *row["attention"]) for row in rows if row["attention"] and row["phase"] == "forward"]
     return [
-        [b * heads, tokens, size] for scores, b, tokens, heads, _, size in calls if scores == b * heads * tokens**2 // 2
+        [b * heads, tokens, size, 1]
+        for scores, b, tokens, heads, _, size in calls
+        if scores == b * heads * tokens**2 // 2
     ]
 
 

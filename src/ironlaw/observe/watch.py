@@ -163,7 +163,7 @@ class Watch:
         self._habits.end_look()
         seconds = time.perf_counter() - self.started
         self._probe()
-        self.partition.finish()
+        self.partition.resolve(wait=True)
         self._stack.close()
         if not self.partition.done:
             if error is None:

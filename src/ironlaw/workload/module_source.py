@@ -166,8 +166,7 @@ def causal_decoder(file: Path) -> tuple[Callable[[], Any], int | None]:
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"transformers {transformers.__version__} cannot read it: {first}") from error
+        raise UserError(f"transformers {transformers.__version__} cannot read it: {_one_line(error)}") from error
     kind = config.model_type
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UserError(f"transformers {transformers.__version__} has no causal decoder of type '{kind}'")

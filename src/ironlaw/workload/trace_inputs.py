@@ -148,10 +148,8 @@ def _made(described: Input, values: str | None) -> Tensor:
     dtype, shape = getattr(torch, described.dtype), described.shape
     if values is None:
         return torch.randn(shape).to(dtype)
-    if values == "zeros":
-        return torch.zeros(shape, dtype=dtype)
-    if values == "ones":
-        return torch.ones(shape, dtype=dtype)
+    if values in ("zeros", "ones"):
+        return torch.full(shape, values == "ones", dtype=dtype)
     if values == "positions":
         return torch.arange(shape[-1] if shape else 1).expand(shape).to(dtype).clone()
     if values == "edges":

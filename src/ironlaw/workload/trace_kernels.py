@@ -329,12 +329,24 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
         return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
     copies = (y.nbytes if _channels_last(y) != last else 0) + (weight.nbytes if last else 0)  # in the layout of x
     of_input = 0 if out[0] is None else blocks_y + blocks_x - x.nbytes
-    of_weight = _wide_scratch(x, weight, y, others[3]) if weight.shape[-1] > WIDEST else read_x + read_y
-    return copies + max(of_input, 0 if out[1] is None else max(of_weight, weight.nbytes * (1 + last)))
+    groups = others[4]
+    of_weight = _wide_scratch(x, weight, y, groups) if weight.shape[-1] > WIDEST else read_x + read_y
+    results = weight.nbytes + (_weight_in_blocks(weight, groups) if last else 0)
+    return copies + max(of_input, 0 if out[1] is None else max(of_weight, results))
 
 
-WIDEST = 14
-"""The widest kernel of oneDNN's own weight gradients: of wider ones they are products of images' columns."""
+WIDEST, WIDEST_OF_ONE = 14, 3
+"""The widest kernel of oneDNN's own weight gradients: of wider ones they are products of images' columns. And the
+widest for which it takes a channel by itself where images are in channels-last layout."""
+
+
+def _weight_in_blocks(weight: Tensor, groups: int) -> int:
+    """Returns the bytes of a weight with the input and output channels of each group padded to blocks."""
+    outputs, inputs = len(weight) // groups, weight.shape[1]
+    if outputs == inputs == 1 and weight.shape[-1] <= WIDEST_OF_ONE:
+        return weight.nbytes
+    blocks = math.ceil(outputs / BLOCK) * math.ceil(inputs / BLOCK)
+    return weight.nbytes // (outputs * inputs) * BLOCK**2 * blocks
 
 
 def _wide_scratch(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> int:

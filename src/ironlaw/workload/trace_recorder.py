@@ -74,7 +74,7 @@ class Lifetime:
     merged: bool = False  # shares the bytes of another storage, because the addition is in place
 
 
-IN_PLACE = ("add", "index_put", "scatter", "scatter_add")  # calls of autograd's that write over their first operand
+IN_PLACE = ("add", "index_add", "index_put", "scatter", "scatter_add")  # write over their first operand in autograd
 
 
 class LongLoop(UserError):
