@@ -34,7 +34,7 @@ class Switches(Section):
     unrotated_every: int | None = Field(None, gt=1)  # every n-th layer has no positions (SmolLM3, Command R7B)
     attention_cap: float | None = Field(None, gt=0)  # scores become cap x tanh(score / cap) (Gemma 2)
     logit_cap: float | None = Field(None, gt=0)  # logits become cap x tanh(logit / cap)
-    qkv_clip: float | None = Field(None, gt=0)  # queries, keys and values are clipped to +-qkv_clip (DBRX, MPT)
+    qkv_clip: float | None = Field(None, gt=0, le=1e6)  # queries, keys and values are clipped to +-qkv_clip (DBRX, MPT)
     attention_sinks: bool = False  # a learned score per head that joins the softmax without a value (gpt-oss)
     embedding_scale: float = Field(1.0, gt=0)  # factor on the embedding's output (Gemma)
     residual_scale: float = Field(1.0, gt=0)  # factor on each branch's output (Granite)

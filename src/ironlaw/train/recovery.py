@@ -189,7 +189,7 @@ def _is_decision(event: dict[str, Any]) -> bool:
     return all(isinstance(number, int) for number in numbers)
 
 
-_MILDER = "lower optimizer.lr or train with train.precision = fp32"
+_MILDER = "lower optimizer.lr, or train with train.precision = fp32 unless you do"
 
 
 class GoBack(Exception):
