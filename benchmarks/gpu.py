@@ -125,9 +125,9 @@ def trained(name: str, layers: int | None, sequence: int, batch: int, train: dic
     })  # fmt: skip
     ends, losses = [], []
 
-    def watch(report: Any) -> None:
+    def watch(entry: dict[str, Any]) -> None:
         ends.append(time.perf_counter())
-        losses.append(report.loss)
+        losses.append(entry["loss"])
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

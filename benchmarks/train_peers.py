@@ -28,6 +28,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -136,9 +137,7 @@ def one(case: Case, compiled: str) -> None:
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(config_of(case, compile=compiled))
-        run_training(
-            config, Path(folder) / "run", load_profile(), watch=lambda report: ends.append(time.perf_counter())
-        )
+        run_training(config, Path(folder) / "run", load_profile(), watch=lambda entry: ends.append(time.perf_counter()))
     print(json.dumps([0.0, *(after - before for before, after in pairwise(ends))]))
 
 
@@ -252,8 +251,8 @@ def _our_losses(peer: Path, case: Case) -> list[float]:
     batches += [draw("train") for _ in range(case.steps)]
 
     class Recorded(loop.Trainer):
-        def _setup(self, start: object) -> None:
-            super()._setup(start)  # type: ignore[arg-type]
+        def _setup(self, *given: Any) -> None:
+            super()._setup(*given)
             self.one_step.model.load_state_dict(translate(theirs.state_dict(), case.layers))
             self.batches.batch = batches.__getitem__  # type: ignore[method-assign]
 
@@ -263,7 +262,7 @@ def _our_losses(peer: Path, case: Case) -> list[float]:
         original.Trainer = loop_trainer  # type: ignore[attr-defined]
         run_training(
             build_config(config_of(case)), Path(folder) / "run", load_profile(),
-            watch=lambda report: losses.append(report.loss),
+            watch=lambda entry: losses.append(entry["loss"]),
         )  # fmt: skip
     return losses
 

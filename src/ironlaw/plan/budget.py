@@ -91,7 +91,7 @@ def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
     facts["rent"] = asked = hourly_rent(cluster, prices)
     if asked is None:
         return {}, facts
-    rate, told = asked["usd_per_hour"], ", ".join(filter(None, (asked["provider"], asked["date"])))
+    rate, told = asked["usd_per_hour"], ", ".join((asked["provider"], asked["date"] or asked["source"]))
     rent = replace(hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({told})"), origin=Origin.CITED)
     if known is None or known.purchase is None:
         return {"rent_usd": rent}, facts
