@@ -143,7 +143,8 @@ KEYS = (
 FINE = {("train.clip", "inf"), ("train.clip", "1e400")}
 SETTINGS = (
     "model.layers=1000000", "model.layers=1000000000", "model.name=", "model.tied=2", "model.tied=yes", "model.bias=1",
-    "model.layers=0", "model.heads=0", "model.dropout=1", "model.positions=rope2", "model.qkv_clip=1e300", "data.path=", "data.path=nowhere",
+    "model.layers=0", "model.heads=0", "model.dropout=1", "model.positions=rope2", "model.qkv_clip=1e300",
+    "data.path=", "data.path=nowhere",
     "data.tokenizer=nowhere", "data.tokenizer=", "data.field=", "train.precision=int3", "train.steps=1e30",
     "train.steps=0.5", "schedule.warmup_steps=99", "schedule.kind=cosine2", "recompute.budget=x", "recompute.budget=infGB",
     "recompute.budget=1.1.1GB", "optimizer.name=adamw2", "optimizer.no_decay=['nothing']", "optimizer.rank=0",

@@ -38,9 +38,6 @@ training, and no plan of a large random sample 0.75 (tests/plan/test_sanity.py).
 TOO_LITTLE = 1.1
 """Doubling the accelerators that shortens a step by less than this factor ends the search on their kind."""
 
-LEAST_BYTES = 6.0
-"""Bytes per parameter that a run holds at least: 16-bit weights and gradients, and a 16-bit state."""
-
 SUPERLINEAR = 1.3
 """More accelerators shorten a step by at most this factor over their number, as nothing is recomputed any more."""
 
@@ -78,6 +75,9 @@ class Offer:
 class _Decoder:
     """A whole decoder to train: every layout is a candidate."""
 
+    flops_each = 6  # per parameter and token: forward pass, gradients of inputs and of weights
+    least_bytes = 6.0  # per parameter: 16-bit weights and gradients, and a 16-bit state
+
     def __init__(self, requested: RequestedModel, options: Options) -> None:
         self.requested, self.options = requested, options
         self.work = settle(requested.model, options, 1, requested.config)
@@ -106,6 +106,9 @@ class _Decoder:
 
 class _Adapters:
     """A model to fine-tune with adapters: replicas that share a batch."""
+
+    flops_each = 4  # weights have no gradients
+    least_bytes = 0.0  # the base may be in any number of bits
 
     def __init__(self, requested: RequestedModel, options: Options) -> None:
         self.requested, self.options = requested, options
@@ -190,9 +193,7 @@ def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[
             refusal = error
             ruled_out["refused"] += 1
             continue
-        # Two FLOPs a parameter in the forward pass and as many for gradients of inputs; all have a third, but adapters.
-        passes = 4 if isinstance(run, _Adapters) else 6
-        alone = passes * (model.active_parameters - model.embedding_parameters) * run.tokens / rate
+        alone = run.flops_each * (model.active_parameters - model.embedding_parameters) * run.tokens / rate
         asked.append((alone * rent["usd_per_hour"] / 3600, alone, rent["usd_per_hour"], kind))
     if refusal and not asked:
         raise refusal
@@ -245,8 +246,7 @@ def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hou
     the weights and could meet the deadline at the most attainable speed (`alone`: seconds on one)."""
     memory, deadline = kind.accelerator.memory_bytes, run.options.limits.seconds or math.inf
     assert memory is not None
-    held = 0.0 if isinstance(run, _Adapters) else run.requested.model.parameters * LEAST_BYTES
-    least = max(1.0, alone / deadline, held / memory.value)
+    least = max(1.0, alone / deadline, run.requested.model.parameters * run.least_bytes / memory.value)
     count, before, without = 2 ** math.ceil(math.log2(least)), math.inf, 0
     while count <= most and without < TRIED_WITHOUT:
         offer = run.offer(replace(kind, count=count), usd_per_hour)
