@@ -263,7 +263,7 @@ def of_words() -> Iterator[Case]:
     for value in NAMES:
         yield f"catalog {value[:9]!a}", ["catalog", "--", value + "x"], {}
         yield f"calibrate --as {value[:9]!a}", ["calibrate", "runs.csv", "--as", value + "/"], {"runs.csv": b"x"}
-    for value in ("0s", "0", "-1s", "x", "", "1e9h", "nan", "infs", "1d", HUGE + "h"):
+    for value in ("0s", "0", "-1s", "x", "", "1e9h", "nan", "infs", "1y", HUGE + "h"):
         yield f"tune --budget {value}", ["tune", "CONFIG", "--out", "tuned", f"--budget={value}"], {}
     for verb, words in {
         "runs": ["runs", ".", "--sort", "[/x]"], "export": ["export", "RUN", "exported", "--dtype", "[/x]"],
