@@ -27,6 +27,7 @@ from ironlaw.workload.layout import Layout
 DECODER, CLUSTER = "training a decoder", "clusters, --on 8xh100-sxm-80gb"
 RANKS = "processes of this machine, --ranks 2 without --on"
 TRACED, SERVED = "a traced module, PACKAGE.MODULE:FUNCTION", 'serving, --serve "input=1024 output=256 rate=10/s"'
+ANY = "any"  # stands for hardware that a request leaves open, within limits
 REPLICATED = "a traced module on accelerators, --on 8xh100-sxm-80gb"
 
 SUBJECTS = {
@@ -92,7 +93,7 @@ class Limits:
     @property
     def usual_place(self) -> str:
         """What is planned for where no hardware is named."""
-        return "any" if self else "this"
+        return ANY if self else "this"
 
     def __bool__(self) -> bool:
         return self.seconds is not None or self.rent_usd is not None

@@ -11,25 +11,21 @@ nor, unless they are asked for, several nodes whose network nobody states.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
-from ironlaw.catalog.nodes import Cluster, Node, node, parse_cluster
+from ironlaw.catalog.nodes import Cluster, Node, node
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
 from ironlaw.plan.emit.trainers import trainer_named
-from ironlaw.plan.request_types import Limits, Options, PlanOutcome, RequestedModel, settle
+from ironlaw.plan.request_types import ANY, Limits, Options, PlanOutcome, RequestedModel, settle
 from ironlaw.plan.requests.advice import MOST_ACCELERATORS, fastest
 from ironlaw.plan.requests.cluster import plan_work, request_of, software_for, tried_in_turn
-from ironlaw.plan.requests.hardware import asked_hardware
-from ironlaw.plan.requests.replicas import adapters_batch, adapters_target, plan_adapters
-
-ANY = "any"
-"""Stands for the hardware of a request that leaves it open."""
+from ironlaw.plan.requests.hardware import asked_hardware, says_count
+from ironlaw.plan.requests.replicas import adapters_target, plan_adapters, settled_adapters
 
 MOST_ATTAINED = 0.8
 """Share of the peak that no run passes: it rules out hardware before any layout is planned. Published runs reach 0.6 in
@@ -112,9 +108,9 @@ class _Adapters:
 
     def __init__(self, requested: RequestedModel, options: Options) -> None:
         self.requested, self.options = requested, options
-        self.most = self.batch = adapters_batch(requested, options)
-        planned = self.plan(parse_cluster("h100-sxm-80gb")).ledger
-        self.tokens = planned.facts["steps"] * self.batch * planned.facts["sequence"]
+        config, _ = settled_adapters(requested, options, 1)
+        self.most = self.batch = config.train.global_batch
+        self.tokens = config.train.steps * config.tokens_per_step
 
     def flops_per_second(self, kind: Cluster) -> float:
         return adapters_target(kind, self.options).system.peak_flops_per_second
@@ -133,8 +129,7 @@ class _Adapters:
 
 def leaves_hardware_open(on: str, options: Options) -> bool:
     """Returns whether the kind or the number of accelerators is to be found."""
-    counted = re.match(r"\s*[\d_,.]+\s*[x*]", on) is not None
-    return on == ANY or (bool(options.limits) and options.layout is None and not counted)
+    return on == ANY or (bool(options.limits) and options.layout is None and not says_count(on))
 
 
 def plan_within_limits(

@@ -13,16 +13,23 @@ from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.request_types import Assumption, Options, assume_accelerator
 from ironlaw.workload.layout import Layout, parse_layout
 
+_COUNT = r"\s*[\d_,.]+\s*[x*]"
+
+
+def says_count(on: str) -> bool:
+    """Returns whether `on` gives a number of accelerators, as in 8xh200."""
+    return re.match(_COUNT, on) is not None
+
 
 def asked_hardware(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Returns cluster and layout; each may set the number of accelerators if the other leaves it open."""
     cluster = parse_cluster(on)
-    assumed = assume_accelerator(re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip())
+    assumed = assume_accelerator(re.sub(rf"^{_COUNT}|@.*", "", on).strip())
     cluster = _described(cluster, options, assumed)
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)
-    counted = re.match(r"\s*[\d_,.]+\s*[x*]", on) is not None
+    counted = says_count(on)
     if not counted and layout.accelerators > 1:
         cluster = Cluster(cluster.accelerator, layout.accelerators, cluster.node)
         assumed.append(Assumption("accelerators", f"{cluster.count:,}", "the product of the layout", "--on COUNTx..."))

@@ -15,6 +15,7 @@ from ironlaw.plan.budget import add_costs, run_seconds
 from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on, plan_module
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import (
+    ANY,
     REPLICATED,
     TRACED,
     Assumption,
@@ -77,7 +78,7 @@ def replicas_asked(on: str, options: Options) -> tuple[Cluster | None, Layout | 
     Raises UserError for a layout that divides the module."""
     if on == "this":
         return None, None, []
-    if on == "any":
+    if on == ANY:
         raise UserError("hardware is sought for decoders alone: add --on 8xh100-sxm-80gb")
     cluster, layout, assumed = asked_hardware(on, options)
     assumed += assumed_network(cluster)
@@ -152,7 +153,7 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
             "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
             "--network and --per-node out"
         )
-    config, assumed = _settled(requested, options, cluster.count)
+    config, assumed = settled_adapters(requested, options, cluster.count)
     adapters_target(cluster, options)
     modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
     choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
@@ -182,18 +183,13 @@ USUAL_BATCH, USUAL_STEPS = 16, 1000
 first try."""
 
 
-def adapters_batch(requested: RequestedModel, options: Options) -> int:
-    """Returns the sequences of a step, the usual number unless options or a config file say it."""
-    assert requested.config is not None
-    said = requested.config.train.global_batch if requested.has_file else USUAL_BATCH
-    return options.global_batch or said
-
-
-def _settled(requested: RequestedModel, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
+def settled_adapters(requested: RequestedModel, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
+    """Returns the config of a run of so many replicas, and what it assumes."""
     assert requested.config is not None
     config, train, has_file = requested.config, requested.config.train, requested.has_file
     said = options.sequence or train.sequence
-    usual, batch = min(config.model.context, USUAL_SEQUENCE), adapters_batch(requested, options)
+    usual = min(config.model.context, USUAL_SEQUENCE)
+    batch = options.global_batch or (train.global_batch if has_file else USUAL_BATCH)
     whole = -(-batch // replicas) * replicas
     if whole != batch and options.global_batch:
         raise UserError(f"--global-batch {batch} is no multiple of {replicas} replicas: give --global-batch {whole}")
