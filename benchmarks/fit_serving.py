@@ -40,20 +40,24 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "cache": (("engine", "vendor", "support"), 0.5, 0.3),
     "attention": (("engine", "pair", "vendor"), 0.7, -0.5),
     "layer_seconds": (("engine", "release", "host", "class", "vendor", "mixture"), 0.5, float(np.log(2e-5))),
-    "launch_seconds": (("engine",), 1.0, float(np.log(4e-4))),
+    "launch_seconds": (("engine",), 0.5, float(np.log(2.5e-5))),
     "step_seconds": (("age", "host", "release", "vendor"), 1.0, float(np.log(3e-4))),
     "sequence_seconds": (("age",), 0.7, float(np.log(5e-6))),
     "prompt_seconds": (("age", "host", "vendor"), 1.0, float(np.log(1e-3))),
     "ramp_tokens": (("engine", "vendor"), 1.0, float(np.log(30.0))),
     "request_seconds": (("engine",), 1.0, float(np.log(0.02))),
-    "collective_seconds": (("engine", "release", "bus", "vendor"), 0.7, float(np.log(1e-5))),
+    "collective_seconds": (("engine", "release", "host", "bus", "vendor"), 0.4, float(np.log(1e-5))),
     "throughput": (("engine", "age", "mixture"), 0.3, -0.1),
     "most_requests": (("engine", "age"), 1.5, float(np.log(512.0))),  # no source says it: 256 to 4,096 by default
 }
 STRAYS = {"": 1.5}
 """Of a base, how much further it may stray than effects."""
-MEANS = {("collective_seconds", "bus", "pcie"): float(np.log(3.0))}
-"""Prior means of effects other than 0: sums over PCIe pass through the host's memory."""
+MEANS = {
+    ("collective_seconds", "bus", "pcie"): float(np.log(3.0)),
+    ("collective_seconds", "host", "eager"): float(np.log(3.0)),
+}
+"""Prior means of effects other than 0: sums over PCIe pass through the host's memory; engines that launch every
+operation call a library's ring, those with captured graphs have a kernel in which each rank reads all others."""
 SLOW = {("attention", "", ""): -3.0}
 """Where descent begins away from the prior's means: a part that is too fast shows in no row, and no slope leads from
 there to kernels that are slow."""

@@ -47,7 +47,7 @@ class Rates:
     cache: Number  # fraction of the memory's rate, reading keys and values
     attention: Number  # fraction of the dense 16-bit peak, attention of prompts
     layer_seconds: Number  # per layer and pass: gaps between kernels, small kernels
-    launch_seconds: Number  # per layer and pass of the host, where it launches every operation and runs ahead
+    launch_seconds: Number  # of the host for an operation, where it launches every one and runs ahead
     step_seconds: Number  # per decoding pass: scheduling, sampling, host
     sequence_seconds: Number  # per decoding pass and sequence: scheduling, sampling, text
     prompt_seconds: Number  # per prompt pass, likewise
@@ -70,6 +70,7 @@ class ServingEngine:
     # "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
     family: str = "gpu"
     by_layers: bool = False  # several devices divide the layers, not every matrix
+    sums: int = 2  # of a layer, where devices divide every matrix: of the outputs of attention and of the MLP
     paged: bool = True  # the cache is allocated in blocks; False: every sequence reserves its full length
     memory_fraction: float = 0.9  # of the device's memory, for weights and cache
     of_free: bool = False  # that fraction applies to the memory left by the weights
@@ -78,6 +79,7 @@ class ServingEngine:
     # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
     # them from a compiled language.
     host: str = "graphs"
+    launches: int = 0  # operations of a layer that an eager host launches
     # Rows of logits for which it reserves memory before it allocates the cache, on small and on large devices.
     sampled: Sequence[int] = (0, 0)
 

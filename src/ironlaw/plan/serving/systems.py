@@ -103,7 +103,8 @@ def system_of(
         expert_bytes=width,
         cache_bytes=CACHE_BYTES[formats.cache],
         pass_tokens=float(engine.pass_tokens),
-        ahead=engine.host == "eager",
+        sums=float(engine.sums),
+        launches=float(engine.launches),
         grouped=engine.grouped,
         sampled=float(engine.sampled[device.memory_bytes.value >= LARGE_BYTES and device.generation != "ampere"]),
     )

@@ -26,6 +26,9 @@ from ironlaw.plan.serving.rates import Rates, ServingEngine
 LINK_FRACTION = 0.7
 """Fraction of a link's nominal rate that large all-reduces attain."""
 
+ROUTED = 0.9
+"""Power of a pass's tokens that choose experts independently: tokens of one text, and popular experts, choose alike."""
+
 LIBRARY_BYTES, EXCHANGE_BYTES = 0.7e9, 2.0e9
 """Per device: captured graphs and the framework's libraries; buffers of all-reduces, where there are several ranks.
 Both are of the order of the memory outside PyTorch that vLLM prints (vllm-project/vllm pull requests 2031 and
@@ -60,7 +63,8 @@ class System:
     expert_bytes: Number
     cache_bytes: Number
     pass_tokens: Number  # most new tokens of a pass
-    ahead: Number = False  # launches run ahead of the device
+    sums: Number = 2.0  # over tensor parallel ranks, of a layer
+    launches: Number = 0.0  # operations of a layer that the host launches one by one, ahead of the device
     grouped: Number = True  # keys and values are read once for all query heads that share them, not once for each
     sampled: Number = 0.0  # rows of logits for which the engine reserves memory
     drafted: Number = 0.0  # tokens proposed per pass
@@ -189,7 +193,7 @@ def _weights_read(system: System, tokens: Number) -> Number:
     """Return the bytes of weights that one device reads in a pass."""
     d = system.demand
     dense = ((d.dense - d.head) * system.dense_bytes + d.head * system.head_bytes) / system.tp
-    return dense + d.touched(tokens) * system.expert_bytes / system.together
+    return dense + d.touched(tokens**ROUTED) * system.expert_bytes / system.together
 
 
 def _product_flops(system: System, tokens: Number) -> tuple[Number, Number]:
@@ -203,15 +207,14 @@ def _launches(system: System, device: Number) -> Number:
     between kernels and small kernels; and what the host takes longer to launch them one by one than they take."""
     layers, rates = system.demand.layers, system.rates
     gaps = layers * rates.layer_seconds
-    waited = _longer(device + gaps, layers * rates.launch_seconds) - device
-    return np.where(system.ahead, waited, gaps)
+    return _longer(device + gaps, layers * system.launches * rates.launch_seconds) - device
 
 
 def _sums(system: System, tokens: Number) -> Number:
-    """Return the seconds of two ring all-reduces of the 16-bit residual stream per layer."""
+    """Return the seconds of a layer's ring all-reduces of the 16-bit residual stream, over all layers."""
     d, tp = system.demand, system.tp
     sent = 2.0 * (tp - 1.0) / tp * tokens * d.hidden * 2.0 / (LINK_FRACTION * system.link)
-    return np.where(tp > 1, 2.0 * d.layers * (system.rates.collective_seconds + sent), 0.0)
+    return np.where(tp > 1, system.sums * d.layers * (system.rates.collective_seconds + sent), 0.0)
 
 
 def _exchanges(system: System, tokens: Number) -> Number:
