@@ -26,6 +26,10 @@ from ironlaw.plan.serving.rates import Rates, ServingEngine
 LINK_FRACTION = 0.7
 """Fraction of a link's nominal rate that large all-reduces attain."""
 
+ROW_BYTES, DIVIDED_BYTES = 24.0, 40.0
+"""Bytes that the small kernels of a layer move for a row, by element of the residual stream: norms and residuals on
+every rank; rotations, activations and what products read and write divided among ranks."""
+
 ROUTED = 0.9
 """Power of a pass's tokens that choose experts independently: tokens of one text, and popular experts, choose alike."""
 
@@ -125,7 +129,7 @@ def decode_parts(system: System, sequences: Number, length: Number) -> dict[str,
         "collectives": _sums(system, rows) + _exchanges(system, rows),
     }
     parts |= {
-        "launches": _launches(system, sum(parts.values())),
+        "launches": _launches(system, rows, sum(parts.values())),
         "host": r.step_seconds + r.sequence_seconds * sequences / system.attention_dp,
     }
     if system.draft is not None:
@@ -156,7 +160,7 @@ def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Nu
     products = dense * (1.0 + r.ramp_tokens / rows) + experts * (1.0 + r.ramp_tokens / d.expert_rows(rows))
     attention = pairs * d.pair_flops / system.tp / copies / (system.wide_peak * r.attention)
     device = _longer(reading, products + attention / passes) + _sums(system, rows) + _exchanges(system, rows)
-    return passes * (device + _launches(system, device) + r.prompt_seconds)
+    return passes * (device + _launches(system, rows, device) + r.prompt_seconds)
 
 
 def pass_parts(
@@ -202,11 +206,12 @@ def _product_flops(system: System, tokens: Number) -> tuple[Number, Number]:
     return each * d.dense, each * d.experts * d.expert_share
 
 
-def _launches(system: System, device: Number) -> Number:
+def _launches(system: System, rows: Number, device: Number) -> Number:
     """Return the seconds that a pass takes beyond the `device` seconds of its products, attention and exchanges: gaps
     between kernels and small kernels; and what the host takes longer to launch them one by one than they take."""
     layers, rates = system.demand.layers, system.rates
-    gaps = layers * rates.layer_seconds
+    moved = rows / system.attention_dp * system.demand.hidden * (ROW_BYTES + DIVIDED_BYTES / system.tp)
+    gaps = layers * (rates.layer_seconds + moved / system.bandwidth)
     return _longer(device + gaps, layers * system.launches * rates.launch_seconds) - device
 
 
