@@ -105,7 +105,8 @@ def system_of(
         pass_tokens=float(engine.pass_tokens),
         sums=float(engine.sums),
         launches=float(engine.launches),
-        grouped=engine.grouped,
+        stored_reads=float(engine.reads[0]),
+        expanded_reads=float(engine.reads[1]),
         sampled=float(engine.sampled[device.memory_bytes.value >= LARGE_BYTES and device.generation != "ampere"]),
     )
 

@@ -69,7 +69,8 @@ class System:
     pass_tokens: Number  # most new tokens of a pass
     sums: Number = 2.0  # over tensor parallel ranks, of a layer
     launches: Number = 0.0  # operations of a layer that the host launches one by one, ahead of the device
-    grouped: Number = True  # keys and values are read once for all query heads that share them, not once for each
+    stored_reads: Number = 1.0  # times that a pass moves keys and values as they are stored
+    expanded_reads: Number = 0.0  # times that it moves them repeated for every query head
     sampled: Number = 0.0  # rows of logits for which the engine reserves memory
     drafted: Number = 0.0  # tokens proposed per pass
     acceptance: Number = 0.0  # probability that a proposed token is accepted
@@ -122,7 +123,8 @@ def decode_parts(system: System, sequences: Number, length: Number) -> dict[str,
     rows = sequences * (1.0 + system.drafted)
     reading = _weights_read(system, rows) / (system.bandwidth * r.weights)
     multiplying = sum(_product_flops(system, rows)) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
-    kept = sequences * d.cached_tokens(length) * np.where(system.grouped, d.cached, d.pair_flops / 2.0)
+    moved = system.stored_reads * d.cached + system.expanded_reads * d.pair_flops / 2.0  # elements of a token
+    kept = sequences * d.cached_tokens(length) * moved
     parts = {
         "weights": _longer(reading, multiplying),
         "cache": kept * system.cache_bytes / system.cache_parts / system.attention_dp / (system.bandwidth * r.cache),
