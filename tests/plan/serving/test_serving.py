@@ -20,6 +20,8 @@ from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.simulate import play, transfer_seconds
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
+    DIVIDED_BYTES,
+    ROW_BYTES,
     at_concurrency,
     decode_parts,
     decode_seconds,
@@ -113,8 +115,9 @@ def test_the_host_of_a_pass_delays_all_and_a_server_only_the_request(constant: s
 
 def test_launches_that_run_ahead_cost_what_the_device_does_not_wait_for() -> None:
     eager = served(engine="transformers").system
-    gaps = eager.demand.layers * eager.rates.layer_seconds
-    for launch, least in ((1e-9, gaps), (1.0, eager.demand.layers)):
+    row = eager.demand.hidden * (ROW_BYTES + DIVIDED_BYTES) / eager.bandwidth
+    gaps = eager.demand.layers * (eager.rates.layer_seconds + row)
+    for launch, least in ((1e-9, gaps), (1.0, eager.demand.layers * eager.launches)):
         parts = decode_parts(replace(eager, rates=replace(eager.rates, launch_seconds=launch)), 1.0, 512.0)
         device = parts["weights"] + parts["cache"] + parts["collectives"]
         expected = least if least == gaps else least - device
@@ -132,8 +135,10 @@ def test_a_prompt_of_many_passes_reads_weights_in_each_and_experts_fill_a_device
 
 def test_kernels_without_groups_read_keys_and_values_for_every_query_head() -> None:
     system = served().system
-    parts = [decode_parts(replace(system, grouped=grouped), 8.0, 512.0)["cache"] for grouped in (True, False)]
+    forms = [replace(system, stored_reads=stored, expanded_reads=expanded) for stored, expanded in ((1, 0), (0, 1), (3, 2))]
+    parts = [decode_parts(form, 8.0, 512.0)["cache"] for form in forms]
     assert parts[1] == pytest.approx(parts[0] * LLAMA.heads / LLAMA.key_value_heads)
+    assert parts[2] == pytest.approx(3 * parts[0] + 2 * parts[1])
 
 
 def test_a_pipeline_with_room_for_fewer_requests_than_parts_serves_them() -> None:
