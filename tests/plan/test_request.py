@@ -14,7 +14,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.cli.plan import plan as command
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster.layout_space import CAPABILITIES, lacking
 from ironlaw.plan.engines.named import engine, engines
@@ -184,7 +184,8 @@ def test_a_sliding_window_saves_attention():
     layout, cluster = parse_layout("dp=8 zero=3"), parse_cluster("8xh100-sxm-80gb")
     windowed, full = (
         plan_cluster(
-            ClusterStep(model.model_copy(update={"sliding_window": w}), cluster, sequence=8192, global_batch=64), layout
+            ClusterRequest(model.model_copy(update={"sliding_window": w}), cluster, sequence=8192, global_batch=64),
+            layout,
         ).ledger
         for w in (4096, 8192)
     )

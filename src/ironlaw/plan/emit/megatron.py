@@ -8,7 +8,6 @@ from ironlaw.model.yarn import is_yarn
 from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason, given
 from ironlaw.plan.engines.low_precision import storage_by
-from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.schedule import fewer_layers_at_ends
 
@@ -120,7 +119,7 @@ def _chunk(model: ModelConfig, layout: Layout) -> int:
 def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
     """Return the flags, one `--flag value` per line, and notes."""
     # Name what selective recomputation repeats where the plan assumes something other than attention.
-    widens = layout.recompute.mode == "selective" and engine(request.engine).widens_again(request.model)
+    widens = layout.recompute.mode == "selective" and request.system.engine.widens_again(request.model)
     flags = [
         *_model_flags(request.model, request.sequence),
         f"--micro-batch-size {layout.micro_batch}",
@@ -142,7 +141,7 @@ def _narrow_flags(request: ClusterRequest, layout: Layout) -> list[str]:
     held = storage_by("transformer-engine", request.precision, request.cluster.accelerator.generation, True)
     stored = (
         number_format(request.precision).narrow
-        and engine(request.engine).narrow_parameters
+        and request.system.engine.narrow_parameters
         and "in place of" in held.description
     )
     if not stored or not layout.zero:  # supported under Megatron's distributed optimizer only

@@ -205,7 +205,7 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
     """Plans the same work for other engines, in the chosen layout, or in their own best if they cannot run it."""
     layout, found = answer.layout, list[dict[str, Any]]()
     assert layout is not None
-    for name in list(evidence(request.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
+    for name in list(evidence(request.system.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
         other = replace(request, engine=name)
         with suppress(UserError):
             if not lacking(engine_named(name), layout):
@@ -248,7 +248,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "cluster": _cluster(request),
         "work": _work(request),
         "precision": request.precision,
-        "engine": evidence(request.engine, request.cluster.accelerator.generation),
+        "engine": evidence(request.system.engine, request.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in request.assumed],
         "candidates": [_candidate(request, candidate) for candidate in _different(found.best, layout)] if found else [],
         "ruled_out": {
@@ -386,7 +386,7 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
-    step = bounded(candidate.step_seconds, "time", request, f"engine {request.engine}")
+    step = bounded(candidate.step_seconds, "time", request, f"engine {request.system.engine.name}")
     peak = bounded(candidate.peak_bytes, "memory", request, "highest stage")
     tokens = Estimate(request.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {
