@@ -36,7 +36,7 @@ def planned(on: str, **limits: float) -> PlanOutcome:
 @lru_cache
 def rents(kind: str) -> dict[int, tuple[float, float]]:
     """Seconds and rent of the fastest layout on each number of accelerators in one node."""
-    found, rate = {}, hourly_rent(parse_cluster(kind), Prices())
+    found, rate = {}, hourly_rent(parse_cluster(kind).accelerator)
     assert rate is not None
     for count in (1, 2, 4, 8):
         step = ClusterRequest(ModelConfig.named("gpt2"), parse_cluster(f"{count}x{kind}"), 1024, 512)

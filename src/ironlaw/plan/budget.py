@@ -15,6 +15,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.figures import Figure, source
 from ironlaw.catalog.money import Quote, grid, price, pue
 from ironlaw.catalog.nodes import Cluster, node
@@ -88,11 +89,11 @@ def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
         "purchase": None, "rent": None,
         "rent_quotes": [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes],
     }  # fmt: skip
-    facts["rent"] = asked = hourly_rent(cluster, prices)
-    if asked is None:
+    facts["rent"] = quote = hourly_rent(cluster.accelerator, prices.usd_per_hour, cluster.node.name)
+    if quote is None:
         return {}, facts
-    rate, told = asked["usd_per_hour"], ", ".join((asked["provider"], asked["date"] or asked["source"]))
-    rent = replace(hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({told})"), origin=Origin.CITED)
+    rate, basis = quote["usd_per_hour"], ", ".join((quote["provider"], quote["date"] or quote["source"]))
+    rent = replace(hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({basis})"), origin=Origin.CITED)
     if known is None or known.purchase is None:
         return {"rent_usd": rent}, facts
     each, bought = known.purchase.usd.value, known.purchase
@@ -115,15 +116,15 @@ def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
     }, facts  # fmt: skip
 
 
-def hourly_rent(cluster: Cluster, prices: Prices) -> dict[str, Any] | None:
-    """Returns the rent of an accelerator and its source: the given one, else the quote for the requested node, else the
-    most recent one; None if none is known."""
-    if prices.usd_per_hour is not None:
-        return {"usd_per_hour": prices.usd_per_hour, "provider": "given", "date": "", "source": "--price-per-hour"}
-    known = price(cluster.accelerator)
+def hourly_rent(device: Accelerator, given: float | None = None, node: str = "") -> dict[str, Any] | None:
+    """Returns the rent of an accelerator and its source, in training and in serving: the given one, else the quote for
+    `node`, else the most recent one; None if none is known."""
+    if given is not None:
+        return {"usd_per_hour": given, "provider": "given", "date": "", "source": "--price-per-hour"}
+    known = price(device)
     if known is None or not known.rent:
         return None
-    of_node = (q for q in known.rent if cluster.node.name in re.sub(r"[. ]", "-", q.provider.lower()))
+    of_node = (q for q in known.rent if node and node in re.sub(r"[. ]", "-", q.provider.lower()))
     return _quote(next(of_node, max(known.rent, key=lambda quote: quote.date)))
 
 

@@ -178,7 +178,7 @@ def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[
     limits, asked, refusal = run.options.limits, list[tuple[float, float, float, Cluster]](), None
     model = run.requested.model
     for kind in kinds:
-        rent = hourly_rent(kind, run.options.prices)
+        rent = hourly_rent(kind.accelerator, run.options.prices.usd_per_hour, kind.node.name)
         if rent is None:
             ruled_out["without a known price"] += 1
             continue
