@@ -9,7 +9,7 @@ from inspect import signature
 
 import pytest
 
-from ironlaw.catalog.accelerators import accelerator_names
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.cli.plan import plan as command
 from ironlaw.errors import UserError
@@ -20,6 +20,7 @@ from ironlaw.plan.cluster.layout_space import CAPABILITIES, lacking
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import plan_request, resolve
 from ironlaw.plan.request_types import Options
+from ironlaw.plan.requests.cluster import software_for
 from ironlaw.workload.layout import parse_layout
 
 
@@ -442,3 +443,8 @@ def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
     earlier = plan_request("llama-2-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"], options=options)
     assert earlier.fits
     assert "dp 2, ZeRO 3" in str(shared.more["assumed"])
+
+
+def test_an_accelerator_without_runs_says_so():
+    (generic,) = software_for(Options(), accelerator("mi250x"))
+    assert generic.value == "generic" and generic.reason == "no runs on cdna2 are known"

@@ -31,7 +31,6 @@ from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.layout_table import Table
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
-from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import (
     StepCosts,
     operation_costs,
@@ -154,14 +153,11 @@ class ClusterPlan:
 
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Plan step seconds and peak bytes of many candidates on one system: the fast path of search."""
-    layers = stage_layers(candidates, where.engine.partition)
-    costs = step_costs(candidates, where, layers)
-    times = assemble(costs, candidates, where.engine, layers)
-    peak = peak_memory(candidates, where.engine, layers)
+    costs = step_costs(candidates, where)
+    times = assemble(costs, candidates, where.engine)
+    peak = peak_memory(candidates, where.engine)
     seconds = under_pressure(times.step_seconds, peak.total, where)
-    offloaded = (
-        host_bytes(candidates, where.engine, layers) if (candidates.offload > 0).any() else np.zeros(len(candidates))
-    )
+    offloaded = host_bytes(candidates, where.engine) if (candidates.offload > 0).any() else np.zeros(len(candidates))
     host = where.host.memory_bytes if where.host else 0.0
     return PlannedCandidates(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
 

@@ -25,7 +25,6 @@ import numpy as np
 from ironlaw.errors import UserError
 from ironlaw.files import write_text
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
-from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
@@ -130,7 +129,6 @@ class _Block:
 
     candidates: Candidates
     costs: StepCosts
-    layers: StageLayers
     generation: str
     index: list[int]
 
@@ -209,9 +207,8 @@ class _Problem:
         self.blocks: list[_Block] = []
         for where, index in systems_of(runs):
             candidates = candidates_of_jobs([runs[i].job for i in index])
-            layers = stage_layers(candidates, engine.partition)
             generation = runs[index[0]].cluster.accelerator.generation
-            self.blocks.append(_Block(candidates, step_costs(candidates, where, layers), layers, generation, index))
+            self.blocks.append(_Block(candidates, step_costs(candidates, where), generation, index))
         self.generations = {block.generation for block in self.blocks}
         # With one generation the start includes its overrides; with several it is the plain values.
         self.engine = engine.on(self.blocks[0].generation) if len(self.generations) == 1 else engine
@@ -253,7 +250,7 @@ class _Problem:
         engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
         for block in self.blocks:
-            planned[block.index] = assemble(block.costs, block.candidates, engine, block.layers).step_seconds
+            planned[block.index] = assemble(block.costs, block.candidates, engine).step_seconds
         return np.asarray(np.log(planned / self.measured))
 
     def errors(self, x: Array) -> Array:
