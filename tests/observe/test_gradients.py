@@ -451,7 +451,7 @@ def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str,
                 habits.backward_begins([])
         habits.backward_begins([])
     habits.call = ModuleCall.of(model, (x,), {})
-    assert (habits._apart() is not None) is apart
+    assert (habits._passes_apart() is not None) is apart
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -517,7 +517,7 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
         use.backward_begins([loss])
         loss.backward()
         use.backward_ended()
-        use.taken(name, [[p.grad for p in model.parameters()]])
-    use.updates(optimizer)
+        use.operation_called(name, [[p.grad for p in model.parameters()]])
+    use.update_begins(optimizer)
     use.end()
     assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)

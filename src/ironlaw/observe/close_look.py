@@ -130,7 +130,7 @@ class CloseLook(TorchDispatchMode):
                 self._attention.__exit__(None, None, None)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """What is done within is no doing of the loop's."""
         began = time.thread_time()
         with _disable_current_modes():
@@ -245,10 +245,10 @@ class CloseLook(TorchDispatchMode):
             "line_slow": self._slow(set(calls)),
         }
 
-    def place_of(self, operation: str) -> str:
-        """Return the line where an operation that is no `WORK` took most, "?" without any."""
+    def place_of(self, operation: str) -> str | None:
+        """Return the line where an operation that is no `WORK` took most; None without any."""
         taken = self._seconds[ONE + operation]
-        return max(taken, key=lambda line: taken[line], default="?")
+        return max(taken, key=lambda line: taken[line], default=None)
 
     def _heaviest(self, calls: Collection[str]) -> dict[str, Any] | None:
         """Return the operation, other than `WORK`, that takes the most time in one line."""

@@ -89,7 +89,7 @@ def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[li
     return seconds
 
 
-def share_saved(now: Callable[[], None], then: Callable[[], None], turns: int = TURNS) -> float:
+def share_saved(now: Callable[[], Any], then: Callable[[], Any], turns: int = TURNS) -> float:
     """Share of the time that the second way saves."""
     shares = [1 - other / one for one, other in zip(*in_turn((now, then), turns), strict=True)]
     return max(0.0, statistics.median(shares))
