@@ -37,7 +37,7 @@ def mask_saves(heads: Sequence[Tensor], mask: Tensor, **instead: Any) -> float:
 
 
 class OddMasks(TorchFunctionMode):
-    """Sees attention that a mask of three dimensions keeps from its fused kernel: underneath it is several calls."""
+    """Finds attention that a mask of three dimensions keeps from its fused kernel: underneath it is several calls."""
 
     running = False
     seen: tuple[Tensor, ...] = ()  # queries, keys, values and mask of the latest
@@ -45,13 +45,17 @@ class OddMasks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | kwargs
-            heads, mask = [given.get(name) for name in ("query", "key", "value")], given.get("attn_mask")
-            alike = all(isinstance(t, Tensor) and t.dim() == 4 and t.shape[1] == given["query"].shape[1] for t in heads)
-            odd = isinstance(mask, Tensor) and mask.dim() == 3 and not mask.requires_grad
-            if alike and odd and not given.get("dropout_p"):
-                self.running, self.seen = True, (*heads, mask)
+            self._look(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         finally:
             self.running = False
+
+    def _look(
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
+    ) -> None:
+        heads = (query, key, value)
+        alike = all(isinstance(t, Tensor) and t.dim() == 4 and t.shape[1] == query.shape[1] for t in heads)
+        is_odd = isinstance(attn_mask, Tensor) and attn_mask.dim() == 3 and not attn_mask.requires_grad
+        if alike and is_odd and not dropout_p:
+            self.running, self.seen = True, (*heads, attn_mask)

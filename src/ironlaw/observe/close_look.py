@@ -205,7 +205,7 @@ class CloseLook(TorchDispatchMode):
 
     def _count(self, func: Any, operands: list[Tensor], mask: Any, result: Any, seconds: float) -> str:
         frames, newest = list(user_frames()), torch._C._autograd._get_sequence_nr()
-        line, name = (line_of(frames[0]) if frames else "?"), func.overloadpacket.__name__
+        line, name = line_of(frames[0] if frames else None), func.overloadpacket.__name__
         self._head = None
         operation = CountedCall(line, name, torch.Tag.pointwise in func.tags, operands, dense(result), mask)
         blamed = {kind: counts(self, operation) for kind, counts in COUNTED.items()}

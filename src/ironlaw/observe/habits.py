@@ -27,7 +27,7 @@ from ironlaw.observe.gradients import GradientUse, parameters_of
 from ironlaw.observe.inputs import describe_inputs, padding, unwrapped
 from ironlaw.observe.measured import storage_bytes
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.recording import Recording
+from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
     clipping_line,
@@ -107,7 +107,7 @@ class Habits:
 
     def __init__(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), partition: Partition | None = None,
-        is_compiled: bool = False, recording: Recording | None = None, on_step: Callable[[int], None] | None = None,
+        is_compiled: bool = False, recording: LoopRecording | None = None, on_step: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         self._module, self._optimizers, self._partition = module, optimizers, partition
         self._is_compiled, self._recording, self._on_step = is_compiled, recording, on_step

@@ -20,7 +20,7 @@ from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
 
 
-class Recording:
+class LoopRecording:
     """`begin(steps)` between two steps; it ends by itself when so many have ended, or by `end()`."""
 
     def __init__(

@@ -45,7 +45,7 @@ from ironlaw.observe.inputs import unwrapped
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.recording import Recording
+from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import (
     fused_update_saves,
     head_size,
@@ -114,7 +114,7 @@ class Watch:
     def __enter__(self) -> Self:
         is_compiled, inner = _is_compiled(self.model), unwrapped(self.model)
         closely = self.device.type == "cpu" and not _is_distributed() and not is_compiled
-        self._recording = Recording(self.model, self.optimizers, self.partition, is_compiled)
+        self._recording = LoopRecording(self.model, self.optimizers, self.partition, is_compiled)
         self._habits = Habits(
             inner, self.optimizers, self.partition if closely else None, is_compiled, self._recording, self._step_ended
         )
