@@ -17,7 +17,7 @@ from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 
 AS_IT_IS = "as it is"  # the variant that the others are compared with
-LEAST_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
+MIN_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
 FEWER = 10  # times, evaluations and checkpoints
 BOTH_WAYS, MEASURED = "timed both ways at the end of the run", "measured seconds of this run"
 
@@ -240,16 +240,16 @@ REMEDIES: tuple[RemedyKind, ...] = (
     ),
     RemedyKind(
         "precision", "Train in bf16", "the run is in fp32, and this machine multiplies bf16 faster", Effect.ROUNDING,
-        COMPARE, _type("bf16", BF16), least=LEAST_PLANNED,
+        COMPARE, _type("bf16", BF16), min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "batch", "Larger micro-batches", "one forward pass is too little work for what calling it costs", Effect.NONE,
-        "takes more memory", _batch(merged=True), least=LEAST_PLANNED,
+        "takes more memory", _batch(merged=True), min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "batch", "Larger batches, fewer steps", "one forward pass is too little work for what calling it costs",
         Effect.TRAINING, "fewer updates for the same samples: retune the learning rate", _batch(merged=False),
-        least=LEAST_PLANNED,
+        min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "attention", "Fuse attention", "attention writes its scores to memory", Effect.ROUNDING, BITS, _attention,

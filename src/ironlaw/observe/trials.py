@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 from ironlaw.kernels.attention import causal_attention
 from ironlaw.workload.trace_kernels import tensors
 
-TURNS, LEAST_TURNS, MOST_SECONDS = 7, 2, 1.0
+TURNS, MIN_TURNS, MAX_SECONDS = 7, 2, 1.0
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
-LEAST_ROWS, LEAST_ODD, REPEATS = 256, 100, 5
+MIN_ROWS, MIN_ODD, REPEATS = 256, 100, 5
 THREAD_CALLS = 12
-MOST_LAYERS = 4
+MAX_LAYERS = 4
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "fused": torch.nn.functional.scaled_dot_product_attention,
     "native": lambda q, k, v, is_causal: causal_attention(q, k, v),
@@ -80,8 +80,8 @@ class ModuleCall:
 def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[list[float]]:
     """Seconds of each way, tried one after the other, so often or as often as there is time for."""
     seconds: list[list[float]] = [[] for _ in works]
-    until = time.perf_counter() + MOST_SECONDS
-    while len(seconds[0]) < turns and (len(seconds[0]) < LEAST_TURNS or time.perf_counter() < until):
+    until = time.perf_counter() + MAX_SECONDS
+    while len(seconds[0]) < turns and (len(seconds[0]) < MIN_TURNS or time.perf_counter() < until):
         for work, times in zip(works, seconds, strict=True):
             began = time.perf_counter()
             work()
@@ -106,7 +106,7 @@ def threads_unlike_cores(
         return None
     shapes = Counter(tuple(c.weight.shape) for c in module.modules() if isinstance(c, nn.Linear))
     outputs, inputs = shapes.most_common(1)[0][0] if shapes else (512, 512)
-    dtype, rows = _DTYPES.get(precision or "", torch.float32), min(max(rows or 0, LEAST_ROWS), 4096)
+    dtype, rows = _DTYPES.get(precision or "", torch.float32), min(max(rows or 0, MIN_ROWS), 4096)
     x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     large = torch.randn(rows, outputs)
     kinds: dict[str, Callable[[], Any]] = {
@@ -151,7 +151,7 @@ def attention_seconds(products: list[list[int]], precision: str | None) -> dict[
         return None
     dtype, total = _DTYPES.get(precision or "", torch.float32), dict.fromkeys(KERNELS, 0.0)
     for (batch, tokens, size, causal), count in Counter(tuple(p) for p in products).items():
-        layers = min(count, MOST_LAYERS)
+        layers = min(count, MAX_LAYERS)
         leaves = [[torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3)]
                   for _ in range(layers)]  # fmt: skip
         gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
@@ -211,12 +211,12 @@ def misaligned_weights(module: nn.Module, rows: int | None, precision: str | Non
         if weight is None or weight.device.type != "cpu":
             continue
         outputs, inputs = weight.shape
-        odd = any(size % 8 and size >= LEAST_ODD for size in (outputs, inputs))  # ten classes are ten classes
+        odd = any(size % 8 and size >= MIN_ODD for size in (outputs, inputs))  # ten classes are ten classes
         if not odd or outputs * inputs < 1 << 16 or (outputs, inputs) in seen:
             continue
         seen.add((outputs, inputs))
         dtype = _DTYPES.get(precision or "", torch.float32)
-        rows_used = min(max(rows or 0, LEAST_ROWS), 4096)
+        rows_used = min(max(rows or 0, MIN_ROWS), 4096)
         now, then = (_product(rows_used, n, k, dtype) for n, k in ((outputs, inputs), (_up(outputs), _up(inputs))))
         found.append({
             "module": name, "shape": [outputs, inputs], "aligned": [_up(outputs), _up(inputs)],
