@@ -64,6 +64,8 @@ def _told(found: Mapping[str, Any]) -> list[str]:
         told.append(
             f"This machine copies {1e-9 * rate:.1f} GB/s (ironlaw measure): decoding reads no faster, but from caches."
         )
+    if found.get("interrupted"):
+        told.append("Interrupted: the other formats were not tried.")
     if found["left_out"]:
         told.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
     return told
