@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,51 +132,23 @@ def build(
                 file.unlink(missing_ok=True)
 
 
-def remake(
-    folder: Path, index: dict[str, Any], number: int, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser
-) -> None:
-    """Make one damaged shard again and replace its files if the checksums are the recorded ones; UserError if not."""
-    entry = index["shards"][number]
-    before = index["shards"][number - 1]["next"] if number else START
-    if entry["next"] is None or before is None:
-        raise UserError(f"the prepared tokens in {folder} are damaged: delete that folder and run again")
-    temporary = folder / f".again-{os.getpid()}"
-    temporary.mkdir()
-    end, chat = index["tokenizer"]["end_of_text"], corpus.chat is not None
-    writer = shards.ShardWriter(temporary, number, np.dtype(index["dtype"]), end, chat)
-    try:
-        start = int(before[0]), int(before[1])
-        with closing(tokeniser.encode(pieces_of(corpus, splitter, start))) as chunks:
-            for piece, ids in chain.from_iterable(chunks):
-                writer.write(piece, ids)
-                if piece.next is not None and list(piece.next) == entry["next"]:
-                    break
-        made = writer.finish()
-        if any(made[split]["sha256"] != entry[split]["sha256"] for split in SPLITS):
-            raise UserError(
-                f"shard {number} of {folder} is damaged and the text gives another one now: delete that folder and "
-                "run again"
-            )
-        for split in SPLITS:
-            for (ours, _), (theirs, _) in zip(shards.files_of(made[split]), shards.files_of(entry[split]), strict=True):
-                os.replace(temporary / ours, folder / theirs)
-    finally:
-        writer.close()
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def make(final: Path, fill: Callable[[Path], Any]) -> None:
+def make(final: Path, fill: Callable[[Path], Any], damaged: dict[str, Any] | None = None) -> None:
     """Make the folder `final` with `fill` if it does not exist. One process makes it while the others wait for it.
 
     The folder gets its final name once it is filled. After a failure it is kept if it holds a finished shard and
-    removed otherwise. A full disk or a read-only folder raises a UserError of one line.
+    removed otherwise. A full disk or a read-only folder raises a UserError of one line. `damaged` is the index of an
+    existing folder with damaged shards: they and those after them are made again.
     """
-    if final.exists():
+    if final.exists() and damaged is None:
         return
     partial = final.parent / f".partial-{final.name}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".lock-{final.name}", _lock):
+            if damaged is not None and final.exists():
+                head = {key: damaged.get(key) for key in ("tokenizer", "dtype", "held_out")}
+                FinishedShards(final, head, damaged["shards"], defaultdict(float, damaged["seconds"])).save()
+                final.rename(partial)
             if final.exists():  # another process made it meanwhile
                 return
             partial.mkdir(exist_ok=True)

@@ -105,25 +105,18 @@ class Corpus:
         """The number of skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(
-        self, see: Callable[[File, str], None] | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these and
-        `progress` with the bytes done and the bytes in all.
+    def scan(self, see: Callable[[File, str], None] = lambda file, text: None) -> None:
+        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these.
 
         The split needs this: if held-out files turned out to be binary, nothing would be held out.
         Reading costs little compared with tokenising.
         """
         kept = []
-        done, total = 0, self.bytes
         for file in self.files:
-            done += file.size
-            if progress is not None:
-                progress(done, total)
             text = self.text(file) if file.kind == "text" else ""
             if text is not None:
                 kept.append(file)
-                if see is not None and file.kind == "text":
+                if file.kind == "text":
                     see(file, text)
         self.files = kept
 
