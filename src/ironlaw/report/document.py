@@ -119,13 +119,11 @@ class NameList:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing for the page, made for a given width. A terminal shows `line` instead, if there is one."""
+    """A drawing for the page, made for a given width."""
 
     draw: Callable[[int], Markup]
     caption: str = ""
     legend: Sequence[tuple[str, str]] = ()  # style, name
-    line: str = ""
-    key: str = ""  # explains the letters of `line`
 
 
 @dataclass(frozen=True)
