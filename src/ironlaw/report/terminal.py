@@ -19,7 +19,6 @@ from ironlaw.report.document import (
     Block,
     Cell,
     Document,
-    Facts,
     Heading,
     NameList,
     Paragraph,
@@ -32,7 +31,7 @@ STYLES = {"": "", "strong": "bold", "dim": "dim", "good": "bold green", "bad": "
           "code": "cyan"}  # fmt: skip
 ROOM_FOR_BARS = 64  # columns of a terminal; a narrower one needs the space for words
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_FIGURES = (Table, Facts, NameList)
+_FIGURES = (Table, NameList)
 
 
 def show(console: Console, document: Document) -> None:
@@ -123,11 +122,6 @@ def _table(block: Table, console: Console) -> bool:
 
 def _lines(column: list[Text]) -> list[str]:
     return [line for text in column for line in text.plain.split("\n")]
-
-
-@_print.register
-def _facts(block: Facts, console: Console) -> bool:
-    return _table(Table(["", "<"], block.pairs), console)
 
 
 @_print.register
