@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def test_processes_make_the_same_batches(kind: str, places_on_disk: dict[str, Pa
 def test_a_loader_process_that_dies_is_one_line(places_on_disk: dict[str, Path]) -> None:
     batches: Any = source_of("concat", places_on_disk, loader_processes=1)
     batches.batch(0)
-    (process,) = batches._pool._pool._processes.values()
+    (process,) = multiprocessing.active_children()
     process.kill()
     with pytest.raises(UserError, match="loader_processes ended by itself") as caught:
         for step in range(1, 100):
