@@ -276,7 +276,7 @@ def test_a_stream_resumes_from_its_notes_and_without_them(places_on_disk: dict[s
     assert len(notes) == 1 and len(notes[0].read_text().splitlines()) > 3
     quick: Any = source_of("stream", places_on_disk, **cache)
     same(quick.batch(50), expected[50])
-    with_notes = quick.seconds["read"] > 0 and quick._held[0][0].samples
+    with_notes = quick.seconds["read"] > 0 and quick._kept[0].start.samples
     assert with_notes, "it began in the middle"
     same(quick.batch(10), expected[10])  # and backwards
     with notes[0].open("a") as file:

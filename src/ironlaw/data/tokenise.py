@@ -38,7 +38,7 @@ class TextPiece:
     content: Content | None
     bytes: int  # of UTF-8 text
     last: bool  # the document ends here
-    next: Cursor | None  # where reading continues; None in the middle of a file's document
+    next: tuple[int, ...] | None  # where reading continues, a Cursor; None in the middle of a file's document
     done_bytes: int
     reason: str = ""
 
