@@ -133,7 +133,7 @@ def test_processes_make_the_same_batches(kind: str, places_on_disk: dict[str, Pa
     with Prefetcher(source_of(kind, places_on_disk, loader_processes=2), start=3, stop=20) as ahead:
         for step in range(3, 20):
             same(next(ahead), expected.batch(step))
-        assert ahead.stage_tokens_per_second.keys() >= {"read", "pack"}
+        assert ahead.facts()["stage_tokens_per_second"].keys() >= {"read", "pack"}
         with pytest.raises(StopIteration):
             next(ahead)
 
