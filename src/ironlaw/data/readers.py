@@ -146,32 +146,38 @@ def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Itera
         _skip(lines, start, seek=lines is raw)
         while line := lines.readline(LINE_LIMIT_BYTES):
             position += len(line)
+            content, reason = None, f"lines over {LINE_LIMIT_BYTES >> 20} MiB"
             if len(line) == LINE_LIMIT_BYTES and not line.endswith(b"\n"):
                 position += _rest_of_line(lines)
-                yield Record(None, position, raw.tell(), f"lines over {LINE_LIMIT_BYTES >> 20} MiB")
             elif line.strip():
-                yield _from_line(line, path, field, position, raw.tell(), position == len(line), take)
+                content, reason = _from_line(line, path, field, take, first=position == len(line))
+            else:
+                continue
+            yield Record(content, position, raw.tell(), reason)
 
 
-def _from_line(line: bytes, path: Path, field: str, position: int, done: int, first: bool, take: Take) -> Record:
+def _from_line(line: bytes, path: Path, field: str, take: Take, first: bool) -> tuple[Raw | None, str]:
+    """Return the content of a line, or None with the reason. What is wrong with the `first` line is an error: the whole
+    file is something else. Later, one bad line among millions is only counted."""
     try:
-        document = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
-        if first:  # the whole file is something else; later, one bad line among millions is only counted
-            raise UserError(f"{path} is not JSONL: its first line is no JSON object") from None
-        return Record(None, position, done, "not JSON")
-    if first and not isinstance(document, dict):
+        fields = None
+    if first and not isinstance(fields, dict):
         raise UserError(f"{path} is not JSONL: its first line is no JSON object")
-    fields = document if isinstance(document, dict) else {}
+    if fields is None:
+        return None, "not JSON"
+    fields = fields if isinstance(fields, dict) else {}
     content, lacks = take(fields, field)
-    if content is None and first and lacks:
+    if content is not None:
+        return content, ""
+    if first and lacks:
         what = (
             f'the field "{field}" of {path} is without {lacks}' if field in fields else f'{path} has no field "{field}"'
         )
         others = ", ".join(name for name in fields if name != field)
         raise UserError(f"{what}{f': set data.field to one of {others}' if others else ', and no other: write one'}")
-    reason = f'without {lacks} in "{field}"' if lacks else "empty"
-    return Record(content, position, done, "" if content is not None else reason)
+    return None, f'without {lacks} in "{field}"' if lacks else "empty"
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.packing import best_fit, concatenated, packed_report
+from ironlaw.data.packing import best_fit, concatenated
 from ironlaw.data.shards import TokenArray, TokenSplit
 from ironlaw.data.splits import SPLITS
 from ironlaw.data.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
         "unigram_loss": dataset.unigram_loss,
         "unigram_bits_per_byte": None if dataset.unigram_loss is None else dataset.bits_per_byte(dataset.unigram_loss),
         "sequence": sequence,
-        "packing": {"concat": concatenated(bounds, sequence), "best_fit": packed_report(best_fit(bounds, sequence))},
+        "packing": {"concat": concatenated(bounds, sequence), "best_fit": best_fit(bounds, sequence).report()},
         "sources": [
             {
                 "source": part.name,
