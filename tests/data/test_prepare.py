@@ -272,11 +272,3 @@ def test_a_long_first_reading_is_announced(corpus: Path, tmp_path: Path, monkeyp
     said: list[str] = []
     prepare(DataConfig(path=str(corpus), cache=str(tmp_path / "cache")), 300, say=said.append)
     assert [line for line in said if line.startswith("Reading ")] == said[:1]
-
-
-def test_the_baseline_counted_on_the_way_is_that_of_the_shards(corpus: Path, tmp_path: Path) -> None:
-    for tokens in (2**26, 2048):  # one shard, and many
-        config = DataConfig(path=str(corpus), cache=str(tmp_path / f"cache-{tokens}"), shard_tokens=tokens)
-        dataset = prepare(config, 300)
-        wanted = unigram_loss(dataset.train.tokens, dataset.validation.tokens, dataset.vocab)
-        assert dataset.unigram_loss == pytest.approx(wanted, rel=1e-12)

@@ -17,9 +17,7 @@ import numpy as np
 from ironlaw import units
 from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
-from ironlaw.data.readers import IDS
-from ironlaw.data.splits import SPLITS, Split, Splitter
-from ironlaw.data.stats import token_counts
+from ironlaw.data.splits import SPLITS, Splitter
 from ironlaw.data.tokenise import Tokeniser, pieces_of
 from ironlaw.errors import UserError
 from ironlaw.files import FULL, lock_file, read_json, write_json
@@ -74,9 +72,8 @@ def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
 def build(
     work: FinishedShards, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
     progress: shards.Progress | None,
-) -> dict[Split, np.ndarray]:  # fmt: skip
-    """Make the missing shards and return the token counts of all shards, (vocab,) by split. Tokens are counted as they
-    are made, while other cores make the next.
+) -> None:  # fmt: skip
+    """Make the missing shards.
 
     After an interruption or on a full disk, the folder keeps the finished shards and no others.
     """
@@ -84,14 +81,6 @@ def build(
     total, chat = corpus.bytes, corpus.chat is not None
     writer: shards.ShardWriter | None = None
     begun = dict(work.seconds)
-    vocab = work.head["tokenizer"]["vocab"]
-    counts = {split: np.zeros(vocab, dtype=np.int64) for split in SPLITS}
-    if work.shards:  # finished by an earlier call
-        index = {**work.head, "shards": work.shards}
-        for split in SPLITS:
-            made = shards.open_split(work.folder, index, split)
-            learned = made.tokens if made.marks is None else np.asarray(made.tokens)[np.asarray(made.marks) == 0]
-            counts[split] += token_counts(learned, vocab)
 
     def finish(writer: shards.ShardWriter) -> None:
         work.shards.append(writer.finish())
@@ -112,19 +101,12 @@ def build(
                     if piece.next is not None and writer.tokens >= shard_tokens:
                         finish(writer)
                         writer = None
-                counted = time.perf_counter()
-                work.seconds["write"] += counted - start
-                for split in SPLITS:
-                    if parts := [ids for piece, ids in chunk if piece.split == split and len(ids)]:
-                        ids = np.concatenate(parts)
-                        counts[split] += np.bincount(ids[ids <= IDS] if chat else ids, minlength=vocab)
-                work.seconds["unigram"] += time.perf_counter() - counted
+                work.seconds["write"] += time.perf_counter() - start
                 if progress is not None:
                     progress(min(chunk[-1][0].done_bytes, total), total)
         if writer is not None or not work.shards:
             finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text, chat))
             writer = None
-        return counts
     finally:
         if writer is not None:
             writer.close()

@@ -271,6 +271,11 @@ class TokenSplit:
     def documents(self) -> int:
         return len(self.bounds) - 1
 
+    @property
+    def learned(self) -> TokenArray:
+        """The tokens without those that are not learned, or part of a rejected answer."""
+        return self.tokens if self.marks is None else np.asarray(self.tokens)[np.asarray(self.marks) == 0]
+
     def counts(self) -> dict[str, int]:
         return {"documents": self.documents, "tokens": len(self.tokens), "bytes": self.bytes}
 

@@ -23,7 +23,7 @@ from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.sample import sample
 from ironlaw.data.splits import SPLITS
-from ironlaw.data.stats import loss_of_counts
+from ironlaw.data.stats import unigram_loss
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import digest_of, read_json, sha256
@@ -98,9 +98,8 @@ def _build(
         say(f"Going on behind {len(work.shards)} finished shards")
     workers = worker_count(config.workers, corpus.bytes)
     tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
-    end = described["end_of_text"]
     try:
-        counts = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
+        building.build(work, corpus, splitter, tokeniser, described["end_of_text"], config.shard_tokens, progress)
     except KeyboardInterrupt:
         if work.shards:
             say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
@@ -115,10 +114,10 @@ def _build(
         "skipped": _skipped(corpus, work.shards),
     }
     _check(index, folder)
-    for split in SPLITS if corpus.chat is None else ():  # separators were written but not counted
-        written = sum(shard[split]["tokens"] for shard in work.shards)
-        counts[split][end] += written - counts[split].sum()
-    baseline = loss_of_counts(*(counts[split] for split in SPLITS))
+    start = time.perf_counter()
+    train, validation = (shards.open_split(folder, index, split).learned for split in SPLITS)
+    baseline = unigram_loss(train, validation, described["vocab"])
+    spent["unigram"] += time.perf_counter() - start
     seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
     building.write_json(
         folder / shards.INDEX,

@@ -102,14 +102,9 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float
 
     Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
     """
-    return loss_of_counts(token_counts(train, vocab), token_counts(validation, vocab))
-
-
-def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
-    """Return the same loss from the counts (vocab,) of each id."""
-    total = int(validation.sum())
+    seen, counts = token_counts(train, vocab), token_counts(validation, vocab)
+    total = int(counts.sum())
     if total == 0:
         return None
-    seen = train + 1.0
-    log_probability = np.log(seen) - np.log(seen.sum())
-    return float(-(validation @ log_probability) / total)
+    log_probability = np.log(seen + 1.0) - np.log((seen + 1.0).sum())
+    return float(-(counts @ log_probability) / total)
