@@ -37,7 +37,7 @@ class AnswerFormat:
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def chunks(self, piece: OutputPiece, request: Request) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: OutputPiece) -> Iterator[dict[str, Any]]:
         first = piece.index not in self._begun
         self._begun.add(piece.index)
         if not (piece.text or first or piece.finish or self.logprobs is not None):
@@ -48,12 +48,14 @@ class AnswerFormat:
         if self.wants_usage:
             yield self.document(self.chunk_kind, []) | {"usage": usage(requests, self.body.n)}
 
-    def whole(self, requests: Sequence[Request], pieces: Sequence[Sequence[OutputPiece]]) -> dict[str, Any]:
-        choices = []
-        for index, found in enumerate(pieces):
-            text, finish = "".join(piece.text for piece in found), found[-1].finish
-            all_of = OutputPiece(index, text, [one for piece in found for one in piece.chosen], finish)
-            choices.append(self.choice(all_of, whole=True))
+    def whole(self, requests: Sequence[Request], pieces: Sequence[OutputPiece]) -> dict[str, Any]:
+        answers = [OutputPiece(index, "", [], None) for index in range(len(requests))]
+        for piece in pieces:
+            answer = answers[piece.index]
+            answer.text += piece.text
+            answer.chosen += piece.chosen
+            answer.finish = piece.finish
+        choices = [self.choice(answer, whole=True) for answer in answers]
         return self.document(self.kind, choices) | {"usage": usage(requests, self.body.n)}
 
     def choice(self, piece: OutputPiece, whole: bool = False) -> dict[str, Any]:

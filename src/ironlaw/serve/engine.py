@@ -218,6 +218,7 @@ class Engine:
                 break
         self._take_in()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            request.failure = self.failure
             self._finish(request, "cancelled" if self.failure is None else "error", [])
         self.after_step()
 
@@ -238,7 +239,7 @@ class Engine:
         if self.served.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         computed_at = time.perf_counter()
-        chosen = self._chosen(logits, ordered)
+        chosen = self._sample(logits, ordered)
         sampled_at = time.perf_counter()
         self._accept(ordered, chosen, record)
         ended = time.perf_counter()
@@ -250,34 +251,19 @@ class Engine:
         self.trace.add(record)
         return len(step)
 
-    def _chosen(self, logits: torch.Tensor | None, ordered: list[RunnerWork]) -> list[SampledToken]:
-        """Sample a token for each of the rows (R, V). If that fails, each request is tried alone, and may end alone."""
-        rows = [[Row(w.request, w.start + len(w.tokens) - n) for n in reversed(range(w.wanted))] for w in ordered]
+    def _sample(self, logits: torch.Tensor | None, ordered: Sequence[RunnerWork]) -> list[SampledToken]:
+        """Sample a token for each of the rows (R, V)."""
         if logits is None:
             return []
+        rows = [Row(w.request, w.start + len(w.tokens) - n) for w in ordered for n in reversed(range(w.wanted))]
+        return sample(logits, rows, allowed(rows, self.model_config.vocab))
 
-        def draw(logits: torch.Tensor, rows: list[Row]) -> list[SampledToken]:
-            return sample(logits, rows, allowed(rows, self.model_config.vocab))
-
-        try:
-            return draw(logits, [row for each in rows for row in each])
-        except Exception as error:
-            log.warning("the tokens of a step could not be chosen together: %s", error)
-        chosen, stay = list[SampledToken](), list[RunnerWork]()
-        for w, each, part in zip(ordered, rows, logits.split([w.wanted for w in ordered]), strict=True):
-            try:
-                chosen += draw(part, each) if each else []
-                stay.append(w)
-            except Exception as error:
-                self._fail(w.request, "no token could be chosen", error)
-        ordered[:] = stay
-        return chosen
-
-    def _fail(self, request: Request, what: str, error: Exception) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
         request.is_at_fault = isinstance(error, UserError)
+        failure = str(error)
         if not request.is_at_fault:
-            log.error(what, exc_info=error)
-        failure = str(error) if request.is_at_fault else f"{what}: {type(error).__name__}: {error}"
+            log.error("a token could not be read", exc_info=error)
+            failure = f"a token could not be read: {type(error).__name__}: {error}"
         request.failure = failure.splitlines()[0]
         self._finish(request, "error", [])
 
@@ -342,7 +328,7 @@ class Engine:
             try:
                 record.produced += self._append(request, new[: stands + 1], now)
             except Exception as error:  # in its text or constraint: other requests are not affected
-                self._fail(request, "a token could not be read", error)
+                self._fail(request, error)
 
     def _append(self, request: Request, new: list[SampledToken], now: float) -> int:
         sampling, taken = request.sampling, list[SampledToken]()

@@ -96,7 +96,7 @@ class Request:
     drafted_for: int = 0  # tokens whose keys and values the draft model has
     drafted: list[int] = field(default_factory=list)  # proposed for this step
     finish: FinishReason | None = None
-    failure: str | None = None  # the reason for `finish` "error", if other requests are not affected
+    failure: str | None = None  # the reason for `finish` "error"
     is_at_fault: bool = False  # the same request would fail again
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
