@@ -87,11 +87,18 @@ def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> 
     return plans
 
 
+# Names of a request's time, prompt length and answer length: Mooncake's, Azure's, and those of `requests.jsonl`.
+_COLUMNS = (
+    ("timestamp", "TIMESTAMP", "at"),
+    ("input_length", "ContextTokens", "prompt_tokens"),
+    ("output_length", "GeneratedTokens", "output_tokens"),
+)
+
+
 def read_trace(path: Path) -> list[PlannedRequest]:
     """Read JSON lines (or CSV with a header) of `timestamp` in seconds, `input_length`, `output_length`, and `prompt`.
 
-    `prompt` is optional. Also reads Mooncake's traces (milliseconds, recognized by `hash_ids`) and Azure's columns
-    (TIMESTAMP, ContextTokens, GeneratedTokens).
+    `prompt` is optional. Also reads Mooncake's traces (milliseconds, recognized by `hash_ids`) and Azure's columns.
     """
     import csv
     import datetime
@@ -106,17 +113,16 @@ def read_trace(path: Path) -> list[PlannedRequest]:
         rows = [parse_json(line, "a line") for line in lines] if is_lines else list[Any](csv.DictReader(lines))
         plans = []
         for row in rows:
-            when: Any = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
+            found: list[Any] = [next((row[name] for name in names if name in row), None) for names in _COLUMNS]
+            when, prompt, output = found[0], int(found[1]), int(found[2])
             try:
                 at = float(when)
             except ValueError:
                 at = datetime.datetime.fromisoformat(str(when)[:26]).timestamp()
             if "hash_ids" in row:
                 at /= 1000
-            prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
-            output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
-            plans.append(PlannedRequest(at, int(prompt), int(output), row.get("prompt")))
-            if not math.isfinite(at) or int(prompt) < 0 or int(output) < 0:
+            plans.append(PlannedRequest(at, prompt, output, row.get("prompt")))
+            if not math.isfinite(at) or min(prompt, output) < 0:
                 raise ValueError(f"a request of {prompt} and {output} tokens at {when}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
@@ -125,9 +131,7 @@ def read_trace(path: Path) -> list[PlannedRequest]:
     if not plans:
         raise UserError(f"{path} has no requests")
     first = min(plan.at for plan in plans)
-    return sorted(
-        (PlannedRequest(p.at - first, p.prompt_tokens, p.output_tokens, p.prompt) for p in plans), key=lambda p: p.at
-    )
+    return sorted((replace(plan, at=plan.at - first) for plan in plans), key=lambda plan: plan.at)
 
 
 class Client:
@@ -376,10 +380,9 @@ def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float |
         "output_tokens": tokens, "output_tokens_per_second": tokens / report.seconds,
         "prompt_tokens": asked,  # None: the server does not tell them, and its output tokens are pieces of answers
         "total_tokens_per_second": None if asked is None else (tokens + asked) / report.seconds,
-        "ttft_seconds": percentiles([o.ttft for o in good if o.ttft is not None]),
-        "tpot_seconds": percentiles([o.tpot for o in good if o.tpot is not None]),
+        "ttft_seconds": percentiles([o.ttft for o in good]), "tpot_seconds": percentiles([o.tpot for o in good]),
         "inter_token_seconds": percentiles(gaps),
-        "e2e_seconds": percentiles([o.end for o in good if o.end is not None]),
+        "e2e_seconds": percentiles([o.end for o in good]),
         "queue_seconds": percentiles((report.server or {}).get("queue_seconds", [])),
         "goodput_requests_per_second": len(within) / report.seconds,
         "goodput_share": len(within) / len(report.outcomes),
@@ -387,12 +390,11 @@ def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float |
     }  # fmt: skip
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
+def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    found = np.percentile(np.asarray(values), [10, 50, 90, 95, 99])
-    names = ("p10", "p50", "p90", "p95", "p99")
-    return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}
+    return {"mean": float(np.mean(known))} | {f"p{q}": float(np.percentile(known, q)) for q in (10, 50, 90, 95, 99)}
 
 
 async def _crowds() -> None:
