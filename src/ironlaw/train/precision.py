@@ -18,9 +18,7 @@ from ironlaw.catalog.formats import PrecisionRecipe, number_format, precision_re
 from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear, RoundedLinear, become, capability
-from ironlaw.numerics.aware import hold_as
-from ironlaw.numerics.hadamard import rotation
-from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate
+from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate, hold_as, rotation
 from ironlaw.workload.conventions import whole_tiles
 
 
