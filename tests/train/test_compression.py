@@ -216,6 +216,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert code == 0, err
     code, _, err = ironlaw_here("export", "small", "codes", "--dtype", "int4")
     assert code == 2 and "the run holds int8" in err and not (tmp_path / "codes").exists()
+    code, _, err = ironlaw_here("export", "small", "averaged", "--average")
+    assert code == 2 and "export the run that was compressed with --average" in err
     from transformers import AutoModelForCausalLM
 
     ours = load_for_inference(newest_of(tmp_path / "small"), config)
