@@ -31,18 +31,18 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
-    from ironlaw.serve.server import bound, require_extra
+    from ironlaw.serve.server import bind_socket, require_extra
 
     if engine not in ("ironlaw", "vllm"):
         raise UserError(f"no engine {engine!r}: write ironlaw or vllm")
     given = {key: value for key, value in (("port", port), ("host", host)) if value is not None}
     asked = serve_config(settings or (), config, **given)
     if engine == "vllm":
-        from ironlaw.serve.vllm import become_vllm
+        from ironlaw.serve.vllm import exec_vllm
 
-        become_vllm(path, asked)
+        exec_vllm(path, asked)
     require_extra()
-    address = bound(asked)
+    address = bind_socket(asked)
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.server import serve as run
@@ -95,7 +95,7 @@ def generate(
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    new = Engine(served, config).continued(start, sampling)
+    new = Engine(served, config).generate_beyond_context(start, sampling)
     answer = text.decode_behind(new)
     if json:
         print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)

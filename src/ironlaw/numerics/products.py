@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from ironlaw.catalog.formats import CompressionTarget, PrecisionRecipe, read_target
 from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear, RoundedLinear, become
-from ironlaw.numerics.pruning import kept_weights
+from ironlaw.numerics.pruning import pruning_mask
 from ironlaw.numerics.quantized import rounded
 from ironlaw.numerics.rounding import generator_of
 
@@ -205,13 +205,13 @@ class AwareLinear(RoundedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.target.pruning is not None and self.kept is None:
-            self.kept = kept_weights(self.weight, self.target.pruning)
+            self.kept = pruning_mask(self.weight, self.target.pruning)
             with torch.no_grad():
                 self.weight.mul_(self.kept)
         return super().forward(x)
 
 
-def hold_as(blocks: nn.Module, text: str) -> None:
+def make_aware(blocks: nn.Module, text: str) -> None:
     """Make the linear layers of `blocks` multiply with weights in the form of `--to text`."""
     target = read_target(text)
     for module in blocks.modules():

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder, TokenReader
-from ironlaw.serve.constrain import State, grammar_of, token_table
+from ironlaw.serve.constrain import State, compile_grammar, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import ChatRequest, CompletionRequest, RequestBody
@@ -102,7 +102,7 @@ class Server:
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
         ruled = body.grammar() is not None  # large grammars take seconds to compile
-        job = await _aside(ruled, partial(self._job, body, prompts, form))
+        job = await _run_in_thread(ruled, partial(self._job, body, prompts, form))
         try:
             self.engine.submit(*job.requests)
         except Busy as error:
@@ -130,7 +130,7 @@ class Server:
         asked = body.grammar()
         if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
-        grammar = None if asked is None else grammar_of(*asked)
+        grammar = None if asked is None else compile_grammar(*asked)
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
             if not 0 <= token < self.engine.model_config.vocab:
                 raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
@@ -157,7 +157,7 @@ class Server:
 
     def _connect(self, request: Request, job: Job, read: TokenReader) -> None:
         sampling = request.sampling
-        reader = TextDecoder(read, sampling.stop, sampling.keeps_stop)
+        reader = TextDecoder(read, sampling.stop, sampling.include_stop)
         index = len(job.requests)
 
         def on_output(request: Request, chosen: list[SampledToken]) -> None:
@@ -227,7 +227,7 @@ def _failure(request: Request) -> HTTPException:
     return HTTPException(400 if request.is_at_fault else 500, request.failure)
 
 
-async def _aside(is_long: bool, work: Callable[[], Result]) -> Result:
+async def _run_in_thread(is_long: bool, work: Callable[[], Result]) -> Result:
     """Run long work in a thread, so that streams continue."""
     return await asyncio.to_thread(work) if is_long else work()
 
@@ -247,7 +247,7 @@ def _error(message: str, status: int) -> dict[str, Any]:
     return {"message": " ".join(message.split())[:500], "type": kind, "param": None, "code": status}
 
 
-def _refusal(message: str, status: int, headers: Any = None) -> JSONResponse:
+def _error_response(message: str, status: int, headers: Any = None) -> JSONResponse:
     return JSONResponse({"error": _error(message, status)}, status, headers)
 
 
@@ -273,7 +273,7 @@ def create_app(engine: Engine) -> FastAPI:
     )  # fmt: skip
     app.state.server = server
     for kind in (HTTPException, ValidationError, RequestValidationError, ClientDisconnect, UserError, Exception):
-        app.add_exception_handler(kind, _refused)
+        app.add_exception_handler(kind, _handle_error)
     _add_answers(app, server)
     _add_figures(app, server)
     return app
@@ -290,7 +290,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
             if not isinstance(prompt, str):
                 prompts.append(prompt)
             elif text is not None:
-                prompts.append(await _aside(len(prompt) >= LONG, partial(text.encode, prompt)))
+                prompts.append(await _run_in_thread(len(prompt) >= LONG, partial(text.encode, prompt)))
             else:
                 raise UserError("this model has no tokenizer: send the prompt as token ids")
         return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
@@ -302,7 +302,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
             raise UserError("this model has no tokenizer: use /v1/completions with token ids")
         messages = [m.plain() for m in body.messages]
         is_long = sum(len(m["content"]) for m in messages) >= LONG
-        prompt = await _aside(is_long, partial(text.chat, messages, body.chat_template_kwargs))
+        prompt = await _run_in_thread(is_long, partial(text.chat, messages, body.chat_template_kwargs))
         return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
 
     one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
@@ -324,7 +324,7 @@ def _add_figures(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
         down = engine.failure or ("draining" if engine.is_draining else None)
-        return Response(status_code=200) if down is None else _refusal(down, 503, {"Retry-After": "10"})
+        return Response(status_code=200) if down is None else _error_response(down, 503, {"Retry-After": "10"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -393,20 +393,20 @@ async def _read(http: HttpRequest, limit: int) -> bytes:
     return bytes(body)
 
 
-async def _refused(http: HttpRequest, error: Exception) -> Response:
+async def _handle_error(http: HttpRequest, error: Exception) -> Response:
     """Report an error as one line in OpenAI's format."""
     if isinstance(error, HTTPException):
-        return _refusal(str(error.detail), error.status_code, error.headers)
+        return _error_response(str(error.detail), error.status_code, error.headers)
     if isinstance(error, ValidationError | RequestValidationError):
-        return _refusal(_explained(error.errors()), 400)
+        return _error_response(_format_problems(error.errors()), 400)
     if isinstance(error, ClientDisconnect):
-        return _refusal("the client left before its request was whole", 400)
+        return _error_response("the client left before its request was whole", 400)
     if isinstance(error, UserError):
-        return _refusal(str(error), 400)
-    return _refusal(f"{type(error).__name__} in the server", 500)
+        return _error_response(str(error), 400)
+    return _error_response(f"{type(error).__name__} in the server", 500)
 
 
-def _explained(problems: Sequence[Any]) -> str:
+def _format_problems(problems: Sequence[Any]) -> str:
     # Of a value's alternatives, the one that fits furthest.
     problem = min(problems, key=lambda p: (p["type"] != "extra_forbidden", -len(p["loc"])))
     where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "body"))

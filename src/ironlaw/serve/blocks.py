@@ -18,7 +18,7 @@ from itertools import chain, cycle
 from ironlaw.model.config import ModelConfig
 from ironlaw.serve.request import Request
 
-MANY_GROUPS = 8  # at most about so many, since every step builds a table of pages for each
+MAX_GROUPS = 8  # at most about so many, since every step builds a table of pages for each
 
 
 def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[list[int]]]:
@@ -30,7 +30,7 @@ def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[
     first = models[0]
     windowed = sum(map(first.is_windowed, range(first.layers)))
     kinds = [first.layers - windowed, windowed]
-    size = max(min(filter(None, kinds)), -(-first.layers // MANY_GROUPS))
+    size = max(min(filter(None, kinds)), -(-first.layers // MAX_GROUPS))
     full, total = -(-kinds[0] // size), sum(-(-count // size) for count in kinds)
     windows: list[int | None] = [0] * total
     groups = []

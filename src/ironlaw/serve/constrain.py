@@ -47,7 +47,7 @@ class State:
             raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
 
 
-def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
+def allowed_tokens(rows: Sequence[Row], vocab: int) -> Tensor | None:
     """Return masks (R, V) for the rows of a step, or None if no request has a constraint."""
     if not any(row.request.state is not None for row in rows):
         return None
@@ -55,7 +55,7 @@ def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
     return torch.stack([everything if r.request.state is None else r.request.state.mask(vocab) for r in rows])
 
 
-def grammar_of(kind: str, value: Any) -> str:
+def compile_grammar(kind: str, value: Any) -> str:
     """Compile a json_object, json_schema, regex, choice or grammar (Lark). UserError if the library cannot read it."""
     LLMatcher = _library().LLMatcher
     try:

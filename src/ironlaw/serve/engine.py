@@ -24,7 +24,7 @@ import torch
 from ironlaw.errors import UserError
 from ironlaw.serve.blocks import Blocks, layer_groups
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.constrain import allowed
+from ironlaw.serve.constrain import allowed_tokens
 from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.recording import Recording
 from ironlaw.serve.request import FinishReason, Request, SampledToken, SamplingParams
@@ -181,7 +181,7 @@ class Engine:
             self.step()
         return requests
 
-    def continued(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    def generate_beyond_context(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         """Return an answer that may exceed the context: whenever it is full, the model continues from its newest half.
 
         The end-of-text token is not included.
@@ -216,7 +216,7 @@ class Engine:
                 log.exception("the engine stopped")
                 self.failure = f"the engine stopped: {type(error).__name__}: {error}".splitlines()[0]
                 break
-        self._take_in()
+        self._process_queues()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             request.failure = self.failure
             self._finish(request, "cancelled" if self.failure is None else "error", [])
@@ -225,7 +225,7 @@ class Engine:
     def step(self) -> int:
         """Take one step. Returns the number of requests in it."""
         began = time.perf_counter()
-        self._take_in()
+        self._process_queues()
         step = self.scheduler.schedule(self._propose)
         if not step:
             return 0
@@ -256,7 +256,7 @@ class Engine:
         if logits is None:
             return []
         rows = [Row(w.request, w.start + len(w.tokens) - n) for w in ordered for n in reversed(range(w.wanted))]
-        return sample(logits, rows, allowed(rows, self.model_config.vocab))
+        return sample(logits, rows, allowed_tokens(rows, self.model_config.vocab))
 
     def _fail(self, request: Request, error: Exception) -> None:
         request.is_at_fault = isinstance(error, UserError)
@@ -267,7 +267,7 @@ class Engine:
         request.failure = failure.splitlines()[0]
         self._finish(request, "error", [])
 
-    def _take_in(self) -> None:
+    def _process_queues(self) -> None:
         while self._arrivals:
             self.scheduler.add(self._arrivals.popleft())
         while self._cancelled:
@@ -340,7 +340,7 @@ class Engine:
             if request.state is not None:
                 request.state.take(chosen.token)
             ends = chosen.token in request.ends
-            if request.decode is not None and (sampling.keeps_stop or not ends):
+            if request.decode is not None and (sampling.include_stop or not ends):
                 ends |= request.decode(chosen, count > sampling.min_tokens)
             if ends:
                 finish = "stop"

@@ -33,7 +33,7 @@ _WORDS = (
 )
 
 GET_SECONDS = 10
-LONGEST_LINE = 2**24  # bytes of one event: a server that never ends its line would fill the memory
+MAX_LINE_BYTES = 2**24  # bytes of one event: a server that never ends its line would fill the memory
 
 _RECORDED_STEPS = 3  # of each phase, under the profiler
 
@@ -254,7 +254,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
     rest = b""
     while data := await piece():
         *whole, rest = (rest + data).split(b"\n")
-        if len(rest) > LONGEST_LINE:
+        if len(rest) > MAX_LINE_BYTES:
             raise ValueError("a line without an end")
         for line in whole:
             yield line
@@ -397,7 +397,7 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
     return {"mean": float(np.mean(known))} | {f"p{q}": float(np.percentile(known, q)) for q in (10, 50, 90, 95, 99)}
 
 
-async def _crowds() -> None:
+async def _run_clients() -> None:
     """Send random prompts to a server that warms up. The first line of standard input has URL, key and vocabulary size
     (everybody could see the key on a command line), every other line the sizes of one batch."""
     url, key, vocab = sys.stdin.readline().split()
@@ -413,4 +413,4 @@ async def _crowds() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_crowds())
+    asyncio.run(_run_clients())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SCORED_AT_ONCE = 256  # tokens of a prompt whose logits exist at a time
+MAX_SCORED_TOKENS = 256  # tokens of a prompt whose logits exist at a time
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -32,14 +32,14 @@ class SamplingParams:
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     scores_prompt: bool = False  # report these of the prompt's tokens, too
     logit_bias: tuple[tuple[int, float], ...] = ()
-    keeps_stop: bool = False  # the stop string is part of the answer
+    include_stop: bool = False  # the stop string is part of the answer
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
     @property
-    def narrows(self) -> bool:
+    def restricts_tokens(self) -> bool:
         """Whether only some of the tokens can be drawn."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
@@ -132,7 +132,7 @@ class Request:
         """Return the tokens of the next step: all that follow those `computed`; of a prompt that is scored a part, for
         its logits are in memory at once."""
         left = len(self.tokens) - computed
-        return min(left, SCORED_AT_ONCE) if self.is_scoring else left
+        return min(left, MAX_SCORED_TOKENS) if self.is_scoring else left
 
     def score(self, found: list[SampledToken], place: int) -> list[SampledToken]:
         """Keep the prompt's tokens among `found`, of which the first is at `place`, and return those of the answer."""

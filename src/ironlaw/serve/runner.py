@@ -29,12 +29,12 @@ KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e
             "int4": INT4}  # fmt: skip
 # Pages that a group may read in vain, because its sequences differ in length, before it is split in two: about the cost
 # of one more attention call in each layer.
-_SPARE_PAGES = 64
+_MAX_SPARE_PAGES = 64
 # Numbers of tokens above this are rounded up to multiples of it where oneDNN multiplies: it compiles a kernel for every
 # new number of rows, which takes about a millisecond and stays in memory (`model/grouped.py`).
-_ROWS = 16
+_ROW_MULTIPLE = 16
 # Sequences with up to this many new tokens use compiled attention, which reads pages in place; others, matrix products.
-_FEW = 8
+_MAX_DECODE_TOKENS = 8
 
 
 def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
@@ -91,7 +91,7 @@ class Runner:
             self.caches.append(LayerCache(config, store, windowed, self.native, sinks))
         self.blocks = compiled_blocks(model, self.native, self.caches)
         own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
-        self.rows = _ROWS if device.type == "cpu" and not own else 1
+        self.rows = _ROW_MULTIPLE if device.type == "cpu" and not own else 1
         nobody = Request([0], SamplingParams(), blocks=[[0] for _ in range(max(groups) + 1)])
         self.spare = RunnerWork(nobody, [0], 0, 0)  # padding rows, which write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
@@ -157,8 +157,8 @@ class Runner:
 
     def arrange(self, work: Sequence[RunnerWork]) -> tuple[list[RunnerWork], list[list[RunnerWork]]]:
         """Split `work` into requests for compiled code, and groups of others with equal numbers of new tokens."""
-        few = [w for w in work if len(w.tokens) <= _FEW] if self.native is not None else []
-        many = [w for w in work if len(w.tokens) > _FEW] if self.native is not None else work
+        few = [w for w in work if len(w.tokens) <= _MAX_DECODE_TOKENS] if self.native is not None else []
+        many = [w for w in work if len(w.tokens) > _MAX_DECODE_TOKENS] if self.native is not None else work
         parts: list[list[RunnerWork]] = []
         spare = 0
         for w in sorted(many, key=lambda w: (len(w.tokens), w.start == 0, len(w.request.blocks[0]))):
@@ -167,7 +167,7 @@ class Runner:
             if fits and w.start:
                 # In order of length: all earlier ones are padded to the length of this one.
                 spare += (len(w.request.blocks[0]) - len(last[-1].request.blocks[0])) * len(last)
-                fits = spare <= _SPARE_PAGES
+                fits = spare <= _MAX_SPARE_PAGES
             if fits:
                 last.append(w)
             else:

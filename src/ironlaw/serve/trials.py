@@ -64,7 +64,7 @@ class Load:
         return statistics.mean([-(token.logprob or 0.0) for half in scored for token in half] or [0.0])
 
 
-def prompts_of(
+def read_prompts(
     path: Path, count: int, tokens: int, vocab: int, data: str | None, say: Any
 ) -> tuple[list[list[int]], bool]:
     """Cut the held-out text of a run, or of `data`, into prompts. Without text, return random tokens, and False."""
@@ -84,7 +84,7 @@ def prompts_of(
     return [prompts[number % len(prompts)] for number in range(count)], True
 
 
-def resolved(path: Path, config: ServeConfig) -> dict[str, Any]:
+def resolve_settings(path: Path, config: ServeConfig) -> dict[str, Any]:
     """Return the settings with "auto" resolved for this model and machine, its `vocab`, and the usable `cores`."""
     served = load_served(path, config)
     model = served.model.config

@@ -58,7 +58,7 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
             while measured.waiting < batch and not answered.done():
                 await asyncio.sleep(1e-4)
         engine.request_seconds = (time.monotonic() - began) / batch
-        await asyncio.to_thread(_drive, measured)
+        await asyncio.to_thread(_run_until_done, measured)
         await answered
         steps = [step.to_json() for step in measured.trace.since(first)]
         return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
@@ -113,7 +113,7 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[Callable[..., Coro
         await server.shutdown()
 
 
-def _drive(engine: Engine) -> None:
+def _run_until_done(engine: Engine) -> None:
     """Take steps until no request is left, as `Engine.start` does."""
     torch.set_num_threads(engine.served.threads)
     while engine.waiting or engine.running:
