@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -52,6 +53,8 @@ class Engine:
         self.context = config.context or self.model_config.context
         if self.context > self.model_config.context:
             raise UserError(f"serve.context = {self.context:,} is more than the model's {self.model_config.context:,}")
+        scaling = self.model_config.rope_scaling if self.model_config.rope_long else None
+        self._original_context = int(scaling["original_context"]) if scaling else sys.maxsize
         models = [served] + ([served.draft] if served.draft is not None else [])
         windows, groups = layer_groups([m.model.config for m in models])
         page = config.block * sum(
@@ -279,10 +282,8 @@ class Engine:
         # Drafted tokens are verified by the model's own logits, which nothing may change or mask.
         is_own = request.state is None and not request.sampling.changes_logits
         drafted = self.proposer.propose(request) if is_own else []
-        if not self.model_config.rope_long or request.is_long:
-            return drafted
         # Beyond the original context all tokens are computed again, so a step must not cross its end.
-        return drafted[: max(0, self._original_context - len(request.tokens))]
+        return drafted if request.is_long else drafted[: max(0, self._original_context - len(request.tokens))]
 
     def _work(self, request: Request, count: int) -> RunnerWork:
         end = request.computed + count
@@ -374,8 +375,4 @@ class Engine:
         request.on_output, request.decode, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:
-        return self.model_config.rope_long is not None and len(request.tokens) > self._original_context
-
-    @property
-    def _original_context(self) -> int:
-        return int((self.model_config.rope_scaling or {})["original_context"])
+        return len(request.tokens) > self._original_context

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.model.huggingface.spec import Fields, get, has
+from ironlaw.model.huggingface.spec import Fields, lookup
 from ironlaw.model.yarn import is_yarn
 
 ACTIVATIONS = {
@@ -68,7 +68,7 @@ class Rope:
             _check_kinds(newer, table)
         if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
             table = dict(self.scaling or {})
-        theta = table.get("rope_theta") or (has(fields, self.theta_key) and get(fields, self.theta_key)) or self.theta
+        theta = table.get("rope_theta") or lookup(fields, self.theta_key) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
         if "rope_theta" not in table:
@@ -373,7 +373,7 @@ class Multiple:
     name = "ffn"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        return {"ffn": (get(fields, self.key) if has(fields, self.key) else self.default) * values["hidden"]}
+        return {"ffn": lookup(fields, self.key, self.default) * values["hidden"]}
 
     def write(self, view: Fields) -> dict[str, Any]:
         return {self.key: view["ffn"] // view["hidden"]}
