@@ -164,7 +164,7 @@ def bench(
     with nullcontext() if out is None else complete_or_nothing(out) as folder:
         with progress("Requests") as update:
             going = load.run(
-                client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+                client, plans, concurrency=concurrency, ignore_eos=not allow_end, shared_prefix=prefix,
                 profile=out is not None, progress=update,
             )  # fmt: skip
             report = asyncio.run(going)

@@ -136,8 +136,8 @@ class Engine:
                 self._number += 1
                 sampling = request.sampling
                 request.seed = self.config.seed + request.number if sampling.seed is None else sampling.seed
-                request.ends = frozenset(sampling.stop_tokens)
-                if not sampling.ignore_end:
+                request.ends = frozenset(sampling.stop_token_ids)
+                if not sampling.ignore_eos:
                     request.ends |= self.served.end_tokens
                 request.is_long = self._is_long(request)
                 self._arrivals.append(request)

@@ -183,12 +183,12 @@ class Client:
         return status, None
 
     async def ask(
-        self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool
+        self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_eos: bool
     ) -> None:
         body = {
             "prompt": prompt, "max_tokens": plan.output_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "model": self.model,
-        } | ({"ignore_eos": True} if ignore_end else {})  # fmt: skip
+        } | ({"ignore_eos": True} if ignore_eos else {})  # fmt: skip
         began = time.perf_counter()
         writer = None
         try:
@@ -280,7 +280,7 @@ class Report:
 
 
 async def run(
-    client: Client, plans: Sequence[PlannedRequest], *, concurrency: int | None, ignore_end: bool,
+    client: Client, plans: Sequence[PlannedRequest], *, concurrency: int | None, ignore_eos: bool,
     shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
 ) -> Report:  # fmt: skip
     """Send requests. `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an
@@ -306,7 +306,7 @@ async def run(
         else:
             await limit.acquire()
         outcome = RequestOutcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
-        await client.ask(plan, prompt, outcome, ignore_end)
+        await client.ask(plan, prompt, outcome, ignore_eos)
         if limit is not None:
             limit.release()
         done += 1
@@ -333,7 +333,7 @@ async def _profiled(client: Client, plans: Sequence[PlannedRequest], prompts: Se
     """Return the operations of a few steps, with such requests all at once and short answers."""
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
-    asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
+    asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_eos=False) for p, t in zip(short, prompts, strict=True)]
     await asyncio.gather(*asked)
     _, found = await client.get("/steps?since=999999999")
     return [] if found is None else list(found["lines"])
@@ -345,7 +345,7 @@ async def _prompts(client: Client, plans: Sequence[PlannedRequest], shared: int,
     probe = [draws.choice(words) for _ in range(64)]
     for count in (64, 2):  # two words for a model of a short context
         outcome = RequestOutcome(0.0, 0, 1)
-        await client.ask(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]), outcome, ignore_end=False)
+        await client.ask(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]), outcome, ignore_eos=False)
         if outcome.error is None:
             break
     else:
@@ -407,7 +407,7 @@ async def _run_clients() -> None:
         count, prompt, answer = map(int, line.split())
         plan = PlannedRequest(0.0, prompt, answer)
         prompts = [[draws.randrange(int(vocab)) for _ in range(prompt)] for _ in range(count)]
-        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_end=True) for one in prompts]
+        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_eos=True) for one in prompts]
         await asyncio.gather(*asked)
         print(flush=True)
 

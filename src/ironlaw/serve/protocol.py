@@ -131,7 +131,7 @@ class RequestBody(BaseModel):
             max_tokens=max_tokens, temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p,
             min_p=self.min_p, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty, seed=self.seed, stop=self.stops,
-            stop_tokens=tuple(self.stop_token_ids), ignore_end=self.ignore_eos, min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, min_tokens=self.min_tokens,
             logprobs=logprobs, logit_bias=tuple((self.logit_bias or {}).items()),
             include_stop=self.include_stop_str_in_output,
         )  # fmt: skip

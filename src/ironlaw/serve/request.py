@@ -26,8 +26,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides logits of tokens in prompt and answer (arXiv 1909.05858)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()  # in addition to the end of text
-    ignore_end: bool = False  # the end of text is a token like any other
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the end of text
+    ignore_eos: bool = False  # the end of text is a token like any other
     min_tokens: int = 0  # of the answer, before which nothing ends it but its form
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     scores_prompt: bool = False  # report these of the prompt's tokens, too

@@ -47,7 +47,7 @@ class Load:
         # With shared prefixes, repeated prompts would cost nothing.
         config = ServeConfig(**dict(settings) | {"waiting": self.at_once, "share_prefixes": False})
         engine = Engine(load_served(self.path, config), config)
-        sampling = SamplingParams(max_tokens=self.answer, temperature=0, ignore_end=True)
+        sampling = SamplingParams(max_tokens=self.answer, temperature=0, ignore_eos=True)
         engine.generate(self.prompts[: self.at_once], sampling)  # warm-up
         rates: list[float] = []
         first, began = engine.trace.count, time.monotonic()
