@@ -6,7 +6,8 @@
 
 Constants are a base and effects (`plan/serving/rates.py`). Residuals are logarithms of planned over measured, in units
 of 15%, with a robust loss; every effect has a prior of mean 0, so that one that few rows support stays small. A group
-counts as 60 rows at most. Intervals come from residuals of groups that were left out of the fit.
+counts as 60 rows at most. Effects are means of fits with random weights of groups. Intervals come from residuals of
+groups that were left out of the fit.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ LITTLE = 0.1
 what engines and devices that nobody ran in 16 do better, and 16 bits on these were planned 5 to 6 times slower."""
 UNIT, LOSS_SCALE, GROUP_ROWS = 0.15, 1.5, 60
 DIFFERENCE = 1e-5
+FITS = 6
 MOST_STEPS, LONGEST, DONE = 60, 1.5, 3e-5  # of a fit; step of an effect; share of the loss that a step must gain
 WEIGHTS = {"decode": 1.0, "prompt": 0.8, "first": 0.5, "requests": 0.8, "unlimited": 0.6}
 PARTS = ("group", "device", "engine", "version")
@@ -131,11 +133,18 @@ class Problem:
         return np.log(self.target) - self.planned(self.totals(x))
 
     def fit(self, used: np.ndarray) -> np.ndarray:
-        """Levenberg-Marquardt with a soft L1 loss of the observations of runs `used` and a square one of the effects.
+        """Return the mean of the effects of `FITS` fits to runs `used`, each with sources of random weights (a Bayesian
+        bootstrap): what hangs on one source, or on the minimum in which a descent ends, counts less."""
+        sources, source = np.unique(self.groups, return_inverse=True)
+        draws = np.clip(np.random.default_rng(0).exponential(size=(FITS, len(sources))), 0.1, 3.0)
+        weights = (self.weight * (np.sqrt(draw[source]) * used)[self.rows] for draw in draws)
+        return np.mean([self.descend(weight) for weight in weights], axis=0)
+
+    def descend(self, weight: np.ndarray) -> np.ndarray:
+        """Levenberg-Marquardt with a soft L1 loss of observations of these weights and a square one of the effects.
 
         A prediction hangs on the sums of effects alone: slopes are one difference for each constant, and the curvature
         is that of combinations, in which observations add up."""
-        weight = self.weight * used[self.rows]
         at, count = np.arange(len(self.totals(self.start))), len(self.rows)
         members = csr_array((np.ones(count), (self.combination[self.rows], np.arange(count))), (len(at), count))
 

@@ -135,7 +135,7 @@ def test_a_prompt_of_many_passes_reads_weights_in_each_and_experts_fill_a_device
 
 def test_kernels_without_groups_read_keys_and_values_for_every_query_head() -> None:
     system = served().system
-    forms = [replace(system, stored_reads=stored, expanded_reads=expanded) for stored, expanded in ((1, 0), (0, 1), (3, 2))]
+    forms = [replace(system, stored_reads=a, expanded_reads=b) for a, b in ((1, 0), (0, 1), (3, 2))]
     parts = [decode_parts(form, 8.0, 512.0)["cache"] for form in forms]
     assert parts[1] == pytest.approx(parts[0] * LLAMA.heads / LLAMA.key_value_heads)
     assert parts[2] == pytest.approx(3 * parts[0] + 2 * parts[1])

@@ -75,7 +75,7 @@ class ServingEngine:
     memory_fraction: float = 0.9  # of the device's memory, for weights and cache
     of_free: bool = False  # that fraction applies to the memory left by the weights
     pass_tokens: int = 8192  # most new tokens of a pass: the default of vLLM and TensorRT-LLM (max_num_batched_tokens)
-    reads: Sequence[int] = (1, 0)  # times that a pass moves keys and values: as stored, and repeated for all query heads
+    reads: Sequence[int] = (1, 0)  # how often a pass moves keys and values: as stored, repeated for all query heads
     # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
     # them from a compiled language.
     host: str = "graphs"

@@ -3,6 +3,7 @@
     decode = step + sequences x sequence + layers x layer + |weights read, products| + cache read + exchanges
     prompt = prompt + layers x layer + |products (1 + ramp / rows) + attention, weights read| + exchanges
 
+A layer's own time is gaps between kernels, and the bytes that its small kernels move for every row.
 |a, b| = (a^3 + b^3)^(1/3), slightly more than the longer of the two: reading and multiplying overlap, but not fully.
 Exchanges are all-reduces over tensor parallel ranks, and transfers of tokens to experts on other devices.
 All arguments may be arrays over many systems at once.
