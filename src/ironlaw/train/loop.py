@@ -242,14 +242,13 @@ class Trainer:
                 if self.config.tracking.batch_digests:
                     self._batch_crc32 = batch_crc32(batch)
             loss = self.one_step.forward_backward(batch, number)
-            stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
-            result = self.one_step.update(loss, number, stop, numbers)
-        self.train_loss, self._gradient_norm, self._stop_requested, _ = result
+            result = self.one_step.update(loss, number, self.interruption.name is not None)
+        self.train_loss, self._gradient_norm, self._stop_requested = result
         if result.stop and self.interruption.name is None:
             self.interruption.name = "SIGTERM"  # another rank received a signal
         self.step += 1
         self.tokens += self.config.tokens_per_step
-        observer.after_step(result, self.step, self.journal.event, self.say)
+        observer.after_step(self.step, self.journal.event, self.say)
         return times
 
     def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:

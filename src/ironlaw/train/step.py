@@ -253,13 +253,13 @@ class Step:
 
     # -- update ----------------------------------------------------------------------------------------------
 
-    def update(self, loss: Tensor, number: int, stop: bool = False, numbers: Sequence[float] = ()) -> StepResult:
+    def update(self, loss: Tensor, number: int, stop: bool = False) -> StepResult:
         """Clip gradients by their global norm, update the weights and clear the gradients. Every rank returns the same:
-        `loss` over all ranks, the norm, whether any rank requests a `stop`, and the sums of `numbers`."""
+        `loss` over all ranks, the norm, and whether any rank requests a `stop`."""
         recording = self.recording
         alone = self.mesh.size == 1 or self.device.type == "cpu"
         with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
-            mean, norm, stop, added = self._reduce_and_clip(loss, stop, numbers)
+            mean, norm, stop = self._reduce_and_clip(loss, stop)
         with self.phase(Phase.OPTIMIZER):
             set_learning_rate(self.optimizer, learning_rate(self.config, number))
             with scope(MODULE_SCOPE + self.config.optimizer.name, recording):
@@ -278,19 +278,17 @@ class Step:
                 if self.small_square is not None:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
-            result = StepResult(float(mean), self._norm, stop, added)
+            result = StepResult(float(mean), self._norm, stop)
         for plugin in self.plugins:
             with self.clock.phase(Phase.COMMUNICATION):
                 plugin.after(number + 1)
         return result
 
-    def _reduce_and_clip(
-        self, loss: Tensor, stop: bool, numbers: Sequence[float]
-    ) -> tuple[Any, Any, bool, list[float]]:
+    def _reduce_and_clip(self, loss: Tensor, stop: bool) -> tuple[Any, Any, bool]:
         """Clip the gradients. Returns the fields of `StepResult`, with tensors not yet synchronized to the host."""
         self.scale.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        return loss, norm, stop, list(numbers)
+        return loss, norm, stop
 
     def _step_optimizer(self) -> bool:
         """Step the optimizer. Returns False if the gradient overflowed and the update was skipped."""

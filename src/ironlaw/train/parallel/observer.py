@@ -22,7 +22,7 @@ from ironlaw.observe.events import recorded_allocations
 from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.mesh import Observer, StepResult
+from ironlaw.train.mesh import Observer
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
@@ -86,28 +86,20 @@ class RankObserver(Observer):
 
     # -- slow ranks ------------------------------------------------------------------------------------------
 
-    def _comparing(self, number: int) -> bool:
-        return self.every > 0 and number % self.every == 0
-
-    def numbers(self, number: int) -> list[float]:
-        """Return wall seconds per rank since the last comparison, then a list by rank with only this rank's own."""
-        if not self._comparing(number):
-            return []
+    def after_step(self, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
+        """Compare the ranks every few steps. All ranks get the same numbers; rank 0 reports slow ones."""
+        if not self.every or number % self.every:
+            return
         own, wall = self._own_seconds, self._wall_seconds
         self._own_seconds = self._wall_seconds = 0.0
         if self.ranks.device.type == "cuda":  # the host does not wait for collectives, the device does
             own = max(0.0, wall - flight_recorder.kernel_seconds())
-        rank, size = self.ranks.rank, self.ranks.size
-        return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
-
-    def after_step(
-        self, result: StepResult, number: int, event: Callable[..., None], say: Callable[[str], None]
-    ) -> None:
-        """Report slow ranks. All ranks get the same numbers; rank 0 writes the report."""
-        if not self.ranks.is_rank_0 or not self._comparing(number):
+        by_rank = [0.0] * self.ranks.size
+        by_rank[self.ranks.rank] = own
+        wall, *by_rank = self.ranks.sum([wall / self.ranks.size, *by_rank])
+        if not self.ranks.is_rank_0:
             return
-        wall, *own = result.added
-        slowed, recovered = self.stragglers.observe(own, wall, self.every)
+        slowed, recovered = self.stragglers.observe(by_rank, wall, self.every)
         for slow in slowed:
             host = self.watcher.host(slow.rank)
             say(

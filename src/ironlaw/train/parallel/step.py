@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -286,9 +286,7 @@ class LayoutStep(Step):
 
     # -- agreement among ranks -------------------------------------------------------------------------------
 
-    def _reduce_and_clip(
-        self, loss: Tensor, stop: bool, numbers: Sequence[float]
-    ) -> tuple[float, float, bool, list[float]]:
+    def _reduce_and_clip(self, loss: Tensor, stop: bool) -> tuple[float, float, bool]:
         """Clip the gradients and agree on all results in one all-reduce; elements with copies count once in the norm.
 
         Sites that train independently each clip by a norm of their own; the first site's is returned.
@@ -297,12 +295,12 @@ class LayoutStep(Step):
         weight = 1.0 / (self.mesh.dp * layout.cp * layout.tp) if self.has_loss else 0.0
         squares = torch.zeros(sites, device=device, dtype=torch.float64)
         squares[self.mesh.index("site")] = self.square()
-        flag, more = (torch.tensor(some, device=device, dtype=torch.float64) for some in ([float(stop)], [*numbers]))
-        together = torch.cat([(loss.detach().double() * weight).reshape(1), flag, squares, more])
+        flag = torch.tensor([float(stop)], device=device, dtype=torch.float64)
+        together = torch.cat([(loss.detach().double() * weight).reshape(1), flag, squares])
         dist.all_reduce(together)
         mean, flags, *sums = together.tolist()
         scale, clip = self._loss_scale(), self.config.train.clip
-        norms = [math.sqrt(total) / scale for total in sums[:sites]]
+        norms = [math.sqrt(total) / scale for total in sums]
         norm = norms[self.mesh.index("site")]
         # As in torch.nn.utils.clip_grad_norm_, which adds the same 1e-6.
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
@@ -312,7 +310,7 @@ class LayoutStep(Step):
         if self.scale.is_enabled():  # all ranks decide from the same numbers, so that none skips a step alone
             self.overflowed = not all(map(math.isfinite, norms))
             self.scale.decided(self.overflowed)
-        return mean, norms[0], flags > 0, sums[sites:]
+        return mean, norms[0], flags > 0
 
     def square(self) -> Tensor:
         """Return this rank's part of the squared norm of the current gradients."""
