@@ -141,7 +141,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
             if here.ranks.is_rank_0:
                 live.say(here.title)
             outcome = here.train(
-                folder, profile, resume=resume or here.rendezvous.restarted,
+                folder, profile, resume=resume or here.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.is_rank_0:

@@ -51,7 +51,7 @@ from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.communication import counted, observed
-from ironlaw.train.parallel.job import check_alike, rank_facts, train_on_ranks
+from ironlaw.train.parallel.job import RankJob, check_alike, rank_facts
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.step import LayoutStep
@@ -573,7 +573,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
         resume = case.get("resume", False)
-        outcome = train_on_ranks(config, ranks, store, out, profile, leave, resume=resume, say=said.append)
+        outcome = RankJob(config, ranks, store).train(out, profile, leave, resume=resume, say=said.append)
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:
         seen["stopped"] = str(error)

@@ -32,7 +32,7 @@ from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
 from ironlaw.train.parallel.ranks import Ranks, check, form_group, on_rank_0, planned_layout, sites_of, start, usable
-from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
+from ironlaw.train.parallel.rendezvous import FINISHED, join, stand_by
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
@@ -97,19 +97,6 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe") 
 SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 
 
-def train_on_ranks(
-    config: RunConfig, ranks: Ranks, store: dist.Store, out: Path, profile: Profile,
-    end: Callable[[int], Any] = os._exit, **named: Any,
-) -> Outcome:  # fmt: skip
-    """Train on every rank. `store` is exclusive to these ranks; `end` ends a rank after a hang."""
-
-    def observer(run: RunDirectory) -> RankObserver:
-        watcher = Watcher(ranks, store, config.recovery.collective_seconds, partial(_hung, run), end)
-        return RankObserver(ranks, config, watcher)
-
-    return run_training(config, out, profile, ranks, make_plan=plan_job, step=LayoutStep, observer=observer, **named)
-
-
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
     """Report a hang, on the rank that found it, since the others may be unable to."""
     print(f"ironlaw: {report}", file=sys.stderr, flush=True)
@@ -118,19 +105,31 @@ def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
 
 @dataclass
 class RankJob:
+    """A job of `ranks`. `store` is exclusive to them; more processes stand by."""
+
     config: RunConfig
     ranks: Ranks
-    rendezvous: Rendezvous
+    store: dist.Store
+    restarted: bool = False  # torchrun has started the job before
+    standing_by: int = 0
 
     @property
     def title(self) -> str:
         """Description of the job for the console."""
-        left = self.rendezvous.size - self.ranks.size
         layout = planned_layout(self.config, self.ranks.config)
-        return f"{self.ranks.size} ranks: {layout}" + (f" ({left} more stand by)" if left else "")
+        return f"{self.ranks.size} ranks: {layout}" + (f" ({self.standing_by} more stand by)" * bool(self.standing_by))
 
-    def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        return train_on_ranks(self.config, self.ranks, self.rendezvous.store, out, profile, **named)
+    def train(self, out: Path, profile: Profile, end: Callable[[int], Any] = os._exit, **named: Any) -> Outcome:
+        """Train on every rank. `end` ends a rank after a hang."""
+        config, ranks = self.config, self.ranks
+
+        def observer(run: RunDirectory) -> RankObserver:
+            watcher = Watcher(ranks, self.store, config.recovery.collective_seconds, partial(_hung, run), end)
+            return RankObserver(ranks, config, watcher)
+
+        return run_training(
+            config, out, profile, ranks, make_plan=plan_job, step=LayoutStep, observer=observer, **named
+        )
 
 
 Choose = Callable[[RunConfig, int], RunConfig]  # the layout of so many ranks
@@ -186,7 +185,7 @@ def job(
         layout = on_rank_0(partial(check, config, used))
         ranks = start(layout, sites_of(config, layout))
         check_alike(ranks, rank_facts(config))
-        yield RankJob(config, ranks, rendezvous)
+        yield RankJob(config, ranks, rendezvous.store, rendezvous.restarted, rendezvous.size - used)
         if ranks.is_rank_0:
             rendezvous.store.set(FINISHED, "")
     except RuntimeError as error:

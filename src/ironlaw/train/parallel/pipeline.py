@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ContextDecorator
 from typing import Any, cast
 
 import torch
@@ -66,7 +66,7 @@ def build_schedule(
     sequence: int,
     hidden: int,
     autocast: Callable[[], Any],
-    phase: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
+    phase: Callable[[Phase], ContextDecorator],
 ) -> Any:
     """Return the schedule over this rank's `parts` (stage number to module). Shapes are given, so none are exchanged.
 
@@ -91,25 +91,13 @@ def build_schedule(
         )  # fmt: skip
     for stage in built:
         for name, which in PASSES.items():
-            setattr(stage, name, _within(getattr(stage, name), phase, which))
+            setattr(stage, name, phase(which)(getattr(stage, name)))
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     kind = getattr(schedules, "Schedule1F1B" if single and config.schedule == "1f1b" else CLASSES[config.schedule])
     # The last stage computes the loss, from the same targets, divided by the number of micro-batches as without a
     # pipeline: gradients need no scaling.
     last = lambda output, target: output.sum()  # noqa: E731
     return kind(built[0] if single else built, micro_batches, loss_fn=last, scale_grads=False)
-
-
-def _within(
-    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
-) -> Callable[..., Any]:
-    """Return the function with its time counted to a phase."""
-
-    def timed(*arguments: Any, **named: Any) -> Any:
-        with phase(which):
-            return function(*arguments, **named)
-
-    return timed
 
 
 PASSES = {

@@ -56,7 +56,7 @@ class StragglerDetector:
     patience: int = 2  # consecutive windows
     total: list[float] = field(default_factory=list)  # own seconds by rank
     steps: int = 0
-    _streak: dict[int, int] = field(default_factory=dict)
+    _windows: list[set[int]] = field(default_factory=list)  # slow ranks of the latest ones
     _known: set[int] = field(default_factory=set)
 
     def observe(self, own: Sequence[float], wall: float, steps: int) -> tuple[list[SlowRank], list[int]]:
@@ -64,17 +64,12 @@ class StragglerDetector:
         self.total = [a + b for a, b in zip(self.total or [0.0] * len(own), own, strict=True)]
         self.steps += steps
         slow = {each.rank: each for each in slow_ranks(own, wall, self.stages, self.threshold)}
-        before = dict(self._streak)
-        self._streak = {}
-        for rank in range(len(own)):
-            sign = 1 if rank in slow else -1
-            streak = before.get(rank, 0)
-            self._streak[rank] = streak + sign if streak * sign > 0 else sign
-        lasting = [rank for rank in slow if self._streak[rank] >= self.patience]
-        slowed = [slow[rank] for rank in lasting if rank not in self._known]
-        recovered = [rank for rank in sorted(self._known) if self._streak[rank] <= -self.patience]
-        self._known = (self._known | {each.rank for each in slowed}) - set(recovered)
-        return slowed, recovered
+        self._windows = [*self._windows, set(slow)][-self.patience :]
+        lasting = set.intersection(*self._windows) if len(self._windows) == self.patience else set()
+        slowed = sorted(lasting - self._known)
+        recovered = sorted(self._known.difference(*self._windows))
+        self._known = (self._known | lasting) - set(recovered)
+        return [slow[rank] for rank in slowed], recovered
 
     @property
     def own_seconds(self) -> list[float]:
