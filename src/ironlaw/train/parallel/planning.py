@@ -17,7 +17,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.estimate import ClusterPlan, ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterPlan, ClusterRequest, plan_cluster
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout, chosen
@@ -91,12 +91,12 @@ def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cl
     return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
 
 
-def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterStep:
+def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterRequest:
     ours = engine("ironlaw")
     if config.communication.gradients == "bf16":
         ours = replace(ours, gradient_communication_bytes=2.0)
     batch = config.train.global_batch
-    return ClusterStep(config.model, cluster, config.sequence, batch, precision, ours, config.optimizer.name)
+    return ClusterRequest(config.model, cluster, config.sequence, batch, precision, ours, config.optimizer.name)
 
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
