@@ -277,11 +277,11 @@ def train(
     from ironlaw.machine.keep import this_machine
     from ironlaw.report.console import messages, progress
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.run_directory import default_name
+    from ironlaw.train.run_directory import new_run_directory
     from ironlaw.train.session import run_training
 
     chosen = _config(config, settings)
-    folder = as_path(out, "out") if out is not None else default_name(chosen.model.name)
+    folder = as_path(out, "out") if out is not None else new_run_directory(chosen.model.name)
     profile = this_machine(messages().print, progress)
     live = LiveRun(recorder() if quiet else messages(), folder)
     with live:

@@ -31,7 +31,7 @@ from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
 from ironlaw.train.restore import load_for_inference
-from ironlaw.train.run_directory import beside, complete_or_nothing
+from ironlaw.train.run_directory import complete_or_nothing, path_beside
 from ironlaw.train.sweep import candidates
 
 from ..conftest import TINY_GPT, TINY_LLAMA
@@ -284,8 +284,8 @@ def test_an_interrupted_sweep_shows_what_it_has_measured(
 
 
 def test_what_is_made_of_a_run_goes_beside_it() -> None:
-    assert beside(Path("runs/demo/"), "int4,2:4") == Path("runs/demo-int4-2-4")
-    assert beside(Path("."), "hf") == Path.cwd().with_name(f"{Path.cwd().name}-hf")
+    assert path_beside(Path("runs/demo/"), "int4,2:4") == Path("runs/demo-int4-2-4")
+    assert path_beside(Path("."), "hf") == Path.cwd().with_name(f"{Path.cwd().name}-hf")
 
 
 def test_what_is_told_to_stop_leaves_nothing_half_written_and_what_was_killed_is_cleared(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.cli.options import Json
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.report.console import answer, messages, output, print_json
-from ironlaw.train.run_directory import beside
+from ironlaw.train.run_directory import path_beside
 from ironlaw.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def compress(
     from ironlaw.report.catalog_view import compression_view
     from ironlaw.train.compression import compress_run
 
-    out = out or beside(source, to)
+    out = out or path_beside(source, to)
     result = compress_run(
         source, target, out, engine_decoder, method=method, score=score, whole=all_layers,
         within=room, data=data, say=messages().print,
@@ -144,7 +144,7 @@ def export(
     dtype = dtype or ("fp16" if to == "gguf" else "fp32")
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
-    folder = folder or beside(run, to)
+    folder = folder or path_beside(run, to)
 
     from ironlaw.train.restore import load_run
 

@@ -81,9 +81,9 @@ def plan(
 
     runnable, limits = None, Limits.of(within, max_rent)
     if ranks and serve is None:  # layouts that the trainer refuses are not planned
-        from ironlaw.train.parallel.planning import runs
+        from ironlaw.train.parallel.planning import can_run
 
-        runnable = runs
+        runnable = can_run
     options = Options(
         tokens, seq, global_batch, steps, precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), limits, inputs=tuple(input_ or ()), real=real, network=network,

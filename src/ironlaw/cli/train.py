@@ -50,11 +50,11 @@ def train(
 
     from ironlaw.machine.keep import this_machine
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.run_directory import default_name, find_run
+    from ironlaw.train.run_directory import find_run, new_run_directory
     from ironlaw.train.session import run_training
 
     say = messages()
-    folder = out or default_name(settings.model.name)
+    folder = out or new_run_directory(settings.model.name)
     find_run(folder, settings, resume)  # raises before any time is spent
 
     profile = this_machine(say.print, progress)
@@ -124,7 +124,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
     from ironlaw.train.parallel.planning import choose_layout, with_layout
-    from ironlaw.train.run_directory import default_name
+    from ironlaw.train.run_directory import new_run_directory
 
     say = messages()
 
@@ -134,7 +134,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
-        folder = here.ranks.on_rank_0(lambda: out or default_name(settings.model.name))
+        folder = here.ranks.on_rank_0(lambda: out or new_run_directory(settings.model.name))
         profile = here.ranks.on_rank_0(lambda: this_machine(say.print, progress))
         live = LiveRun(say, folder, dashboard and here.ranks.is_rank_0)
         with live if here.ranks.is_rank_0 else nullcontext():

@@ -35,14 +35,14 @@ class WeightAverage(StepPlugin):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context in which the model uses the averages; its own weights are restored at the end."""
-        self.exchange()
+        self.swap()
         try:
             yield
         finally:
-            self.exchange()
+            self.swap()
 
     @torch.no_grad()
-    def exchange(self) -> None:
+    def swap(self) -> None:
         """Swap the contents: FSDP, DDP and compiled blocks keep references to their tensors."""
         for mine, weight in zip(_parts(self.tensors), _parts(self.parameters), strict=True):
             kept = weight.clone()
@@ -50,7 +50,7 @@ class WeightAverage(StepPlugin):
             mine.copy_(kept)
 
     @torch.no_grad()
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """Reset the averages to the current weights."""
         for mine, parameter in zip(self.tensors, self.parameters, strict=True):
             mine.copy_(parameter)

@@ -142,11 +142,11 @@ class Checkpointer:
 
         first = self.ranks.rank == 0
         problem = self._attempt(prepare, step) if first else None
-        problem = problem if self._anybodys(problem) else self._attempt(write, step)
+        problem = problem if self._first_problem(problem) else self._attempt(write, step)
         by_rank = self.ranks.gather(digests)
-        if not self._anybodys(problem):
+        if not self._first_problem(problem):
             problem = self._attempt(commit, step) if first else None
-        self.failure = self._anybodys(problem)
+        self.failure = self._first_problem(problem)
         if self.failure is not None and first:
             shutil.rmtree(partial, ignore_errors=True)
             self.say(f"{self.failure}; training goes on")
@@ -162,7 +162,7 @@ class Checkpointer:
             return problem or f"the checkpoint of step {step} was not written: {error}"
         return None
 
-    def _anybodys(self, problem: str | None) -> str | None:
+    def _first_problem(self, problem: str | None) -> str | None:
         return next((found for found in self.ranks.gather(problem) if found is not None), None)
 
     def _disk_problem(self, error: Exception, step: int) -> str | None:

@@ -98,6 +98,6 @@ def base_digest(source: str) -> str:
     return digest.hexdigest()
 
 
-def about_base(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
+def base_fields(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
     """Return the index fields that describe a checkpoint's base and adapters."""
     return {"base": {"path": source, "sha256": base_digest(source)}, "finetune": finetune.model_dump(mode="json")}

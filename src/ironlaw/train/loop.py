@@ -38,18 +38,18 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import Journal, NoJournal, batch_crc32, earlier_profile, keep_profile
+from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
-from ironlaw.train.recovery import GoBack, Recovery, respond
+from ironlaw.train.recovery import Recovery, Rollback, handle_spike
 from ironlaw.train.result import Outcome, finished_ledger, in_other_units, validate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.step import Step
 from ironlaw.train.transfer import Transfer
 
-REPLAN_AFTER = 3  # steps after the warm-up: their median predicts the other steps within the spread of single steps
-WORTH_SAYING_SECONDS = 10.0  # report the new plan only if more time than this remains
+REPLAN_AFTER_STEPS = 3  # after the warm-up: their median predicts the others within the spread of single steps
+MIN_REPORTED_SECONDS = 10.0  # report the new plan only if more time than this remains
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
@@ -113,7 +113,7 @@ class Trainer:
         self.compiled = self.one_step.compile()
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file))
         if mesh.is_rank_0:
-            earlier_profile(self.run.profile_file, self.observed)
+            load_step_profile(self.run.profile_file, self.observed)
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
             self.journal = cast(Journal, NoJournal())
@@ -126,7 +126,7 @@ class Trainer:
         for name in missing:
             self.say(f"the checkpoint holds no {name} state: it starts anew")
         if average is not None and "average" in missing:
-            average.start_over()
+            average.reset()
         self.step, self.tokens = found.step, found.tokens
         self.checkpointer.last = found
 
@@ -134,7 +134,7 @@ class Trainer:
         """Go on from the metrics of the steps so far, on every rank, after rank 0 has dropped those of later ones."""
         self.mesh.barrier()
         entries = self.run.metrics()
-        self.recovery.start_over(entries)
+        self.recovery.reset(entries)
         for entry in entries:  # a session without a step or a validation of its own ends with those of before
             self.train_loss = float(entry["loss"])
             self.validation_loss = float(entry.get("validation_loss", self.validation_loss))
@@ -159,7 +159,7 @@ class Trainer:
         first_step = self.step
         with self.interruption:
             try:
-                self._to_the_end(energy, first_step)
+                self._train_to_end(energy, first_step)
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     self.checkpointer.wait()  # complete a checkpoint in progress, whatever ends the run
@@ -169,13 +169,13 @@ class Trainer:
             self.interruption.name = None
         return Outcome(self._finish(), self.step, self.interruption.name)
 
-    def _to_the_end(self, energy: EnergyMeter, first_step: int) -> None:
+    def _train_to_end(self, energy: EnergyMeter, first_step: int) -> None:
         """Take all steps, restoring a checkpoint after each spike that requires it, and write the last checkpoint."""
         while True:
             try:
                 self._steps(energy)
                 break
-            except GoBack as back:
+            except Rollback as back:
                 self._restore(back.target)
         if not self._checkpoint_due() and self.step > first_step:
             self._take_checkpoint()
@@ -197,25 +197,25 @@ class Trainer:
             self.prefetcher = batches
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
-                    self._record_steps(batches)
+                    self._profile_steps(batches)
                 else:
                     times = self._timed_step(batches, recording=False)
                     if self.step > self._warm_until:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
-                    if not self._replanned and len(observed.steps) == REPLAN_AFTER:
-                        self._plan_again()
-                self._probe_sometimes()
+                    if not self._replanned and len(observed.steps) == REPLAN_AFTER_STEPS:
+                        self._replan()
+                self._probe_if_due()
                 observed.joules, observed.joules_basis = energy.joules(), energy.basis
             self.data_facts = self.loader.facts() | batches.facts()
 
-    def _plan_again(self) -> None:
+    def _replan(self) -> None:
         """Estimate the run again from the first steps. The plan made before the run is kept."""
         before, total = (self.plan.totals[name].value for name in ("step_seconds", "total_seconds"))
         step = float(np.median([times.wall_seconds for times in self.observed.steps]))
         total += (step - before) * self.config.train.steps
         self._replanned = {"after_steps": self.step, "step_seconds": step, "total_seconds": total}
-        if (self.config.train.steps - self.step) * step < WORTH_SAYING_SECONDS:
+        if (self.config.train.steps - self.step) * step < MIN_REPORTED_SECONDS:
             return
         self.say(
             f"Plan       after {self.step} steps: {units.seconds(step)} per step, {units.seconds(total)} in all "
@@ -251,7 +251,7 @@ class Trainer:
         observer.after_step(self.step, self.journal.event, self.say)
         return times
 
-    def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
+    def _profile_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
         """Take a few steps under the profiler, which records the time of each operation and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
@@ -267,7 +267,7 @@ class Trainer:
         self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
         self.observer.recorded(recorded, self.observed.profile, persistent)
         if self.mesh.is_rank_0:
-            keep_profile(self.run.profile_file, self.observed)
+            save_step_profile(self.run.profile_file, self.observed)
         # The profiled steps and the work between them have already been counted under other headings.
         counted = sum(self.observed.wall_seconds.values()) - counted
         self.observed.wall_seconds["profiling"] = max(0.0, time.perf_counter() - began - counted)
@@ -276,7 +276,7 @@ class Trainer:
 
     def _after_step(self, times: StepTimes, recorded: bool) -> None:
         config, step = self.config, self.step
-        self._look_for_spike()
+        self._check_for_spike()
         phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
         entry: dict[str, Any] = {
             "step": step, "batch": self.recovery.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
@@ -336,8 +336,8 @@ class Trainer:
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
 
-    def _look_for_spike(self) -> None:
-        """Raise GoBack on a spike, or UserError if going back cannot help. A spike's last step is not logged."""
+    def _check_for_spike(self) -> None:
+        """Raise Rollback on a spike, or UserError if going back cannot help. A spike's last step is not logged."""
         spike = self.recovery.observe(self.step, self.train_loss, self._gradient_norm)
         if spike is None:
             return
@@ -345,23 +345,23 @@ class Trainer:
         # All ranks detect the same spike from the same numbers; rank 0 inspects, chooses and deletes checkpoints.
         target, self.recovery.decisions = self.mesh.on_rank_0(
             lambda: (
-                respond(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say),
+                handle_spike(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say),
                 self.recovery.decisions,
             )
         )
         if target is not None:
-            raise GoBack(target)
+            raise Rollback(target)
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """Go back to the state of `target`. Later steps are discarded, except from the events and the wall time."""
         began = time.perf_counter()
         self._load(target)
-        self.journal.forget_after(self.step, self.observed)
+        self.journal.drop_after(self.step, self.observed)
         self._read_metrics()
         wall = self.observed.wall_seconds
         wall["repeated"] = wall.get("repeated", 0.0) + time.perf_counter() - began
 
-    def _probe_sometimes(self) -> None:
+    def _probe_if_due(self) -> None:
         """Compare the machine's speed with its measured profile every few seconds."""
         now = time.perf_counter()
         due = now - self._last_probe > PROBE_EVERY_SECONDS

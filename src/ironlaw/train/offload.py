@@ -22,7 +22,7 @@ from ironlaw.train.transfer import TransferStream
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Storage:
     """A storage, as bytes: being copied out, on the host, or being copied back."""
 
     number: int  # in the order of saving
@@ -37,7 +37,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _View:
-    kept: _Kept
+    kept: _Storage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -56,10 +56,10 @@ class ActivationOffload:
         self.begin()
 
     def begin(self) -> None:
-        self._order: list[_Kept] = []
-        self._leaving: deque[_Kept] = deque()
+        self._order: list[_Storage] = []
+        self._leaving: deque[_Storage] = deque()
         self._leaving_bytes = self._ahead = self.moved_bytes = 0
-        self._by_storage: dict[tuple[int, int], _Kept] = {}  # those still on the device
+        self._by_storage: dict[tuple[int, int], _Storage] = {}  # those still on the device
         self._next_back = -1  # the next to copy back; all later ones have been requested
 
     def around(self, block: int) -> Any:
@@ -78,7 +78,7 @@ class ActivationOffload:
         if kept is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             host = self.stream.host_like(whole)
-            kept = _Kept(len(self._order), storage.nbytes(), host, self.stream.out(whole, host), whole)
+            kept = _Storage(len(self._order), storage.nbytes(), host, self.stream.out(whole, host), whole)
             self._order.append(kept)
             self._by_storage[key] = kept
             self._leaving.append(kept)
@@ -107,11 +107,11 @@ class ActivationOffload:
         if kept.leaving is not None:  # still on the device
             whole = kept.leaving
         else:
-            self._send_for(kept)
+            self._request(kept)
             assert kept.back is not None and kept.arrival is not None
             kept.arrival.wait()
             whole = kept.back
-        self._look_ahead()
+        self._prefetch()
         kept.wanted -= 1
         if kept.wanted == 0:
             self._ahead -= kept.bytes if kept.back is not None else 0
@@ -119,16 +119,16 @@ class ActivationOffload:
         empty = torch.empty(0, dtype=packed.dtype, device=whole.device)
         return empty.set_(whole.untyped_storage(), packed.offset, packed.shape, packed.stride)
 
-    def _look_ahead(self) -> None:
+    def _prefetch(self) -> None:
         while self._next_back >= 0:
             kept = self._order[self._next_back]
             if self._ahead and self._ahead + kept.bytes > self.ahead_bytes:
                 return
             self._next_back -= 1
             if kept.leaving is None and kept.wanted:
-                self._send_for(kept)
+                self._request(kept)
 
-    def _send_for(self, kept: _Kept) -> None:
+    def _request(self, kept: _Storage) -> None:
         if kept.back is None:
             kept.back, kept.arrival = self.stream.back(kept.host)
             self._ahead += kept.bytes

@@ -154,7 +154,7 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bo
         )
     if load(checkpoint, model, config, {average.name: average}):
         raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
-    average.exchange()
+    average.swap()
     if adapted:
         merge(model)
     return model.eval()

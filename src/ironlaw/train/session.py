@@ -33,7 +33,7 @@ from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh, Observer
-from ironlaw.train.objective import check_second
+from ironlaw.train.objective import check_second_model
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
@@ -42,8 +42,8 @@ from ironlaw.train.run_directory import RunDirectory, create_run, find_run, lock
 from ironlaw.train.step import Step
 from ironlaw.train.tracking import check_installed
 
-LOOK_SECONDS = 0.6  # of probing the machine's current speed before a run
-WORTH_A_LOOK = 0.02  # the most that probing may take of the planned run
+PROBE_SECONDS = 0.6  # of probing the machine's current speed before a run
+MAX_PROBE_FRACTION = 0.02  # the most that probing may take of the planned run
 
 
 def run_training(
@@ -125,10 +125,10 @@ def run_training(
 def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:
     """Plan a run of one process. Raises UserError for a config that cannot run."""
     plan = plan_run(config, profile)
-    worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
-    if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
+    worth = MAX_PROBE_FRACTION * plan.totals["total_seconds"].value
+    if profile.probe and profile.device == "cpu" and worth > PROBE_SECONDS:
         torch.set_num_threads(mesh.threads(profile))
-        now = Probe(profile.fp32_products).slowdown(profile, LOOK_SECONDS)
+        now = Probe(profile.fp32_products).slowdown(profile, PROBE_SECONDS)
         plan = plan_run(config, profile, now) if now is not None else plan
     if not totals.fits(plan):
         raise UserError(
@@ -188,7 +188,7 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
-        check_second(config, start)
+        check_second_model(config, start)
         check_text(run.path, dataset, start)
     policy, steps = config.checkpoint, config.train.steps
     kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)

@@ -30,11 +30,11 @@ from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
-from ironlaw.train.finetune import about_base, add_adapters, base_digest
+from ironlaw.train.finetune import add_adapters, base_digest, base_fields
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
-from ironlaw.train.objective import CrossEntropy, objective_of, second_of
+from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
@@ -104,8 +104,8 @@ class Step:
             self.offload = ActivationOffload(self.model, device, stream, plan.offload_ahead_bytes)
             self.model.around = self.offload.around
         self.attention = attention_kernel(self.model, config, device, self.precision)
-        self.objective = objective_of(config, device)
-        if (second := second_of(config)) is not None:
+        self.objective = build_objective(config, device)
+        if (second := second_model_path(config)) is not None:
             self.about["second_sha256"] = base_digest(str(second))
         self.store = AdapterFiles() if config.finetune.adapts else WholeFiles()
 
@@ -117,7 +117,7 @@ class Step:
             load_first_weights(source, model, config.model)
         if source and config.finetune.adapts:
             add_adapters(model, config.model, config.finetune, source, self.precision)
-            self.about = about_base(config.finetune, source)
+            self.about = base_fields(config.finetune, source)
         return model
 
     def compile(self) -> bool:
@@ -188,7 +188,7 @@ class Step:
                 self.offload.begin()
             return self._share_of_loss(batch.rows(rows), batch, counted, None if samples is None else samples[rows])
 
-        return self._micro_batches(len(batch.inputs), number, loss_of, self._look_at_first if estimating else None)
+        return self._micro_batches(len(batch.inputs), number, loss_of, self._record_first_norm if estimating else None)
 
     def _samples(self, number: int) -> Tensor | None:
         """Return this replica's sequence numbers within the run if they seed dropout, equally on any layout."""
@@ -246,7 +246,7 @@ class Step:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.micro_batches
 
-    def _look_at_first(self, sequences: int, of: int) -> None:
+    def _record_first_norm(self, sequences: int, of: int) -> None:
         """Record the gradient norm of the first micro-batch alone, for the noise scale."""
         norm = float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         self.small_square = sequences, (norm / self.scale.get_scale()) ** 2 * (of / sequences) ** 2

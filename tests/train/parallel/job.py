@@ -51,8 +51,8 @@ from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.communication import counted, observed
-from ironlaw.train.parallel.job import RankJob, check_alike, rank_facts
-from ironlaw.train.parallel.materialize import read_first_weights, shapes
+from ironlaw.train.parallel.job import RankJob, check_equal, rank_facts
+from ironlaw.train.parallel.materialize import build_on_meta, read_first_weights
 from ironlaw.train.parallel.names import named_tensors
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
@@ -142,7 +142,7 @@ class Run:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         layout = world.check(config, dist.get_world_size())
-        self.ranks = world.start(layout, sites=world.sites_of(config, layout))
+        self.ranks = world.create_mesh(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         policies = layer_policies(config.recompute, config.model)
         decisions = Decisions(config.train.precision, planned_recipe(config).loss_chunk, policies)
@@ -368,9 +368,9 @@ def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         write_model(folder, config.model, weights)
     dist.barrier()
-    ranks = world.start(world.check(config, dist.get_world_size()))
+    ranks = world.create_mesh(world.check(config, dist.get_world_size()))
     with recording() as recorded:
-        rank_model = layouts.apply(shapes(config.model), config, ranks, initialize=False)
+        rank_model = layouts.apply(build_on_meta(config.model), config, ranks, initialize=False)
         read_first_weights(str(folder), rank_model.transformers.values(), rank_model.model, ShardedFiles())
     sizes = [p.numel() * 4 for p in weights.values()]
     different = 0.0
@@ -525,7 +525,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     number), "signal", "sleep" with "seconds" per step, or "hang" until the watcher ends the run.
     """
     config = load_config(Path(case["config"]), [f"{key}={value}" for key, value in case["set"].items()])
-    ranks = world.start(world.check(config, dist.get_world_size()))
+    ranks = world.create_mesh(world.check(config, dist.get_world_size()))
     fault, batches, out = case.get("fault"), case.get("batches"), Path(case.get("out", folder / "run"))
     struck = fault is not None and dist.get_rank() == case["rank"]
     seen: dict[str, Any] = {"losses": {}, "left": []}
@@ -584,12 +584,12 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 def task_preflight(case: dict[str, Any], folder: Path) -> str:
     """`case["differs"]` on rank 1: how each rank ends."""
     config = config_of(case)
-    ranks, mine = world.start(world.check(config, dist.get_world_size())), rank_facts(config)
+    ranks, mine = world.create_mesh(world.check(config, dist.get_world_size())), rank_facts(config)
     if dist.get_rank() == 1:
         name, value = case["differs"]
         mine[name] = mine[name] + value if name == "clock_seconds" else value
     try:
-        check_alike(ranks, mine)
+        check_equal(ranks, mine)
     except (UserError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "trains"

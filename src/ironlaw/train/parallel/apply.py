@@ -37,7 +37,7 @@ class RankModel:
     ep_parameters: list[nn.Parameter] = field(default_factory=list)  # experts, whose gradients cover all ep ranks
 
     def __post_init__(self) -> None:
-        self.model = pipeline.joined(self.transformers)  # all local parameters under their names in the whole model
+        self.model = pipeline.join_stages(self.transformers)  # local parameters, named as in the whole model
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.transformers.values() for parameter in part.parameters()]
@@ -70,7 +70,7 @@ def apply(
 
     # Process groups of the experts: every layer needs them, whichever stage it is in.
     if config.model.moe is not None:
-        experts.share(model, config, ranks)
+        experts.set_groups(model, config, ranks)
 
     # Cut the stages before anything is divided, so that no rank divides or holds layers of other stages.
     transformers = _stages(model, ranks)
@@ -79,13 +79,13 @@ def apply(
     if layout.tp > 1:
         for part in transformers.values():
             if adapts:
-                adapted.divide(part, ranks.mesh["tp"], ranks.index("tp"))
+                adapted.shard_layers(part, ranks.mesh["tp"], ranks.index("tp"))
             tensor.parallelize(part, ranks.mesh["tp"], layout.sp, adapts)
 
     # Experts likewise, over the ranks that exchange rows and over tp.
     if layout.tp > 1 or layout.ep > 1:
         for layer in (layer for part in transformers.values() for layer in expert_layers(part)):
-            experts.divide(layer.experts, ranks)
+            experts.shard_experts(layer.experts, ranks)
 
     # Then recomputation and compilation: FSDP must gather weights around them, for the recomputation too.
     for part in transformers.values():
@@ -113,7 +113,7 @@ def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
         return {0: model}
     stages = layout.pp * layout.virtual_stages
     numbers = stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
-    return {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
+    return {number: pipeline.cut_stage(model, stages, layout.virtual_stages, number) for number in numbers}
 
 
 def _replicated(
@@ -149,7 +149,7 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     """
     frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
     if frozen and ranks.config.zero == 3:  # shard frozen parameters too; otherwise only trained ones
-        adapted.share_codes(part)
+        adapted.make_codes_parameters(part)
         frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     again = ranks.config.zero == 3

@@ -64,7 +64,7 @@ class Found:
     seconds: float | None = 0.0
     exposed_seconds: float = 0.0
 
-    def took(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         self.seconds = None if self.seconds is None else self.seconds + seconds
 
 
@@ -101,7 +101,7 @@ class Traffic:
     def table(self) -> dict[Key, Sent]:
         return {key: Sent(found.count, found.bytes) for key, found in self.found.items() if found.count}
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         self.found.clear()
         self.steps = 0
 
@@ -117,7 +117,7 @@ class Traffic:
             self._known[key] = self._dimensions.get(members, ("other", len(members)))
         return self._known[key]
 
-    def called(self, key: Key, size: int) -> Found:
+    def count(self, key: Key, size: int) -> Found:
         found = self.found.setdefault(key, Found())
         found.count += 1
         found.bytes += size
@@ -137,18 +137,18 @@ class Traffic:
         self.found.setdefault(key, Found()).exposed_seconds += seconds
         self._clock.waited(" ".join(key), seconds)
 
-    def uses(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
+    def reference_counts(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors of a call with their reference counts before it."""
         if not self.synchronous:
             return []
-        return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
+        return [(a, _reference_count(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
 
     def wait_for_release(self, uses: list[tuple[Tensor, int]], longest_seconds: float = RELEASE_SECONDS) -> None:
         """During profiling, wait until gloo's thread has released all these tensors."""
         if not self.synchronous:
             return
         limit = time.perf_counter() + longest_seconds
-        while any(_uses(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
+        while any(_reference_count(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
             time.sleep(POLL_SECONDS)
         time.sleep(POLL_SECONDS)  # the thread releases a tensor's Python object last, which requires the GIL
 
@@ -177,7 +177,7 @@ def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
     return dimensions
 
 
-def _uses(tensor: Tensor) -> int:
+def _reference_count(tensor: Tensor) -> int:
     """Return the reference count of a tensor, in which its Python object counts as one."""
     count = getattr(tensor, "_use_count", None)  # not in PyTorch 2.11
     return int(count()) if count is not None else 0
@@ -213,7 +213,7 @@ def bucket_hook(hook: Callable[..., Any], group: Any) -> Callable[..., Any]:
         if traffic is None or not traffic.active:
             return hook(state, bucket)
         buffer = bucket.buffer()
-        uses = _uses(buffer)
+        uses = _reference_count(buffer)
         future = hook(state, bucket)
         traffic.bucket_done((traffic.dimension(group)[0], "all_reduce"), buffer, uses, future)
         return future
@@ -284,12 +284,12 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
             return plain(*arguments, **named)
         buffer: Tensor = arguments[place] if len(arguments) > place else named[keyword]
         key = (dimension, kind)
-        found = traffic.called(key, buffer.numel() * buffer.element_size())
-        uses = traffic.uses(arguments, named)
+        found = traffic.count(key, buffer.numel() * buffer.element_size())
+        uses = traffic.reference_counts(arguments, named)
         began = time.perf_counter()
         if named.get("async_op") and not traffic.synchronous:
             work = plain(*arguments, **named)
-            work.get_future().add_done_callback(lambda done: found.took(time.perf_counter() - began))
+            work.get_future().add_done_callback(lambda done: found.add_seconds(time.perf_counter() - began))
             return _Timed(work, traffic, key)
         with traffic.waiting(key):
             work = plain(*arguments, **named)
@@ -297,7 +297,7 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
                 work.wait()
             else:
                 traffic.wait_for_release(uses)
-        found.took(time.perf_counter() - began)
+        found.add_seconds(time.perf_counter() - began)
         return work
 
     return timed
@@ -311,7 +311,7 @@ def _message(traffic: Traffic, plain: Any, sends: bool) -> Any:
             return work
         key = (traffic.dimension(named.get("group"))[0], "send")
         if sends:
-            traffic.called(key, tensor.numel() * tensor.element_size()).seconds = None
+            traffic.count(key, tensor.numel() * tensor.element_size()).seconds = None
         return _Timed(work, traffic, key)
 
     return timed
@@ -328,8 +328,8 @@ def _functional(
             return plain(*arguments, **named)
         key = (dimension, kind)
         tensor: Tensor = arguments[0]
-        traffic.called(key, tensor.numel() * tensor.element_size() * (size if kind == "all_gather" else 1))
-        uses = traffic.uses(arguments, named)
+        traffic.count(key, tensor.numel() * tensor.element_size() * (size if kind == "all_gather" else 1))
+        uses = traffic.reference_counts(arguments, named)
         began = time.perf_counter()
         with traffic.waiting(key):
             result = plain(*arguments, **named)
@@ -350,7 +350,7 @@ def _wait_tensor(traffic: Traffic, plain: Any, pending: dict[int, tuple[Key, flo
         key, called = known
         with traffic.waiting(key):
             result = plain(tensor, *rest, **named)
-        traffic.found.setdefault(key, Found()).took(time.perf_counter() - called)
+        traffic.found.setdefault(key, Found()).add_seconds(time.perf_counter() - called)
         return result
 
     return timed

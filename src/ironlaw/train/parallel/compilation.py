@@ -20,7 +20,7 @@ from ironlaw.workload.blocks import Policy
 from ironlaw.workload.layout import SPLIT_BACKWARD
 
 
-def obstacle(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str | None:
+def reason_not_to_compile(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str | None:
     """Return why blocks are not compiled, None if they are: the same on every rank, and called on each."""
     layout = ranks.config
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:

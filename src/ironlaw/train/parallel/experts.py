@@ -131,14 +131,14 @@ def form_groups(config: RunConfig, ranks: Ranks) -> None:
             ranks.groups[dimension] = ranks.experts.get_group(dimension)
 
 
-def share(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
+def set_groups(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
     """Set the process groups of every layer of experts."""
     form_groups(config, ranks)
     for layer in expert_layers(model):
         layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
 
 
-def divide(experts: Experts, ranks: Ranks) -> None:
+def shard_experts(experts: Experts, ranks: Ranks) -> None:
     """Divide the experts over ep and the inner width of each over tp."""
     for name, inner in (("gate", 1), ("up", 1), ("down", 2)):
         linear = getattr(experts, name)

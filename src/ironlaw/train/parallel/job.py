@@ -31,7 +31,16 @@ from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
-from ironlaw.train.parallel.ranks import Ranks, check, form_group, on_rank_0, planned_layout, sites_of, start, usable
+from ironlaw.train.parallel.ranks import (
+    Ranks,
+    check,
+    create_mesh,
+    form_group,
+    on_rank_0,
+    planned_layout,
+    sites_of,
+    usable,
+)
 from ironlaw.train.parallel.rendezvous import FINISHED, join, stand_by
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
@@ -42,7 +51,7 @@ from ironlaw.train.session import run_training
 CLOCK_SECONDS = 5.0
 """With a larger difference between clocks, checkpoints and logs of one job contradict each other."""
 
-WORDS = {
+DIFFERENCES = {
     "torch": "PyTorch {theirs}, rank 0 has {ours}: install the same on every node",
     "ironlaw": "Ironlaw {theirs}, rank 0 has {ours}: install the same on every node",
     "python": "Python {theirs}, rank 0 has {ours}: use the same on every node",
@@ -70,7 +79,7 @@ def first_difference(by_rank: list[dict[str, Any]]) -> str | None:
     first = by_rank[0]
     for rank, theirs in enumerate(by_rank):
         who = f"rank {rank} on {theirs['host']} has"
-        for name, words in WORDS.items():
+        for name, words in DIFFERENCES.items():
             if theirs[name] != first[name]:
                 return f"{who} {words.format(theirs=theirs[name], ours=first[name])}"
         apart = theirs["clock_seconds"] - first["clock_seconds"]
@@ -82,7 +91,7 @@ def first_difference(by_rank: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
+def check_equal(ranks: Ranks, mine: dict[str, Any]) -> None:
     """If ranks differ, raise UserError on rank 0 and exit silently on the others."""
     by_rank = ranks.gather(mine)
 
@@ -93,8 +102,8 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     ranks.on_rank_0(refuse)
 
 
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
-SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
+EXTRA_TIMEOUT_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 
 
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
@@ -171,25 +180,25 @@ def job(
         config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
     elastic = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not elastic and not planned:  # before ranks wait for each other
-        _quietly(lambda: check(config, size))
+        _raise_on_rank_0(lambda: check(config, size))
     rendezvous = join()
     fewer = elastic and (resume or rendezvous.restarted)
-    used = _quietly(lambda: usable(config, size)) if fewer else size
+    used = _raise_on_rank_0(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank >= used:
         stand_by(rendezvous)
         raise SystemExit(0)
     try:
-        form_group(rendezvous, used, config.recovery.collective_seconds + SPARE_SECONDS)
+        form_group(rendezvous, used, config.recovery.collective_seconds + EXTRA_TIMEOUT_SECONDS)
         if planned and choose is not None:
             config = on_rank_0(partial(_chosen, choose, written, config, used))
         layout = on_rank_0(partial(check, config, used))
-        ranks = start(layout, sites_of(config, layout))
-        check_alike(ranks, rank_facts(config))
+        ranks = create_mesh(layout, sites_of(config, layout))
+        check_equal(ranks, rank_facts(config))
         yield RankJob(config, ranks, rendezvous.store, rendezvous.restarted, rendezvous.size - used)
         if ranks.is_rank_0:
             rendezvous.store.set(FINISHED, "")
     except RuntimeError as error:
-        if not any(words in str(error) for words in LOST):
+        if not any(words in str(error) for words in LOST_CONNECTION):
             raise
         # All ranks but the one that died end here, and torchrun reports that one.
         print(f"ironlaw: rank {rendezvous.rank} has lost the connection to another rank", file=sys.stderr, flush=True)
@@ -226,7 +235,7 @@ def _gloo_runs() -> bool:
     return False
 
 
-def _quietly(function: Callable[[], Result]) -> Result:
+def _raise_on_rank_0(function: Callable[[], Result]) -> Result:
     """Call a function that behaves alike on every rank. Rank 0 raises its UserError, the others exit silently."""
     try:
         return function()

@@ -1,9 +1,9 @@
 """Copies whole tensors into the parts that a rank holds: initial weights, and checkpoints of one process.
 
-A model may be on PyTorch's `meta` device (`shapes`), without data. After the layout is applied, every rank generates
-all weights, one tensor at a time, in the order and from the generator of one process, and keeps its parts. The values
-are those of one process, and no rank holds more than its parts, one whole tensor and, while generators are advanced to
-the state that one process has, one block. This takes as long as on one process.
+A model may be on PyTorch's `meta` device (`build_on_meta`), without data. After the layout is applied, every rank
+generates all weights, one tensor at a time, in the order and from the generator of one process, and keeps its parts.
+The values are those of one process, and no rank holds more than its parts, one whole tensor and, while generators are
+advanced to the state that one process has, one block. This takes as long as on one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SplitTensor = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 """Splits a tensor of one process, given by name, into the tensors that ranks have instead, with their names on disk."""
 
 
-def shapes(config: ModelConfig) -> Transformer:
+def build_on_meta(config: ModelConfig) -> Transformer:
     """Return the model on the meta device, without data."""
     with torch.device("meta"):
         return Transformer(config)
@@ -55,17 +55,19 @@ def materialize(parts: Iterable[Transformer], device: torch.device, initialize: 
                 buffer.zero_()
         part.make_rotary_tables(device)
     if initialize:
-        fill(parts, lambda wanted: first_weights(parts[0].config))
+        copy_from(parts, lambda wanted: initial_weights(parts[0].config))
 
 
 @torch.no_grad()
-def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]) -> None:
+def copy_from(
+    parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]
+) -> None:
     """Copy whole tensors from `source`, one at a time, into the parts. `source` takes a filter for names."""
     parts = list(parts)
     targets = {name: tensor for part in parts for name, tensor in named_tensors(part)}
     known = {name.removeprefix("weights/").removesuffix(COPY).replace(".qkv.query.", ".qkv.") for name in targets}
     for name, whole in source(known.__contains__):
-        copy_shards(f"weights/{name}", whole, targets, partial(split_projection, config=parts[0].config))
+        copy_parts(f"weights/{name}", whole, targets, partial(split_projection, config=parts[0].config))
 
 
 def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
@@ -81,10 +83,10 @@ def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transf
         check_model(found, config)
         store.read(found.path, joined, {})
     else:
-        fill(parts, lambda wanted: read_weights(folder, config, wanted))
+        copy_from(parts, lambda wanted: read_weights(folder, config, wanted))
 
 
-def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a new `Transformer(config)`, one at a time, from the same generator."""
     _draw_constructors(config)
     for parameter in model_parameters(config):
@@ -104,7 +106,7 @@ def _draw_constructors(config: ModelConfig) -> None:
     nn.Linear(config.hidden, config.vocab, bias=config.head_bias)
 
 
-def copy_shard(target: Tensor, whole: Tensor) -> None:
+def copy_part(target: Tensor, whole: Tensor) -> None:
     """Copy this rank's part of `whole` into `target`."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
@@ -115,12 +117,12 @@ def copy_shard(target: Tensor, whole: Tensor) -> None:
         local.copy_(whole[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))])
 
 
-def copy_shards(name: str, whole: Tensor, targets: Mapping[str, Tensor], split: SplitTensor) -> None:
+def copy_parts(name: str, whole: Tensor, targets: Mapping[str, Tensor], split: SplitTensor) -> None:
     """Split a whole tensor by `split`, and copy this rank's share into the `targets` with the same names."""
     for part, tensor in split(name, whole):
         for target in (targets.get(part), targets.get(part + COPY)):
             if target is not None:
-                copy_shard(target, tensor)
+                copy_part(target, tensor)
 
 
 @torch.no_grad()
@@ -133,10 +135,10 @@ def read_checkpoint(
     saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for name in tuple(file.keys()):
-            copy_shards(f"weights/{name}", file.get_tensor(name), wanted, split)
+            copy_parts(f"weights/{name}", file.get_tensor(name), wanted, split)
     average = saved.get("average", {}).get("tensors", ())
     for parameter, whole in zip(unsharded, average, strict=False):
-        copy_shards(f"average/{parameter.name}", whole, wanted, split)
+        copy_parts(f"average/{parameter.name}", whole, wanted, split)
     if optimizer is None:
         return saved
     if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
@@ -146,5 +148,5 @@ def read_checkpoint(
     for index, state in saved["optimizer"]["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                copy_shards(f"optimizer/{order[index]}/{key}", value, wanted, split)
+                copy_parts(f"optimizer/{order[index]}/{key}", value, wanted, split)
     return saved

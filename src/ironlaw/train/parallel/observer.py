@@ -74,7 +74,7 @@ class RankObserver(Observer):
             yield
         finally:  # a loss spike may end the profile while the run continues
             self.traffic.synchronous = False
-            self.traffic.start_over()
+            self.traffic.reset()
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
         """Average the operations over ranks. The peak is that of the first profiled step, before any work between
@@ -118,9 +118,9 @@ class RankObserver(Observer):
         kept = {id(step) for step in typical(observed.steps)}
         chosen = self.ranks.on_rank_0(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
         steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
-        self._by_rank = self.ranks.gather(self._seen(steps))
+        self._by_rank = self.ranks.gather(self._observations(steps))
 
-    def _seen(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
+    def _observations(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
         """Return this rank's observations as plain data: seconds, counts and bytes per step."""
         traffic, count = self.traffic, max(1, self.traffic.steps)
         exposed = means([s.waited_seconds for s in steps])

@@ -17,7 +17,7 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.schedule import CLASSES, layers_of
 
 
-def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
+def cut_stage(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
     """Return one stage of `model`. Its parts keep their names, under which checkpoints hold them."""
     part = Transformer.__new__(Transformer)
     nn.Module.__init__(part)
@@ -41,21 +41,21 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     return part
 
 
-def joined(parts: dict[int, Transformer]) -> Transformer:
+def join_stages(parts: dict[int, Transformer]) -> Transformer:
     """Return one module with all stages of this rank, under their own names, for the optimizer and checkpoints."""
     if len(parts) == 1:
         return next(iter(parts.values()))
     some = next(iter(parts.values()))
-    roof = Transformer.__new__(Transformer)
-    nn.Module.__init__(roof)
-    roof.config = some.config
+    model = Transformer.__new__(Transformer)
+    nn.Module.__init__(model)
+    model.config = some.config
     for name in ("embedding", "positions", "embedding_norm", "final_norm", "head"):
-        setattr(roof, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
-    roof.blocks = nn.ModuleList()
+        setattr(model, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
+    model.blocks = nn.ModuleList()
     for part in parts.values():
         for name, block in part.blocks.named_children():
-            roof.blocks.add_module(name, block)
-    return roof
+            model.blocks.add_module(name, block)
+    return model
 
 
 def build_schedule(
@@ -83,7 +83,7 @@ def build_schedule(
     for number, part in parts.items():
         built.append(
             PipelineStage(
-                _under(cast(Transformer, part), autocast), number, stages, ranks.device,
+                _as_stage(cast(Transformer, part), autocast), number, stages, ranks.device,
                 input_args=tokens if number == 0 else stream,
                 output_args=loss if number == stages - 1 else stream,
                 group=ranks.group("pp"),
@@ -107,7 +107,7 @@ PASSES = {
 }
 
 
-def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
+def _as_stage(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
     """Adapt a stage to the schedule's calls: the last one receives targets, and returns the loss with a dimension."""
     if hasattr(part, "as_stage"):  # adapted for another schedule over the same stages
         return part

@@ -34,7 +34,7 @@ SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
 
 
-def costs_here(profile: Profile) -> RankCosts:
+def link_costs(profile: Profile) -> RankCosts:
     """Return the costs of communication between two ranks of this machine, measured once per machine."""
     try:
         costs = load_costs()
@@ -58,7 +58,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
         return ranks.on_rank_0(lambda: plan_on_accelerators(config, profile, size, local).ledger)
     between = _between(local) if local < size else None
     return ranks.on_rank_0(
-        lambda: plan_config(config, profile, size, RankFabric(costs_here(profile), local, between)).ledger
+        lambda: plan_config(config, profile, size, RankFabric(link_costs(profile), local, between)).ledger
     )
 
 
@@ -132,8 +132,8 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
     """Return the layout planned to be fastest among those that fit and that this trainer can run on `size` ranks."""
     local = local_ranks(size)
     if profile.device == "cpu":
-        fabric = RankFabric(costs_here(profile), local)
-        return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
+        fabric = RankFabric(link_costs(profile), local)
+        return best_layout(config, profile, size, fabric, lambda layout: can_run(config, layout))
     cluster, _ = _accelerators(profile, size, local)
     wanted: dict[str, Any] = {"recompute": config.recompute, "offload": config.train.offload}
 
@@ -146,14 +146,14 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
     asked = _step(config, cluster, plan_run(kept, profile).decided.precision)
     fastest = (replace(one.layout, **wanted) for one in search(replace(asked, excluded=excluded), keep=50).best)
     return chosen(
-        (layout for layout in fastest if runs(config, layout)),
+        (layout for layout in fastest if can_run(config, layout)),
         # The memory of our trainer is planned layout by layout.
         lambda layout: plan_on_accelerators(with_layout(config, layout), profile, size, local), size,
         fastest_first=True,
     )  # fmt: skip
 
 
-def runs(config: RunConfig, layout: Layout) -> bool:
+def can_run(config: RunConfig, layout: Layout) -> bool:
     """Whether this trainer can run `config` in this layout."""
     try:
         check(with_layout(config, layout), layout.accelerators)

@@ -235,7 +235,7 @@ def form_group(rendezvous: Rendezvous, size: int, timeout_seconds: float) -> Non
     )  # fmt: skip
 
 
-def start(config: LayoutConfig, sites: int = 1) -> Ranks:
+def create_mesh(config: LayoutConfig, sites: int = 1) -> Ranks:
     """Create the mesh of the process group's ranks."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -31,7 +31,7 @@ from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.apply import apply
-from ironlaw.train.parallel.materialize import read_first_weights, shapes
+from ironlaw.train.parallel.materialize import build_on_meta, read_first_weights
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
@@ -48,12 +48,12 @@ class LayoutStep(Step):
         self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
-        model = self._adapted() if adapts else shapes(config.model)
+        model = self._adapted() if adapts else build_on_meta(config.model)
         precision.prepare(model, model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
-        why_not = compilation.obstacle(config, ranks, plan.recompute) if wanted == "on" else None
+        why_not = compilation.reason_not_to_compile(config, ranks, plan.recompute) if wanted == "on" else None
         if why_not is not None:
             self.say(f"training without torch.compile: {why_not}")
         self._compiled = wanted == "on" and why_not is None
@@ -309,7 +309,7 @@ class LayoutStep(Step):
             torch._foreach_mul_(gradients, shrink)
         if self.scale.is_enabled():  # all ranks decide from the same numbers, so that none skips a step alone
             self.overflowed = not all(map(math.isfinite, norms))
-            self.scale.decided(self.overflowed)
+            self.scale.update_from_ranks(self.overflowed)
         return mean, norms[0], flags > 0
 
     def square(self) -> Tensor:

@@ -62,7 +62,7 @@ class Note:
 NOTE_JSON = TypeAdapter(Note)
 
 
-def quiet(notes: Sequence[Note]) -> list[Note]:
+def find_stopped(notes: Sequence[Note]) -> list[Note]:
     """Return the ranks whose notes have stopped, whatever the last one contains."""
     newest = max((note.written_seconds for note in notes), default=0.0)
     ages = [newest - note.written_seconds for note in notes]
@@ -70,10 +70,10 @@ def quiet(notes: Sequence[Note]) -> list[Note]:
     return [note for note, age in zip(notes, ages, strict=True) if age > limit]
 
 
-def absent(notes: Sequence[Note]) -> list[Note]:
+def find_culprits(notes: Sequence[Note]) -> list[Note]:
     """Return the ranks that cause a hang: those whose notes have stopped; if none, those that others wait for and that
     do not wait; if none, those that others wait for while they wait in another collective; if all do, none."""
-    stopped = quiet(notes)
+    stopped = find_stopped(notes)
     if stopped:
         return stopped
     by_rank = {note.rank: note for note in notes}
@@ -91,27 +91,29 @@ def absent(notes: Sequence[Note]) -> list[Note]:
     return behind if len(behind) < len(notes) else []
 
 
-def report(notes: Sequence[Note], now_seconds: float) -> str:
+def format_report(notes: Sequence[Note], now_seconds: float) -> str:
     """Return one line: "rank 3 on node7 is at step 17 in data/loader.py:88, its last operation ... #212 over ..." """
     waited = max((note.waited_seconds for note in notes), default=0.0)
-    culprits, stopped = absent(notes), quiet(notes)
-    parts = [_whereabouts(note, now_seconds - note.written_seconds if note in stopped else 0) for note in culprits[:4]]
+    culprits, stopped = find_culprits(notes), find_stopped(notes)
+    parts = [_describe(note, now_seconds - note.written_seconds if note in stopped else 0) for note in culprits[:4]]
     if len(culprits) > 4:
         parts.append(f"{len(culprits) - 4} more ranks are missing")
     places: dict[str, list[int]] = {}
     for note in notes:
         if note.blocked and note not in culprits:
-            places.setdefault(f"{_operation_of(note)}, step {note.step}", []).append(note.rank)
-    others = [f"{_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {place}" for place, ranks in places.items()]
+            places.setdefault(f"{_format_operation(note)}, step {note.step}", []).append(note.rank)
+    others = [
+        f"{_format_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {place}" for place, ranks in places.items()
+    ]
     if not culprits:
         others.append("all have called it: look at the network between them")
     return f"nothing has moved for {waited:.0f} s: {'; '.join(parts + others)}"
 
 
-def _whereabouts(note: Note, silence_seconds: float) -> str:
+def _describe(note: Note, silence_seconds: float) -> str:
     line = f"rank {note.rank} on {note.host} is at step {note.step}"
     if note.blocked:
-        line += f", waiting in {_operation_of(note)}"
+        line += f", waiting in {_format_operation(note)}"
     else:
         line += f" in {note.where}"
         latest = max(note.last, key=lambda o: o.started_seconds, default=None)
@@ -119,11 +121,11 @@ def _whereabouts(note: Note, silence_seconds: float) -> str:
     return line + (f", not heard of for {silence_seconds:.0f} s" if silence_seconds else "")
 
 
-def _operation_of(note: Note) -> str:
+def _format_operation(note: Note) -> str:
     return str(note.waits) if note.waits is not None else f"a message between stages ({note.where})"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Format [0, 1, 2, 5] as "ranks 0-2, 5"."""
     # Within a run, a rank's distance from its place in the list is the same.
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
@@ -180,9 +182,9 @@ class Watcher:
         while not self._stop.wait(self._every):
             # If rank 0, which serves the store, has ended, the next collective fails and shows it.
             with contextlib.suppress(RuntimeError):
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         note = self.note()
         self.store.set(f"note/{self.ranks.rank}", NOTE_JSON.dump_json(note).decode())
         if self.step and note.blocked and note.waited_seconds > self.timeout_seconds:
@@ -199,7 +201,7 @@ class Watcher:
             latest[operation.members] = operation
             if not operation.done and waits is None:
                 waits = operation
-        where, message = self._place()
+        where, message = self._innermost_line()
         known = self._cpu_clock is not None
         if self._cpu_clock is not None and (used := time.clock_gettime(self._cpu_clock)) - self._cpu_seconds > 1e-3:
             self._cpu_seconds, self._still_since = used, now
@@ -212,7 +214,7 @@ class Watcher:
         last = tuple(latest.values())
         return Note(self.ranks.rank, socket.gethostname(), self.step, where, now, last, waits, message, waited)
 
-    def _place(self) -> tuple[str, bool]:
+    def _innermost_line(self) -> tuple[str, bool]:
         """Return the innermost line outside PyTorch, and whether it waits for a message between pipeline stages."""
         message = False
         with stacks() as frames:
@@ -234,6 +236,6 @@ class Watcher:
             if self.store.check([f"note/{rank}"]):
                 notes.append(NOTE_JSON.validate_json(self.store.get(f"note/{rank}")))
         try:
-            self._on_hang(report(notes, time.time()), notes)
+            self._on_hang(format_report(notes, time.time()), notes)
         finally:
             self.store.set(HUNG, "")
