@@ -1,16 +1,56 @@
-"""Exponential moving average of the weights (arXiv 1806.05594), which is smoother and often evaluates better."""
+"""Plug-ins of a step, which keep state of their own: the base class, and the exponential moving average of the weights
+(arXiv 1806.05594), which is smoother and often evaluates better."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ironlaw.model.linear import local_part
-from ironlaw.train.parallel.plugin import StepPlugin
+
+
+class StepPlugin:
+    """An extension of a step, to which the step refers by this interface only. Its state is in checkpoints under
+    `name`, and on many ranks its tensors are saved rank by rank under its own names (`parallel/store.py`)."""
+
+    name: str
+
+    def begin(self, part: nn.Module, tokens: Tensor) -> None:
+        """Called before the first step with the callable model and the tokens of a micro-batch."""
+
+    def after(self, step: int) -> None:
+        """Called on every rank after `step` steps."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context for evaluations and for reading weights."""
+        return nullcontext()
+
+    def held(self) -> Any:
+        """Return the tensors, nested in any way, that it holds between steps."""
+        return ()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Load small values. Tensors have already been read by name."""
+
+    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors to write for `tensors` (weights and optimizer state), and of its own."""
+        return tensors
+
+    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """Return the tensors into which a checkpoint with the names `known` is read, in place of `tensors`."""
+        return tensors
+
+    def after_read(self) -> None:
+        """Called when the wanted tensors have been read."""
 
 
 class WeightAverage(StepPlugin):
@@ -69,12 +109,12 @@ class WeightAverage(StepPlugin):
 
     def named(self) -> dict[str, Tensor]:
         """Return the averages by their names in those checkpoints."""
-        from ironlaw.train.parallel.names import named_like
+        from ironlaw.train.parallel.materialize import named_like
 
         return dict(named_like(self.model, self.name, dict(zip(map(id, self.parameters), self.tensors, strict=True))))
 
     def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        from ironlaw.train.parallel.names import COPY
+        from ironlaw.train.parallel.materialize import COPY
 
         return tensors | {name: tensor.clone() for name, tensor in self.named().items() if not name.endswith(COPY)}
 

@@ -26,8 +26,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
-from ironlaw.train.finetune import add_adapters, base_digest, merge
-from ironlaw.train.peft import check_adapter
+from ironlaw.train.finetune import add_adapters, base_digest, check_adapter, merge
 from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful

@@ -36,9 +36,8 @@ from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
 from ironlaw.train.offload import ActivationOffload
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
+from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
-from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
 from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.sections import FROZEN
@@ -56,7 +55,7 @@ class Step:
     attention: str | None = None  # the attention kernel in use, if known
     offload: ActivationOffload | None = None
     schedule: Any = None  # pipeline schedule, if any
-    plugins: Sequence[Any] = ()  # used on many ranks (`train/parallel/plugin.py`)
+    plugins: Sequence[Any] = ()  # used on many ranks (`train/average.py`)
     delayed = False  # delayed scaling: quantization scales come from earlier micro-batches
     moment: Any = None  # current step and micro-batch, which seed stochastic rounding
 

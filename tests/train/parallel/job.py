@@ -46,18 +46,16 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.communication import counted, observed
 from ironlaw.train.parallel.job import RankJob, check_equal, rank_facts
-from ironlaw.train.parallel.materialize import build_on_meta, read_first_weights
-from ironlaw.train.parallel.names import named_tensors
+from ironlaw.train.parallel.materialize import build_on_meta, named_tensors, read_first_weights
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.precision import LossScale, autocast
-from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
 from ironlaw.train.step import Step
 from ironlaw.workload.collectives import aliases_of, collectives, table_of

@@ -1,4 +1,5 @@
-"""Copies whole tensors into the parts that a rank holds: initial weights, and checkpoints of one process.
+"""Copies whole tensors into the parts that a rank holds: initial weights, and checkpoints of one process. Names of
+tensors on disk do not depend on how ranks divide them (`named_tensors`).
 
 A model may be on PyTorch's `meta` device (`build_on_meta`), without data. After the layout is applied, every rank
 generates all weights, one tensor at a time, in the order and from the generator of one process, and keeps its parts.
@@ -8,6 +9,7 @@ advanced to the state that one process has, one block. This takes as long as on 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -26,9 +28,50 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig
+
+COPY = "#copy"
+QKV = ("query", "key", "value")  # parts of the fused projection, which have their own names in checkpoints and layouts
+
+
+def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of weights and optimizer state, as views; on a layout, of the parts this rank holds."""
+    # Router biases, which balance the load of experts, are updated without gradients.
+    yield from ((f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
+    for name, parameter in model.named_parameters():
+        yield from _named_on_disk("weights", name, "", parameter.detach(), model)
+        for key, value in () if optimizer is None else optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield from _named_on_disk("optimizer", name, f"/{key}", value, model)
+
+
+def named_like(model: nn.Module, prefix: str, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of `tensors`, each stored under the id of the parameter whose shape and name it shares."""
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tensors:
+            yield from _named_on_disk(prefix, name, "", tensors[id(parameter)], model)
+
+
+def _named_on_disk(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor by its names on disk. A tied output layer is a parameter of its own only if it is a copy."""
+    copied = name == "head.weight" and model.config.tied
+    common = "embedding.weight" if copied else name
+    for part, view in split_projection(f"{prefix}/{common}{key}", tensor, model.config):
+        yield part + COPY * copied, view
+
+
+def split_projection(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield a fused projection as its three parts, with their names in checkpoints, and other tensors unchanged. All
+    three parts share a scalar, or a tensor that ranks have divided."""
+    if not re.search(r"\.attention\.qkv\.(weight|bias)(/|$)", name):
+        yield name, tensor
+        return
+    fused = tensor.dim() and tensor.shape[0] == sum(config.qkv_sizes) and not hasattr(tensor, "to_local")
+    parts = tensor.split(config.qkv_sizes) if fused else (tensor,) * 3
+    for part, view in zip(QKV, parts, strict=True):
+        yield name.replace(".qkv.", f".qkv.{part}."), view
+
 
 SplitTensor = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 """Splits a tensor of one process, given by name, into the tensors that ranks have instead, with their names on disk."""

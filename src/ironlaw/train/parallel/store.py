@@ -28,11 +28,10 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.train.average import StepPlugin
 from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.materialize import SplitTensor, read_checkpoint
-from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
-from ironlaw.train.parallel.plugin import StepPlugin
+from ironlaw.train.parallel.materialize import COPY, SplitTensor, named_tensors, read_checkpoint, split_projection
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig

@@ -28,7 +28,7 @@ from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.parameters import COLUMNS, ROWS, of_block
 from ironlaw.model.transformer import Attention, Block, Transformer
 from ironlaw.train.parallel import adapted
-from ironlaw.train.parallel.names import QKV
+from ironlaw.train.parallel.materialize import QKV
 
 
 class SplitProjection(nn.Module):
