@@ -29,8 +29,7 @@ from ironlaw.numerics.scaling import Inputs, balance
 from ironlaw.train import sweep
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
-from ironlaw.train.quantized_store import QuantizedFiles, read_held
-from ironlaw.train.restore import load_for_inference
+from ironlaw.train.restore import QuantizedFiles, load_for_inference, read_held
 from ironlaw.train.run_directory import complete_or_nothing, path_beside
 from ironlaw.train.sweep import candidates
 

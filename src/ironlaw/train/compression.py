@@ -35,8 +35,7 @@ from ironlaw.numerics.compression import check_method, compress, mixed_formats
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.objective import CrossEntropy
-from ironlaw.train.quantized_store import QuantizedFiles
-from ironlaw.train.restore import check_first_weights, check_text, load_first_weights
+from ironlaw.train.restore import QuantizedFiles, check_first_weights, check_text, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 
 CALIBRATION_SEQUENCES = 128  # from the training text, as in the GPTQ paper

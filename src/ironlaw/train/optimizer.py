@@ -16,7 +16,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.parameters import Parameter
 from ironlaw.train.host_optimizer import Combined, HostOptimizer
-from ironlaw.train.transfer import TransferStream
+from ironlaw.train.offload import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign, check_patterns
 
 

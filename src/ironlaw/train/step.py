@@ -35,11 +35,10 @@ from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
-from ironlaw.train.offload import ActivationOffload
+from ironlaw.train.offload import ActivationOffload, TransferStream
 from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.state import Stateful
-from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.sections import FROZEN
 
 

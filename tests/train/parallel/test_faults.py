@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from ironlaw.train.parallel.flight_recorder import RecordedCollective
 from ironlaw.train.parallel.observer import StragglerDetector, slow_ranks
-from ironlaw.train.parallel.watcher import NOTE_JSON, Note, find_culprits, format_report
+from ironlaw.train.parallel.watcher import NOTE_JSON, Note, RecordedCollective, find_culprits, format_report
 
 ALL = (0, 1, 2, 3)
 

@@ -1,20 +1,26 @@
 """A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. It is planned on all ranks,
 steps on a layout and watches the ranks.
 
-Before the first step ranks compare what they run. A difference is refused with one line that names the rank.
+torchrun keeps its store across restarts, including the addresses of dead ranks, and counts restarts per node, so that
+no environment variable identifies a start on all nodes. Therefore rank 0 chooses a name for it, and every rank verifies
+that it takes part. Before the first step ranks compare what they run. A difference is refused with one line that names
+the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,22 +37,100 @@ from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
-from ironlaw.train.parallel.ranks import (
-    Ranks,
-    check,
-    create_mesh,
-    form_group,
-    on_rank_0,
-    planned_layout,
-    sites_of,
-    usable,
-)
-from ironlaw.train.parallel.rendezvous import FINISHED, join, stand_by
+from ironlaw.train.parallel.ranks import Ranks, check, create_mesh, on_rank_0, planned_layout, sites_of, usable
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.session import run_training
+
+ROUND, STARTS, FINISHED = "ironlaw/round", "ironlaw/starts", "finished"
+POLL_SECONDS = 0.02
+TIMEOUT_SECONDS = 360.0  # PyTorch's timeout, in case the watcher has not ended the job before
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """`store` is exclusive to this start. `restarted`: torchrun has started the job before, with any size."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    restarted: bool
+
+
+def join(timeout_seconds: float = TIMEOUT_SECONDS) -> Rendezvous:
+    """Meet the other ranks that torchrun started."""
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    except ValueError as error:  # a variable that torchrun sets is missing or not a number
+        raise UserError(f"{error}: start with torchrun, or unset WORLD_SIZE") from None
+    return meet(store, rank, size, timeout_seconds)
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Rendezvous:
+    """Meet all ranks. Raises UserError if not all of them come in time.
+
+    Rank 0 publishes a name; each other rank stores a random word under it; rank 0 publishes all words. A rank that does
+    not find its own word among them has read the name of an earlier start, and tries again.
+    """
+    until = time.monotonic() + timeout_seconds
+    if rank == 0:
+        restarted = store.add(STARTS, 1) > 1 or torchrun_integer("TORCHELASTIC_RESTART_COUNT", 0) > 0
+        name = f"{uuid.uuid4().hex}/{size}"
+        store.set(ROUND, name)
+        keys = [f"{name}/{other}" for other in range(1, size)]
+        while keys and not store.check(keys):
+            _pause(until, "not all ranks came")
+        words = [store.get(key).decode() for key in keys]
+        store.set(f"{name}/all", json.dumps({"words": words, "restarted": restarted}))
+        return Rendezvous(dist.PrefixStore(name, store), rank, size, restarted)
+    mine = uuid.uuid4().hex
+    while True:
+        if store.check([ROUND]):
+            name = store.get(ROUND).decode()
+            if name.endswith(f"/{size}"):  # otherwise the name of a start with fewer or more ranks
+                if store.check([f"{name}/all"]):
+                    meeting = json.loads(store.get(f"{name}/all"))
+                    if mine in meeting["words"]:
+                        return Rendezvous(dist.PrefixStore(name, store), rank, size, meeting["restarted"])
+                else:
+                    store.set(f"{name}/{rank}", mine)
+        _pause(until, "rank 0 did not come")
+
+
+def stand_by(rendezvous: Rendezvous) -> None:
+    """Wait until the other ranks are done. If one of them dies, torchrun ends this rank too and restarts all."""
+    while True:
+        time.sleep(1.0)
+        try:
+            if rendezvous.store.check([FINISHED]):
+                return
+        except RuntimeError:  # rank 0, which serves the store, has ended
+            return
+
+
+def _pause(until: float, what: str) -> None:
+    if time.monotonic() > until:
+        raise UserError(f"{what} within the time allowed: look at the output of the other nodes")
+    time.sleep(POLL_SECONDS)
+
+
+RECORDED_COLLECTIVES = 256
+
+
+def form_group(rendezvous: Rendezvous, size: int, timeout_seconds: float) -> None:
+    """Create the process group of the first `size` ranks that have met."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))  # the flight recorder's, for the watcher
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # durations of kernels
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(torchrun_integer("LOCAL_RANK", 0))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds), rank=rendezvous.rank,
+        world_size=size, store=rendezvous.store,
+    )  # fmt: skip
+
 
 CLOCK_SECONDS = 5.0
 """With a larger difference between clocks, checkpoints and logs of one job contradict each other."""

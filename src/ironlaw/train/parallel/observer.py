@@ -25,10 +25,9 @@ from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
 from ironlaw.observe.profile import StepProfile
 from ironlaw.train.mesh import Observer
-from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.parallel.watcher import Watcher, kernel_seconds
 from ironlaw.train.recovery import SIGMA
 
 CERTAIN_SIGMAS = 4.0  # robust standard deviations above the median
@@ -160,7 +159,7 @@ class RankObserver(Observer):
         own, wall = self._own_seconds, self._wall_seconds
         self._own_seconds = self._wall_seconds = 0.0
         if self.ranks.device.type == "cuda":  # the host does not wait for collectives, the device does
-            own = max(0.0, wall - flight_recorder.kernel_seconds())
+            own = max(0.0, wall - kernel_seconds())
         by_rank = [0.0] * self.ranks.size
         by_rank[self.ranks.rank] = own
         wall, *by_rank = self.ranks.sum([wall / self.ranks.size, *by_rank])

@@ -12,6 +12,7 @@ may. Measured on a CPU: 3 ms per note, 0.1% of a core with the default timeout.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -25,11 +26,73 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
+from torch._C import _distributed_c10d as c10d
 
 from ironlaw.observe.user_code import stacks
-from ironlaw.train.parallel import communication, flight_recorder
-from ironlaw.train.parallel.flight_recorder import RecordedCollective
+from ironlaw.train.parallel import communication
 from ironlaw.train.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class RecordedCollective:
+    """A collective as called by one rank: number `number` of the group of `members`, along a mesh dimension."""
+
+    kind: str
+    number: int
+    dimension: str
+    members: tuple[int, ...]
+    started_seconds: float  # time.time()
+    done: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.number} over {self.dimension}"
+
+
+def groups_of(used: dict[str, dist.ProcessGroup]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dimension and ranks of the groups that a step uses (`Ranks.process_groups`), by PyTorch's name.
+
+    Other groups may wait for any time: for the preparation of data, or for a checkpoint.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, group in used.items():
+        if group.size() > 1:
+            found.setdefault(group.group_name, (name, tuple(dist.get_process_group_ranks(group))))
+    return found
+
+
+def recorded_collectives(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[RecordedCollective]:
+    """Return the latest collectives of this rank, oldest first."""
+    found = []
+    for entry in _entries():
+        dimension, members = groups.get(entry["process_group"][0], ("", ()))
+        if not members:
+            continue
+        kind = entry["profiling_name"].partition(":")[2]
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        done = entry["retired"] or entry["state"] == "completed"
+        found.append(RecordedCollective(kind, number, dimension, members, entry["time_created_ns"] / 1e9, done))
+    return found
+
+
+_counted = -1
+
+
+def kernel_seconds() -> float:
+    """Return the seconds of NCCL's collectives since the last call, if the buffer still holds them all."""
+    global _counted
+    entries = [entry for entry in _entries() if entry["record_id"] > _counted and "duration_ms" in entry]
+    _counted = max((entry["record_id"] for entry in entries), default=_counted)
+    return sum(float(entry["duration_ms"]) for entry in entries) / 1e3
+
+
+def _entries() -> list[dict[str, Any]]:
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+        if entries:
+            return list(entries)
+    return []
+
 
 STALE_SECONDS = 5.0
 """A process is stopped or gone if its note is older than the newest by this, and by 3 times the usual difference."""
@@ -156,7 +219,7 @@ class Watcher:
         self._main = threading.get_ident()
         # CPU time of the training thread; not on macOS
         self._cpu_clock = time.pthread_getcpuclockid(self._main) if hasattr(time, "pthread_getcpuclockid") else None
-        self._groups = flight_recorder.groups_of(ranks.process_groups())
+        self._groups = groups_of(ranks.process_groups())
         self._still_since = time.time()  # when the training thread was last seen computing
         self._cpu_seconds = 0.0
         self._every = max(NOTE_SECONDS, ranks.size / NOTES_PER_SECOND, timeout_seconds / 100)
@@ -197,7 +260,7 @@ class Watcher:
         now = time.time()
         latest: dict[tuple[int, ...], RecordedCollective] = {}
         waits: RecordedCollective | None = None
-        for operation in flight_recorder.operations(self._groups):
+        for operation in recorded_collectives(self._groups):
             latest[operation.members] = operation
             if not operation.done and waits is None:
                 waits = operation
