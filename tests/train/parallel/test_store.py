@@ -54,7 +54,7 @@ def test_a_checkpoint_goes_from_shards_to_stages(on_ranks: Callable[..., Any]) -
 def test_no_rank_holds_the_whole_model_it_starts_from(on_ranks: Callable[..., Any]) -> None:
     wide = {"hidden": 64, "layers": 8, "ffn": 256, "heads": 4}
     cases = [
-        {"task": "initial_weights", "family": "llama", "model": wide, "train": {"micro_batch": 2}, "layout": layout}
+        {"task": "first_weights", "family": "llama", "model": wide, "train": {"micro_batch": 2}, "layout": layout}
         for layout in ({"zero": 3}, {"pp": 2}, {"tp": 2})
     ]
     for case, ranks in zip(cases, on_ranks(2, cases), strict=True):
