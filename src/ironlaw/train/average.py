@@ -69,7 +69,7 @@ class WeightAverage(StepPlugin):
 
     @torch.no_grad()
     def update(self) -> None:
-        # The local parts are fetched anew each time: FSDP may replace the storage of a parameter.
+        # The local parts are fetched each time: FSDP may replace the storage of a parameter.
         torch._foreach_lerp_(_parts(self.tensors), _parts(self.parameters), 1 - self.decay)
 
     @contextmanager

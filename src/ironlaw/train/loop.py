@@ -120,7 +120,7 @@ class Trainer:
         self._read_metrics()
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
-        """Restore the state of `found`. States that it does not hold start anew."""
+        """Restore the state of `found`. States that it lacks start over."""
         average = self.one_step.average
         missing = self.one_step.load(found, self.states)
         for name in missing:

@@ -170,7 +170,7 @@ def check_first_weights(source: str, config: ModelConfig) -> None:
 
 
 def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
-    """Load weights only: the optimizer, the schedule and the step count start anew."""
+    """Load weights only: the optimizer, the schedule and the step count start over."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
         load(newest_of(folder), model, config)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -152,26 +153,21 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
         adapted.make_codes_parameters(part)
         frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
-    again = ranks.config.zero == 3
+    unit = partial(fully_shard, reshard_after_forward=ranks.config.zero == 3, mp_policy=policy)
     for layer in expert_layers(part) if ranks.experts is not None else ():
         # Expert gradients are averaged over the ranks that hold the same experts, fewer than there are replicas.
         dimensions = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
-        fully_shard(
-            layer.experts, mesh=ranks.experts[dimensions], reshard_after_forward=again, mp_policy=policy,
-            shard_placement_fn=experts.hidden_dimension(layer.experts),
-        )  # fmt: skip
+        placement = experts.hidden_dimension(layer.experts)
+        unit(layer.experts, mesh=ranks.experts[dimensions], shard_placement_fn=placement)
     by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))
     for block in part.blocks:
         place = experts.hidden_dimension(block) if by_hidden and ranks.experts is None else None
-        fully_shard(
-            block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place,
-            ignored_params=frozen,
-        )  # fmt: skip
+        unit(block, mesh=mesh, shard_placement_fn=place, ignored_params=frozen)
     # A tied weight is used at both ends, so it belongs to the root unit, which stays gathered.
     if not part.is_tied and not frozen:
         if part.embedding is not None:
-            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+            unit(part.embedding, mesh=mesh)
         if part.head is not None and not part.loss_chunk:  # the chunked loss uses the head's weight directly
-            fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
-    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
+            unit(part.head, mesh=mesh)
+    unit(part, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)

@@ -98,7 +98,7 @@ class PowerSGD(StepPlugin):
             kept.clear()
             for bucket in (int(key.removeprefix(name + "/")) for key in known if key.startswith(name + "/")):
                 kept[bucket] = found[f"{name}/{bucket}"] = torch.empty(known[f"{name}/{bucket}"])
-        if not self.state.error_dict:  # the matrices start anew too
+        if not self.state.error_dict:  # the matrices start over too
             found = {}
             self.state.p_memory_dict.clear()
             self.state.q_memory_dict.clear()

@@ -19,10 +19,8 @@ from ironlaw.workload.schedule import CLASSES, layers_of
 
 def cut_stage(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
     """Return one stage of `model`. Its parts keep their names, under which checkpoints hold them."""
-    part = Transformer.__new__(Transformer)
-    nn.Module.__init__(part)
-    part.config, part.partition, part.dropout_seed = model.config, model.partition, model.dropout_seed
-    part.loss_chunk = model.loss_chunk
+    part = _empty(model)
+    part.partition, part.dropout_seed, part.loss_chunk = model.partition, model.dropout_seed, model.loss_chunk
     for name in ("embedding", "positions", "embedding_norm"):
         setattr(part, name, getattr(model, name) if stage == 0 else None)
     part.blocks = nn.ModuleList()
@@ -41,17 +39,22 @@ def cut_stage(model: Transformer, stages: int, virtual: int, stage: int) -> Tran
     return part
 
 
+def _empty(model: Transformer) -> Transformer:
+    """Return a model of the same config without any parts."""
+    part = Transformer.__new__(Transformer)
+    nn.Module.__init__(part)
+    part.config = model.config
+    return part
+
+
 def join_stages(parts: dict[int, Transformer]) -> Transformer:
     """Return one module with all stages of this rank, under their own names, for the optimizer and checkpoints."""
     if len(parts) == 1:
         return next(iter(parts.values()))
-    some = next(iter(parts.values()))
-    model = Transformer.__new__(Transformer)
-    nn.Module.__init__(model)
-    model.config = some.config
+    model = _empty(next(iter(parts.values())))
     for name in ("embedding", "positions", "embedding_norm", "final_norm", "head"):
         setattr(model, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
-    model.blocks = nn.ModuleList()
+    model.blocks = nn.ModuleList()  # after the embedding, as modules are in order of their assignment
     for part in parts.values():
         for name, block in part.blocks.named_children():
             model.blocks.add_module(name, block)

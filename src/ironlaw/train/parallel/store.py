@@ -108,17 +108,17 @@ class ShardedFiles:
         return model_parameters(config), partial(split_projection, config=config)
 
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
-        for group in (
-            {name: tensor for name, tensor in wanted.items() if not name.endswith(COPY)},
-            {name.removesuffix(COPY): tensor for name, tensor in wanted.items() if name.endswith(COPY)},
-        ):
-            try:
-                dcp.load(group, checkpoint_id=folder / FOLDER, process_group=self.group, no_dist=self.group is None)
-            except (CheckpointException, RuntimeError, KeyError) as error:
-                raise UserError(
-                    f"the checkpoint {folder} does not hold this run's state "
-                    f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
-                ) from None
+        read = {name.removesuffix(COPY): tensor for name, tensor in wanted.items()}
+        try:
+            dcp.load(read, checkpoint_id=folder / FOLDER, process_group=self.group, no_dist=self.group is None)
+        except (CheckpointException, RuntimeError, KeyError) as error:
+            raise UserError(
+                f"the checkpoint {folder} does not hold this run's state "
+                f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
+            ) from None
+        for name, tensor in wanted.items():  # both a tied weight and its copy, where one rank has both ends
+            if tensor is not read[name.removesuffix(COPY)]:
+                tensor.copy_(read[name.removesuffix(COPY)])
 
 
 def _host(tensor: Tensor) -> Tensor:
