@@ -41,11 +41,11 @@ class StepPlugin:
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Load small values. Tensors have already been read by name."""
 
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the tensors to write for `tensors` (weights and optimizer state), and of its own."""
         return tensors
 
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def tensors_to_read(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return the tensors into which a checkpoint with the names `known` is read, in place of `tensors`."""
         return tensors
 
@@ -113,12 +113,12 @@ class WeightAverage(StepPlugin):
 
         return dict(named_like(self.model, self.name, dict(zip(map(id, self.parameters), self.tensors, strict=True))))
 
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from ironlaw.train.parallel.materialize import COPY
 
         return tensors | {name: tensor.clone() for name, tensor in self.named().items() if not name.endswith(COPY)}
 
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def tensors_to_read(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         there = any(name.startswith(f"{self.name}/") for name in known)
         return tensors | (self.named() if there else {})
 

@@ -3,7 +3,7 @@
     with observed(ranks) as traffic:                    # times the calls that FSDP, DTensor, DDP, pipelines
         with traffic.counting(clock):                   # and this trainer make
             step.forward_backward(...)
-    traffic.found["shard", "all_gather"]                # Found(count, bytes, seconds), of all counted steps
+    traffic.found["shard", "all_gather"]                # CallTotals(count, bytes, seconds), of all counted steps
 
 Bytes are those of the whole buffer that is reduced, gathered or sent (nccl-tests' convention). Exposed time is the time
 the main thread waits, and is passed to the step's clock. `seconds` lasts from a call to its completion, if that can be
@@ -56,7 +56,7 @@ Key = tuple[str, str]  # mesh dimension and kind of a collective
 
 
 @dataclass
-class Found:
+class CallTotals:
     """Calls of one kind along one mesh dimension. `seconds` is None if their ends are not observed."""
 
     count: int = 0
@@ -72,7 +72,7 @@ class Traffic:
     """Traffic and waiting times while `counting`. Groups of one rank send nothing and are not counted."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.found: dict[Key, Found] = {}
+        self.found: dict[Key, CallTotals] = {}
         self.steps = 0
         # During profiling: wait for each collective where it is called, until gloo's threads have released its
         # tensors, because the profiler sees only what this thread releases (`observe/held.py`).
@@ -117,8 +117,8 @@ class Traffic:
             self._known[key] = self._dimensions.get(members, ("other", len(members)))
         return self._known[key]
 
-    def count(self, key: Key, size: int) -> Found:
-        found = self.found.setdefault(key, Found())
+    def count(self, key: Key, size: int) -> CallTotals:
+        found = self.found.setdefault(key, CallTotals())
         found.count += 1
         found.bytes += size
         return found
@@ -134,7 +134,7 @@ class Traffic:
     def waited(self, key: Key, seconds: float) -> None:
         if self._clock is None or self.device_type != "cpu" or threading.get_ident() != self._main:
             return
-        self.found.setdefault(key, Found()).exposed_seconds += seconds
+        self.found.setdefault(key, CallTotals()).exposed_seconds += seconds
         self._clock.waited(" ".join(key), seconds)
 
     def reference_counts(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
@@ -350,7 +350,7 @@ def _wait_tensor(traffic: Traffic, plain: Any, pending: dict[int, tuple[Key, flo
         key, called = known
         with traffic.waiting(key):
             result = plain(tensor, *rest, **named)
-        traffic.found.setdefault(key, Found()).add_seconds(time.perf_counter() - called)
+        traffic.found.setdefault(key, CallTotals()).add_seconds(time.perf_counter() - called)
         return result
 
     return timed

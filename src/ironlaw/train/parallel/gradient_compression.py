@@ -87,11 +87,11 @@ class PowerSGD(StepPlugin):
         state = self.state
         return {own: state.error_dict, "powersgd/p": state.p_memory_dict, "powersgd/q": state.q_memory_dict}
 
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = {f"{name}/{bucket}": t.clone() for name, kept in self._named().items() for bucket, t in kept.items()}
         return tensors | own
 
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def tensors_to_read(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Allocate the state that the checkpoint has. For another number of ranks it is not read: errors are lost."""
         found: dict[str, Tensor] = {}
         for name, kept in self._named().items():

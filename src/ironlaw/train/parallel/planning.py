@@ -104,28 +104,23 @@ def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabr
     return plan_step(config, profile, planned_layout(config, check(config, size)), fabric, size)
 
 
-def _between(local: int) -> Link:
-    """Time messages between the first ranks of the first two hosts, over the job's own group."""
-    me, reply = dist.get_rank(), [None]
+def _between(local: int) -> Link | None:
+    """Time messages between the first ranks of the first two hosts, over the job's own group. None on all others."""
+    me = dist.get_rank()
+    if me not in (0, local):
+        return None
     seconds: dict[int, float] = {}
-    if me in (0, local):
-        other = local - me
-        for size in (SMALL_BYTES, LARGE_BYTES):
-            buffer = torch.zeros(size // 4)
-            times = []
-            for _ in range(ROUNDS):
-                began = time.perf_counter()
-                for sends in (me == 0, me != 0):
-                    dist.send(buffer, other) if sends else dist.recv(buffer, other)
-                times.append((time.perf_counter() - began) / 2)
-            seconds[size] = min(times[1:])
-    if me == 0:
-        rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
-        reply = [(seconds[SMALL_BYTES], rate)]  # type: ignore[list-item]
-    dist.broadcast_object_list(reply)
-    assert reply[0] is not None
-    latency, rate = reply[0]
-    return Link(latency, rate)
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        buffer = torch.zeros(size // 4)
+        times = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            for sends in (me == 0, me != 0):
+                dist.send(buffer, local - me) if sends else dist.recv(buffer, local - me)
+            times.append((time.perf_counter() - began) / 2)
+        seconds[size] = min(times[1:])
+    rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
+    return Link(seconds[SMALL_BYTES], rate)
 
 
 def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice[StepPlan] | LayoutChoice[ClusterPlan]:

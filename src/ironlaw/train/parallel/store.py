@@ -56,7 +56,7 @@ class ShardedFiles:
         tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not name.endswith(COPY)}
         for part in states.values():
             if isinstance(part, StepPlugin):
-                tensors = part.saved(tensors)
+                tensors = part.tensors_to_save(tensors)
         rest = (
             {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.is_rank_0 else {}
         )
@@ -88,7 +88,7 @@ class ShardedFiles:
             metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
             known = {n: entry.size for n, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for part in spread:
-            wanted = part.wanted(wanted, known)
+            wanted = part.tensors_to_read(wanted, known)
         if from_one_process:
             saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._unsharded(model))
         else:
