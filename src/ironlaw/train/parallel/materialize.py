@@ -10,26 +10,22 @@ advanced to the state that one process has, one block. This takes as long as on 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import read_weights
-from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.model.parameters import model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
-from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
-from ironlaw.train.optimizer import grouped
+from ironlaw.train.checkpoint import check_model, newest_of
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.workload.optimizers import OptimizerConfig
 
 COPY = "#copy"
 QKV = ("query", "key", "value")  # parts of the fused projection, which have their own names in checkpoints and layouts
@@ -166,30 +162,3 @@ def copy_parts(name: str, whole: Tensor, targets: Mapping[str, Tensor], split: S
         for target in (targets.get(part), targets.get(part + COPY)):
             if target is not None:
                 copy_part(target, tensor)
-
-
-@torch.no_grad()
-def read_checkpoint(
-    folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, unsharded: Sequence[Parameter],
-    split: SplitTensor,
-) -> dict[str, Any]:  # fmt: skip
-    """Read a checkpoint of one process, with the tensors `unsharded`, into `wanted` (names as in `store.py`), split by
-    `split`. Returns its small states."""
-    saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for name in tuple(file.keys()):
-            copy_parts(f"weights/{name}", file.get_tensor(name), wanted, split)
-    average = saved.get("average", {}).get("tensors", ())
-    for parameter, whole in zip(unsharded, average, strict=False):
-        copy_parts(f"average/{parameter.name}", whole, wanted, split)
-    if optimizer is None:
-        return saved
-    if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
-        optimizer.load_state_dict(saved["optimizer"])
-        return saved
-    order = list(chain.from_iterable(grouped(unsharded, settings).values()))
-    for index, state in saved["optimizer"]["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                copy_parts(f"optimizer/{order[index]}/{key}", value, wanted, split)
-    return saved

@@ -31,7 +31,7 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.average import StepPlugin
 from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.materialize import COPY, SplitTensor, named_tensors, read_checkpoint, split_projection
+from ironlaw.train.parallel.materialize import COPY, SplitTensor, copy_parts, named_tensors, split_projection
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
@@ -90,7 +90,7 @@ class ShardedFiles:
         for part in spread:
             wanted = part.tensors_to_read(wanted, known)
         if from_one_process:
-            saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._unsharded(model))
+            saved = self._read_whole(folder, wanted, optimizer, model)
         else:
             self._read_shards(folder, wanted)
             saved = torch.load(folder / STATE, weights_only=True) if states else {}
@@ -106,6 +106,29 @@ class ShardedFiles:
         """Return the tensors of one process, and the function that splits them into those here, by names on disk."""
         config: Any = model.config
         return model_parameters(config), partial(split_projection, config=config)
+
+    @torch.no_grad()
+    def _read_whole(self, folder: Path, wanted: dict[str, Tensor], optimizer: Any, model: nn.Module) -> dict[str, Any]:
+        """Read a checkpoint of one process into `wanted`. Returns its small states."""
+        unsharded, split = self._unsharded(model)
+        saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name in tuple(file.keys()):
+                copy_parts(f"weights/{name}", file.get_tensor(name), wanted, split)
+        average = saved.get("average", {}).get("tensors", ())
+        for parameter, whole in zip(unsharded, average, strict=False):
+            copy_parts(f"average/{parameter.name}", whole, wanted, split)
+        if optimizer is None:
+            return saved
+        if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
+            optimizer.load_state_dict(saved["optimizer"])
+            return saved
+        order = list(chain.from_iterable(grouped(unsharded, self.settings).values()))
+        for index, state in saved["optimizer"]["state"].items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    copy_parts(f"optimizer/{order[index]}/{key}", value, wanted, split)
+        return saved
 
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
         read = {name.removesuffix(COPY): tensor for name, tensor in wanted.items()}
