@@ -33,6 +33,11 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; its type if there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def shortened(text: str, at_most: int = 60) -> str:
     """Return the first `at_most` characters of `text`, with an ellipsis where it is longer."""
     return text if len(text) <= at_most else text[: at_most - 1] + "…"

@@ -151,7 +151,7 @@ class Trainer:
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
-        energy = EnergyMeter(
+        self.energy = EnergyMeter(
             accelerated=accelerated, gpu=find_gpu_monitor(self.device.index or 0) if accelerated else None
         )
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
@@ -159,7 +159,7 @@ class Trainer:
         first_step = self.step
         with self.interruption:
             try:
-                self._train_to_end(energy, first_step)
+                self._train_to_end(first_step)
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     self.checkpointer.wait()  # complete a checkpoint in progress, whatever ends the run
@@ -169,11 +169,11 @@ class Trainer:
             self.interruption.name = None
         return Outcome(self._finish(), self.step, self.interruption.name)
 
-    def _train_to_end(self, energy: EnergyMeter, first_step: int) -> None:
+    def _train_to_end(self, first_step: int) -> None:
         """Take all steps, restoring a checkpoint after each spike that requires it, and write the last checkpoint."""
         while True:
             try:
-                self._steps(energy)
+                self._take_steps()
                 break
             except Rollback as back:
                 self._restore(back.target)
@@ -187,7 +187,7 @@ class Trainer:
             self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
         self.journal.close()
 
-    def _steps(self, energy: EnergyMeter) -> None:
+    def _take_steps(self) -> None:
         """Take steps until the run ends, a signal arrives, or a loss spike requires a rollback."""
         config, observed = self.config, self.observed
         with Prefetcher(
@@ -206,7 +206,7 @@ class Trainer:
                     if not self._replanned and len(observed.steps) == REPLAN_AFTER_STEPS:
                         self._replan()
                 self._probe_if_due()
-                observed.joules, observed.joules_basis = energy.joules(), energy.basis
+                observed.joules, observed.joules_basis = self.energy.joules(), self.energy.basis
             self.data_facts = self.loader.facts() | batches.facts()
 
     def _replan(self) -> None:
@@ -285,12 +285,10 @@ class Trainer:
         } | self.one_step.metrics()  # fmt: skip
         if not recorded:  # the time of profiled steps counts as profiling, which slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
-        validated = False
         if _due(step, config.evaluation.every) or step == config.train.steps:
             entry |= self._evaluate()
-            validated = True
         if self._checkpoint_due():
-            entry["checkpoint_seconds"] = self._take_checkpoint(self.validation_loss if validated else None)
+            entry["checkpoint_seconds"] = self._take_checkpoint(entry.get("validation_loss"))
         entry["resident_bytes"] = host.resident_bytes()
         self.observed.resident_peak_bytes = max(self.observed.resident_peak_bytes or 0, entry["resident_bytes"])
         if recorded:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ironlaw.config import RunConfig, TrackingConfig
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, first_line
 
 WAITING = 1000  # queued steps; further ones are dropped rather than delay the run
 
@@ -151,8 +151,7 @@ class Tracking:
             call(*arguments)
         except Exception as error:  # no failure of a tracker may end the run
             trackers.pop(name, None)
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._say(f"tracking to {name} stopped: {reason}; metrics.jsonl goes on")
+            self._say(f"tracking to {name} stopped: {first_line(error)}; metrics.jsonl goes on")
 
 
 def _number(value: Any) -> bool:

@@ -13,8 +13,9 @@ from torch._dynamo import lookup_backend
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import first_line
 from ironlaw.model.moe import expert_layers
-from ironlaw.train.blocks import first_line, recompute_blocks
+from ironlaw.train.blocks import recompute_blocks
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.layout import SPLIT_BACKWARD
