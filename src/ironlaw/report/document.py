@@ -112,9 +112,9 @@ class NameList:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing for the page, made for a given width."""
+    """A drawing, shown on a page only."""
 
-    draw: Callable[[int], Markup]
+    drawing: Markup
     caption: str = ""
     legend: Sequence[tuple[str, str]] = ()  # style, name
 

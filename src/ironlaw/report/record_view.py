@@ -142,7 +142,7 @@ def _plot(found: Found, key: str) -> Chart:
         "One mark per run, logarithmic axes. On the diagonal the plan is right; above it the plan is too "
         f"{'slow' if key == 'time' else 'large'}. The band is ±10%. Hold the pointer over a mark for the run."
     )
-    return Chart(lambda width: drawing, caption, [(svg.legend_mark(indices[name]), name) for name in clouds])
+    return Chart(drawing, caption, [(svg.legend_mark(indices[name]), name) for name in clouds])
 
 
 def _ranking(made: Document, found: Found) -> None:

@@ -139,7 +139,7 @@ def _waterfall(made: Document, fall: Found | None) -> None:
     caption = "No plan: where the measured step went."
     if ideal:
         caption = f"The model's FLOPs at {peak} would take {units.seconds(ideal)}; every bar adds what one cause costs."
-    made.add(Chart(lambda width: charts.waterfall(fall, width), caption))
+    made.add(Chart(charts.waterfall(fall), caption))
     rows: list[Row] = []
     if ideal is not None:
         cells = (units.seconds(ideal), units.percent(ideal / step), "100.0%", Bar(ideal / step))
@@ -191,7 +191,7 @@ def _composition(made: Document, time: Found) -> None:
     names = [row["name"] for row in rows if row["planned"] is not None or row["measured"] is not None]
     legend = [(f"part-{name}", name) for name in [*names, "unattributed"]]
     caption = "One step, planned and measured, on the same scale."
-    made.add(Chart(lambda width: charts.composition(rows, time), caption, legend))
+    made.add(Chart(charts.composition(rows, time), caption, legend))
 
 
 def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:
@@ -241,14 +241,14 @@ def _recorded(made: Document, found: Found) -> None:
     if line and line["segments"]:
         page.heading(f"One recorded step, {units.seconds(line['seconds'])} under the profiler")
         caption = "The profiler slows small steps: read what follows what, not how long it takes."
-        page.add(Chart(lambda width: charts.timeline(line, width), caption))
+        page.add(Chart(charts.timeline(line), caption))
     if roof:
         page.heading("Roofline")
         ceilings = " and ".join(
             (units.rate(roof["peak_flops_per_second"], "FLOP"), units.rate(roof["copy_bytes_per_second"], "B"))
         )
         caption = f"Each operation under the machine's two ceilings: {ceilings}. Larger circles take more time."
-        page.add(Chart(lambda width: charts.roofline(roof, width), caption))
+        page.add(Chart(charts.roofline(roof), caption))
 
 
 def _memory(made: Document, found: Found) -> None:
@@ -266,7 +266,7 @@ def _memory(made: Document, found: Found) -> None:
             caption="Allocated in the step and alive at the peak, by the part of the model that allocated it.",
         )
     if curve:
-        page.add(Chart(lambda width: charts.memory(curve, width), "Tensors alive over the recorded steps."))
+        page.add(Chart(charts.memory(curve), "Tensors alive over the recorded steps."))
 
 
 def _ranks(made: Document, ranks: Found | None) -> None:

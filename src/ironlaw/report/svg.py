@@ -13,7 +13,8 @@ from html import escape
 
 from markupsafe import Markup
 
-MOST_POINTS = 320  # fewer than a chart's pixels; longer series are averaged in bins
+WIDTH = 760.0  # of a chart; a narrow window scrolls it
+MAX_POINTS = 320  # fewer than a chart's pixels; longer series are averaged in bins
 BAND = 0.10  # relative error of the band around a scatter plot's diagonal
 GOLDEN_ANGLE = 137.508  # degrees of hue between groups, so that neighbouring groups differ
 MARKERS = 3
@@ -118,12 +119,11 @@ def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, descri
 
 
 def line_chart(
-    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), width: int = 760, *,
-    height: int = 0, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
+    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), *,
+    height: int = 260, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
     x_name: str = "step",
 ) -> Markup:  # fmt: skip
-    """Draw lines over steps with axes, ticks and levels. Values above `top` are drawn at `top`. `height` 0: default."""
-    height = height or (260 if width > 500 else 240)  # relatively taller on a phone
+    """Draw lines over steps with axes, ticks and levels. Values above `top` are drawn at `top`."""
     thinned = [_thin(s) for s in series if len(s.xs)]
     ys = [y for s in thinned for y in s.ys] + [b for v in levels for b in (v.y, v.low, v.high) if b is not None]
     xs = [x for s in thinned for x in s.xs]
@@ -132,13 +132,13 @@ def line_chart(
     low, high = _range(ys, from_zero, top)
     y_ticks = _round_ticks(low, high, 4)
     left = 14 + 7.2 * max(len(y_text(t)) for t in y_ticks)
-    frame = Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, width - 12.0, 12.0, height - 34.0)
-    x_ticks = _round_ticks(frame.x0, frame.x1, 4 if width < 500 else 7)
+    frame = Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, WIDTH - 12.0, 12.0, height - 34.0)
+    x_ticks = _round_ticks(frame.x0, frame.x1, 7)
     body = frame.grid(x_ticks, lambda x: f"{x:,.1f}".removesuffix(".0"), y_ticks, y_text, rules=False)
     body.append(text((frame.left + frame.right) / 2, height - 3, x_name, "middle"))
     body += [_level(frame, level) for level in levels]
     body += [_series(frame, s) for s in thinned]
-    return image(width, height, title, description, body)
+    return image(WIDTH, height, title, description, body)
 
 
 def scatter(
@@ -206,7 +206,7 @@ def _series(frame: Frame, series: Series) -> str:
 def _thin(series: Series) -> Series:
     """Average bins of neighbouring points, so that a long run gives a readable line and a small file."""
     finite = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
-    per_bin = math.ceil(len(finite) / MOST_POINTS) if not series.dots else 1
+    per_bin = math.ceil(len(finite) / MAX_POINTS) if not series.dots else 1
     bins = [finite[i : i + per_bin] for i in range(0, len(finite), max(1, per_bin))]
     xs = [sum(x for x, _ in b) / len(b) for b in bins]
     ys = [sum(y for _, y in b) / len(b) for b in bins]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from markupsafe import Markup
@@ -31,7 +30,7 @@ def sweep_view(found: Mapping[str, Any]) -> Document:
     page = made.fold()
     for axis, name in AXES.items():
         page.heading(f"Loss (upwards) against {name} (to the right)")
-        page.add(Chart(partial(_chart, points, axis)))
+        page.add(Chart(_chart(points, axis)))
     for text in _told(found):
         made.text(text, indent=2, role="dim")
     return made
@@ -81,7 +80,7 @@ def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
     return sorted(kept, key=lambda p: float(p[axis]))
 
 
-def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
+def _chart(points: Sequence[Point], axis: str) -> Markup:
     scale, unit = 1.0, AXES[axis]
     if axis == "bytes":
         scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
@@ -92,4 +91,4 @@ def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
     ]
     series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
-    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit, width=width)
+    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)
