@@ -84,7 +84,7 @@ def load_of(models: str, body: str | None, before: str = "") -> Report:
                 f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0 if body is not None else 0.1
             )
             report = Report()
-            await run(client, poisson(50.0, 2, 8, 4, seed=1), report, concurrency=1, ignore_end=False)
+            await run(client, poisson(50.0, 2, 8, 4, seed=1), report, concurrency=1, ignore_eos=False)
             return report
 
     return asyncio.run(load())

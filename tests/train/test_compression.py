@@ -21,7 +21,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import _Seen, compress, mixed_formats
+from ironlaw.numerics.compression import BlockInputs, compress, mixed_formats
 from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers
@@ -171,7 +171,7 @@ def test_awq_scales_channels_and_leaves_the_function(fields: dict[str, Any]) -> 
     assert errors[1] < 0.85 * errors[0]
     moments: dict[torch.nn.Module, Inputs] = {}
     with torch.no_grad():
-        seen = _Seen(model, [tokens])
+        seen = BlockInputs(model, [tokens])
         for number, block in enumerate(model.blocks):
             moments |= seen.inputs_of(number, block, linears_of(model))
             seen.inputs = seen.run(number, block)
@@ -217,6 +217,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert code == 0, err
     code, _, err = ironlaw_here("export", "small", "codes", "--dtype", "int4")
     assert code == 2 and "the run holds int8" in err and not (tmp_path / "codes").exists()
+    code, _, err = ironlaw_here("export", "small", "averaged", "--average")
+    assert code == 2 and "export the run that was compressed with --average" in err
     from transformers import AutoModelForCausalLM
 
     ours = load_for_inference(newest_of(tmp_path / "small"), config)

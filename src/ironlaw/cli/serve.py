@@ -32,18 +32,18 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
-    from ironlaw.serve.server import bound, require_extra
+    from ironlaw.serve.server import bind_socket, require_extra
 
     if engine not in ("ironlaw", "vllm"):
         raise UserError(f"no engine {engine!r}: write ironlaw or vllm")
     given = {key: value for key, value in (("port", port), ("host", host)) if value is not None}
     asked = serve_config(settings or (), config, **given)
     if engine == "vllm":
-        from ironlaw.serve.vllm import become_vllm
+        from ironlaw.serve.vllm import exec_vllm
 
-        become_vllm(path, asked)
+        exec_vllm(path, asked)
     require_extra()
-    address = bound(asked)
+    address = bind_socket(asked)
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.server import serve as run
@@ -177,7 +177,7 @@ def bench(
         with progress("Requests") as update:
             report, interrupted = load.Report(), None
             going = load.run(
-                client, plans, report, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+                client, plans, report, concurrency=concurrency, ignore_eos=not allow_end, shared_prefix=prefix,
                 profile=out is not None, progress=update,
             )  # fmt: skip
             try:

@@ -212,6 +212,8 @@ def launch(
     path = Path(jobs.KINDS[on])
     text = jobs.keep(path, jobs.script(on, request), force)
     say = messages()
+    for line in settings.unused_keys():
+        say.print(line)
     if not json:
         print(printable(text), end="", flush=True)
         say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit")

@@ -131,6 +131,21 @@ class Tokenizer:
         """Ids that end a text: the end of text, and the ids at which the tokenizer's model stops."""
         return {self.end_of_text, self.end, *self._stated("eos_token_id")}
 
+    def check_ends(self, vocab: int) -> None:
+        """Raise UserError if the model's files name an end of text that is not among its `vocab` tokens."""
+        named = self._named("eos_token")
+        if named is not None and self.inner.token_to_id(named) is None:
+            raise UserError(
+                f'{self.home / "tokenizer_config.json"} names eos_token "{named}", which the tokenizer does not have: '
+                "name one that it has"
+            )
+        outside = [number for number in self._stated("eos_token_id") if not 0 <= number < vocab]
+        if outside:
+            raise UserError(
+                f"{self.home} has eos_token_id = {outside[0]} in {GENERATION} or config.json, and the model {vocab} "
+                "tokens: correct it there"
+            )
+
     @property
     def end(self) -> int:
         """The id that the tokenizer's model names as its end, which may be that of a turn; else the end of text."""

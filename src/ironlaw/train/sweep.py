@@ -16,7 +16,7 @@ from ironlaw.catalog.formats import METHODS, Method, number_format, read_target,
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
 from ironlaw.numerics.compression import check_method
-from ironlaw.numerics.quantized_linear import KERNELS
+from ironlaw.numerics.quantized_linear import KERNEL_FORMATS
 from ironlaw.train.compression import MakeDecoder, measure_compression, open_source
 
 Candidate = tuple[str, Method, bool]  # format as for `--to`, method, whether embedding and output layer are included
@@ -25,7 +25,7 @@ Candidate = tuple[str, Method, bool]  # format as for `--to`, method, whether em
 def candidates() -> list[Candidate]:
     """Return the candidates, with fast kernels and fast methods first. Formats with equal stored weights, which differ
     only in how training finds scales, are represented by the first one of the table."""
-    fast = list(dict.fromkeys(kernel.format for kernel in KERNELS))
+    fast = list(KERNEL_FORMATS)
     apart = {number_format(name).of_weights: name for name in reversed(weight_formats())}.values()
     formats = [*fast, *(name for name in apart if name not in fast)]
     plain: list[Candidate] = [(name, "rtn", False) for name in formats]
