@@ -52,7 +52,7 @@ _SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes
 class File:
     """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes.
 
-    `kind` is the file's reader (`readers.kind_of`). A text file is one document; every other file holds many.
+    `kind` is the file's reader (`readers.find_kind`). A text file is one document; every other file holds many.
     """
 
     name: str
@@ -290,7 +290,7 @@ def _kind(path: Path, source: SourceConfig) -> str | None:
         # Beside its index a .bin is not text; if it is the source itself, it stands for the pair.
         return None if at_home(source.path).name != path.name else "megatron"
     if source.format == "auto":
-        return readers.kind_of(path)
+        return readers.find_kind(path)
     if source.format == "huggingface":
         return "arrow"
     if source.format == "megatron" and path.suffix != ".idx":
@@ -352,7 +352,7 @@ def tail_cut(text: str, fraction: float) -> int:
     return cut if newline in (-1, len(text) - 1) else newline + 1
 
 
-def pieces(text: str, characters: int = 2**18) -> Iterator[str]:
+def cut_text(text: str, characters: int = 2**18) -> Iterator[str]:
     """Cut a long document into pieces, so that every core gets work.
 
     Pieces end only at a newline between two characters that are not blank. A byte-level BPE never merges across such a

@@ -195,4 +195,4 @@ def _check(index: dict[str, Any], folder: Path) -> None:
     if not any(documents.values()):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
         raise UserError(f'data.path = "{index["path"]}" has no text (skipped: {reasons}): give documents with text')
-    raise splitting.nothing_held_out(index["path"])
+    raise splitting.no_held_out_error(index["path"])

@@ -104,7 +104,7 @@ def threshold(numbers: Iterable[int], fraction: float) -> int:
     return min(max(limit, ranked[0] + 1), ranked[-1])
 
 
-def nothing_held_out(path: str) -> UserError:
+def no_held_out_error(path: str) -> UserError:
     return UserError(
         f'none of the documents of data.path = "{path}" is held out: raise data.validation_fraction, set another '
         "data.seed or give more text"

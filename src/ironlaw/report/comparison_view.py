@@ -10,7 +10,7 @@ from ironlaw.report import labels
 from ironlaw.report.document import Cell, Document, Print, Row, quantity, strong
 
 Found = Mapping[str, Any]
-MOST_OPERATIONS, MOST_SETTINGS = 8, 20
+MAX_OPERATIONS, MAX_SETTINGS = 8, 20
 TOTALS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "resident_bytes", "total_seconds", "train_loss",
           "validation_loss")  # fmt: skip
 COLUMNS = {"step_seconds": "step", "tokens_per_second": "throughput", "mfu": "MFU", "validation_loss": "val. loss"}
@@ -32,7 +32,7 @@ def comparison_view(found: Found) -> Document:
         made.text(f"B is A with the remedy {grade['remedy']}: it promised {promised} and brought {brought}.", indent=2)
     if found["settings"]:
         made.heading("What differs")
-        settings = found["settings"][:MOST_SETTINGS]
+        settings = found["settings"][:MAX_SETTINGS]
         made.table(["", "A", "B"], [[s["name"], _setting(s["before"]), _setting(s["after"])] for s in settings])
     made.heading("Totals")
     rows: list[Row] = []
@@ -46,7 +46,7 @@ def comparison_view(found: Found) -> Document:
     _differences(made, "Step time by phase", found["phases"], units.seconds)
     _differences(made, "Step time by kind of operation", found["kinds"], units.seconds)
     operations = [row | {"name": f"{row['name']} ({row['phase']})"} for row in found["operations"]]
-    _differences(made, "Operations that changed the most", operations[:MOST_OPERATIONS], units.seconds)
+    _differences(made, "Operations that changed the most", operations[:MAX_OPERATIONS], units.seconds)
     _differences(made, "Memory at the peak", found["memory"], units.bytes_)
     for side, sentence in zip("AB", found["bottlenecks"], strict=True):
         made.text(f"{side}: {sentence}", role="dim")

@@ -13,8 +13,8 @@ from ironlaw.report import svg
 from ironlaw.report.document import BAR, Bar, Cards, Cell, Chart, Document, Print, Row, dim, quantity, strong
 
 Found = Mapping[str, Any]
-MOST_LISTED = 12  # rows listed individually; the JSON has all
-SEEN = 0.95  # remaining share of the prior's spread, above which the runs tell nothing about a constant
+MAX_LISTED = 12  # rows listed individually; the JSON has all
+UNINFORMED_SPREAD = 0.95  # remaining share of the prior's spread, above which the runs tell nothing about a constant
 EXPLAINED = {
     "time": (
         "Step time, planned against measured",
@@ -185,7 +185,7 @@ def _failed(made: Document, failed: Sequence[Found]) -> None:
     made.table(["planned peak", "runs", BAR], [[name, str(n), Bar(n / len(failed), width=30)] for name, n in classes])
     nearest = sorted(failed, key=lambda row: abs(row["over_limit"] - 1))
     listed = [f"{row['id']} {100 * row['over_limit']:.0f}%" for row in nearest]
-    made.text(f"Nearest to the limit: {', '.join(listed[:MOST_LISTED])}", indent=2, role="dim")
+    made.text(f"Nearest to the limit: {', '.join(listed[:MAX_LISTED])}", indent=2, role="dim")
     made.text("Why they failed is not known: below the limit a crash is as likely.", indent=2, role="dim")
     made.fold("Every failed run").text(", ".join(listed), role="dim")
 
@@ -199,7 +199,7 @@ def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
     return ["under 50%", *middle, "above 200%"], counts
 
 
-def worst_rows(rows: Sequence[Found], count: int = MOST_LISTED) -> list[Found]:
+def worst_rows(rows: Sequence[Found], count: int = MAX_LISTED) -> list[Found]:
     """Return the runs with the largest errors of step time."""
     timed = [row for row in rows if row["ran"] and row["step_seconds"] and "time" in row["checks"]]
     return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:count]
@@ -226,10 +226,10 @@ def _not_planned(made: Document, missing: Sequence[Found]) -> None:
     for entry in missing:
         reasons.setdefault(entry["reason"], []).append(entry["id"])
     rows = []
-    for reason, ids in sorted(reasons.items(), key=lambda pair: -len(pair[1]))[:MOST_LISTED]:
+    for reason, ids in sorted(reasons.items(), key=lambda pair: -len(pair[1]))[:MAX_LISTED]:
         more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
         rows.append([str(len(ids)), reason, ", ".join(ids[:3]) + more])
-    rest = len(reasons) - MOST_LISTED
+    rest = len(reasons) - MAX_LISTED
     made.table(["runs", "<reason", "<which"], rows,
                caption=f"and {rest} more reasons: --json lists every row" if rest > 0 else "")  # fmt: skip
     every = made.fold("Every one of them")
@@ -267,11 +267,11 @@ def calibration_view(found: Found) -> Document:
         )  # fmt: skip
     made.heading("Constants")
     rows: list[Row] = []
-    for one in (c for c in found["constants"] if c["spread"] < SEEN):
+    for one in (c for c in found["constants"] if c["spread"] < UNINFORMED_SPREAD):
         unit = "ratio" if one["unit"] == "1" else one["unit"]
         rows.append([one["name"], f"{one['before']:.3g}", strong(f"{one['after']:.3g}"), unit, one["meaning"]])
     made.table(["constant", "before", "after", "<unit", "<what it stands for"], rows)
-    unseen = ", ".join(c["name"] for c in found["constants"] if c["spread"] >= SEEN)
+    unseen = ", ".join(c["name"] for c in found["constants"] if c["spread"] >= UNINFORMED_SPREAD)
     if unseen:
         made.text(f"These runs say nothing of {unseen}: left where they were, or nearly.", role="dim")
     for entry in found["not_planned"]:

@@ -32,7 +32,7 @@ from ironlaw.report.document import (
 )
 
 Found = Mapping[str, Any]
-MOST_OPERATIONS, MOST_GROUPS = 8, 12
+MAX_OPERATIONS, MAX_GROUPS = 8, 12
 CARDS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes")
 FOOTER = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
 
@@ -220,9 +220,9 @@ def _operations(made: Document, operations: Sequence[Found]) -> None:
     rows = [_operation(row) for row in timed]
     columns = ["operation", "<~kind", "<phase", "planned", "measured", "difference"]
     if rows:
-        made.heading(f"The {len(rows[:MOST_OPERATIONS])} operations furthest from the plan, per step")
-        made.table(columns, rows[:MOST_OPERATIONS])
-    if len(rows) > MOST_OPERATIONS or (operations and not timed):
+        made.heading(f"The {len(rows[:MAX_OPERATIONS])} operations furthest from the plan, per step")
+        made.table(columns, rows[:MAX_OPERATIONS])
+    if len(rows) > MAX_OPERATIONS or (operations and not timed):
         listed = made.fold(f"All {len(operations)} operations")
         listed.table(columns, rows or [_operation(row) for row in operations])
 
@@ -262,7 +262,7 @@ def _memory(made: Document, found: Found) -> None:
     if groups:
         page.table(
             ["part of the model", "bytes"],
-            [[name, quantity(size, units.bytes_)] for name, size in list(groups.items())[:MOST_GROUPS]],
+            [[name, quantity(size, units.bytes_)] for name, size in list(groups.items())[:MAX_GROUPS]],
             caption="Allocated in the step and alive at the peak, by the part of the model that allocated it.",
         )
     if curve:
