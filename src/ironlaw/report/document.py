@@ -39,11 +39,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bar:
-    """A fraction of a whole. With `pair`, a page draws two bars, planned above measured, on the table's scale."""
+    """A fraction of a whole, which the row also has as a figure."""
 
     fraction: float | None
-    width: int = 16  # characters
-    pair: tuple[float | None, float | None, float, str] | None = None  # planned, measured, longest, description
+    width: int = 16  # characters of a terminal
 
 
 Piece = Cell | Bar | str

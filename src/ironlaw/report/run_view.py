@@ -197,14 +197,11 @@ def _composition(made: Document, time: Found) -> None:
 def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:
     """Add the parts of a whole, planned and measured, with their shares of the measured (or planned) whole."""
     side = "measured" if whole["measured"] is not None else "planned"
-    longest = max((row[s] or 0.0 for row in rows for s in ("planned", "measured")), default=0.0)
     cells: list[Row] = []
     for row in rows:
         share = row[side] / whole[side] if row[side] is not None and whole[side] else None
-        words = f"{row['name']}: planned {show(row['planned'])}, measured {show(row['measured'])}"
-        pair = Bar(share, pair=(row["planned"], row["measured"], longest, words))
         name = Cell(row["name"], note=labels.meaning(row["name"], show))
-        cells.append([name, *_both(row, show), units.percent(share), pair])
+        cells.append([name, *_both(row, show), units.percent(share), Bar(share)])
     total: Row = [strong("total"), *_both(whole, show), "", ""]
     made.table(["part", "planned", "measured", "plan error", "~share", BAR], cells, total)
 

@@ -97,16 +97,6 @@ class Frame:
         return parts
 
 
-def bar_pair(planned: float | None, measured: float | None, largest: float, title: str) -> Markup:
-    """Draw two bars on one scale, planned above measured. An unknown side has no bar."""
-    bars = [
-        rect(0, y, max(0.4, 100 * value / largest), 5, f"fill-{style}")
-        for value, y, style in ((planned, 0, "planned"), (measured, 6, "measured"))
-        if value is not None and value > 0 and largest > 0
-    ]
-    return image(100, 11, title, "", bars, 'class="bars" preserveAspectRatio="none"')
-
-
 def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
     """Draw one bar with its parts side by side; `whole` is its full length."""
     drawn, x = [], 0.0
