@@ -99,9 +99,9 @@ class Tokeniser:
             for chunk in self._chunks(source, self._here_bytes):
                 yield list(zip(chunk, _ids_of(chunk, []), strict=True))
         elif self._workers:
-            start = (tokenizers.start_worker, tokenizer.path, tokenizer.end_of_text_token)
-            with ProcessPool(self._workers, "data.workers", *start) as pool:
-                submit = partial(pool.submit, tokenizers.encode_in_worker)
+            make = partial(tokenizers.load_in_worker, tokenizer.path, tokenizer.end_of_text_token)
+            with ProcessPool(self._workers, "data.workers", make) as pool:
+                submit = partial(pool.submit, tokenizers.Tokenizer.encode_timed)
                 yield from self._encode(source, submit, self._chunk_bytes, self._workers, 2 * self._workers + 1)
         else:  # the library releases the interpreter's lock: two batches run while this thread reads
             with ThreadPoolExecutor(2, "tokenise") as threads:

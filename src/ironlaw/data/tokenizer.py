@@ -256,19 +256,10 @@ def _allow_parallelism() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
-_of_worker: Tokenizer | None = None
-
-
-def start_worker(path: Path, end_of_text: str) -> None:
-    """Load the tokenizer in a tokenising process, before its first text. It imports only this module, to start soon."""
-    global _of_worker
+def load_in_worker(path: Path, end_of_text: str) -> Tokenizer:
+    """Load the tokenizer in a tokenising process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
-    _of_worker = load(path, end_of_text)
-
-
-def encode_in_worker(texts: list[str]) -> tuple[list[np.ndarray], float]:
-    assert _of_worker is not None
-    return _of_worker.encode_timed(texts)
+    return load(path, end_of_text)
 
 
 def rate(sample_bytes: int = 2_000_000) -> float:

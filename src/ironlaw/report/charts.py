@@ -1,4 +1,4 @@
-"""Charts of a run: parts of the step, time above the hardware's ideal, roofline, timeline, curves over steps."""
+"""Charts of a run: time above the hardware's ideal, roofline, timeline, curves over steps."""
 
 from __future__ import annotations
 
@@ -85,22 +85,6 @@ def memory(curve: Sequence[Sequence[float]]) -> Markup:
         "Memory over the recorded steps", f"Highest {units.bytes_(max(ys))}", [svg.Series("alive", xs, ys, "measured")],
         height=200, from_zero=True, y_text=units.bytes_, x_name="ms",
     )  # fmt: skip
-
-
-def composition(rows: Sequence[Found], time: Found) -> Markup:
-    """Draw the step as one bar per side, planned and measured, divided into its parts."""
-    whole = max((time["step"][side] or 0.0 for side in ("planned", "measured")), default=0.0)
-    drawn = Markup("")
-    for side in ("planned", "measured"):
-        parts = [(row["name"], row[side]) for row in rows if row[side] is not None and row[side] > 0]
-        rest = time["unattributed_seconds"]
-        if side == "measured" and rest is not None and rest > 0:
-            parts.append(("unattributed", rest))
-        if parts:
-            total = units.seconds(time["step"][side])
-            bar = svg.stacked(parts, whole, f"The {side} step of {total} by its parts", units.seconds)
-            drawn += Markup('<p class="muted">%s: %s</p>%s') % (side, total, bar)
-    return drawn
 
 
 def waterfall(fall: Found) -> Markup:

@@ -46,7 +46,6 @@ def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> D
     made.heading("Plan beside run")
     _totals(made, found)
     made.heading("Step time by phase")
-    _composition(made, time)
     unnamed = {"name": "unattributed", "planned": None, "measured": time["unattributed_seconds"], "error": None}
     _parts(made, [*time["phases"], unnamed], time["step"], units.seconds)
     made.heading("Step time by kind of operation")
@@ -181,17 +180,6 @@ def _totals(made: Document, found: Found) -> None:
         "of the steps (measured). MFU: model FLOPs as a share of the machine's measured matmul rate. Total time: "
         "planned for steps and evaluations, measured for the whole command.",
     )  # fmt: skip
-
-
-def _composition(made: Document, time: Found) -> None:
-    """Add the step as one bar per side: by kind of operation if operations were timed, otherwise by phase."""
-    rows = time["kinds"] if any(row["measured"] is not None for row in time["kinds"]) else time["phases"]
-    if not any(time["step"][side] for side in ("planned", "measured")):
-        return
-    names = [row["name"] for row in rows if row["planned"] is not None or row["measured"] is not None]
-    legend = [(f"part-{name}", name) for name in [*names, "unattributed"]]
-    caption = "One step, planned and measured, on the same scale."
-    made.add(Chart(charts.composition(rows, time), caption, legend))
 
 
 def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:

@@ -97,17 +97,6 @@ class Frame:
         return parts
 
 
-def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
-    """Draw one bar with its parts side by side; `whole` is its full length."""
-    drawn, x = [], 0.0
-    for name, value in parts:
-        width = 100 * value / whole if whole else 0.0
-        drawn.append(rect(x, 0, width, 10, f"part-{name}", f"{name}: {describe(value)}"))
-        x += width
-    description = ", ".join(f"{name} {describe(value)}" for name, value in parts)
-    return image(100, 10, title, description, drawn, 'class="stacked" preserveAspectRatio="none"')
-
-
 def line_chart(
     title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), *,
     height: int = 260, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
