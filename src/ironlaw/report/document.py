@@ -1,9 +1,9 @@
 """The output of a verb, built once: headings, paragraphs, tables and charts. `terminal.py` and `page.py` render it.
 
-made = Document()
-made.heading("Step time by phase")
-made.table(["", "planned", "share", BAR], [["forward", quantity(0.1, units.seconds), "60%", Bar(0.6)]])
-made.text(good("Fits: "), "12 GiB of 16.")
+view = Document()
+view.heading("Step time by phase")
+view.table(["", "planned", "share", BAR], [["forward", quantity(0.1, units.seconds), "60%", Bar(0.6)]])
+view.text(good("Fits: "), "12 GiB of 16.")
 """
 
 from __future__ import annotations

@@ -20,20 +20,20 @@ Point = Mapping[str, Any]
 
 
 def sweep_view(found: Mapping[str, Any]) -> Document:
-    made, points = Document(), found["points"]
-    made.title(f"Formats of {found['source']}")
+    view, points = Document(), found["points"]
+    view.title(f"Formats of {found['source']}")
     rows = [
         [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
         for cells, point in zip(_rows(points), points, strict=True)
     ]
-    made.table(HEADS, rows)
-    page = made.fold()
+    view.table(HEADS, rows)
+    page = view.fold()
     for axis, name in AXES.items():
         page.heading(f"Loss (upwards) against {name} (to the right)")
         page.add(Chart(_chart(points, axis)))
     for text in _told(found):
-        made.text(text, indent=2, role="dim")
-    return made
+        view.text(text, indent=2, role="dim")
+    return view
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
