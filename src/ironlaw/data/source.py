@@ -105,13 +105,14 @@ def _build(
             say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
         raise
 
+    skipped = sum((Counter(shard["skipped"]) for shard in work.shards), Counter(corpus.skipped))
     index: dict[str, Any] = {
         "path": corpus.source.path,
         "validation_fraction": config.validation_fraction,
         "seed": config.seed,
         **head,
         "shards": work.shards,
-        "skipped": _skipped(corpus, work.shards),
+        "skipped": dict(sorted(skipped.items())),
     }
     _check(index, folder)
     start = time.perf_counter()
@@ -178,13 +179,6 @@ def _too_many(corpus: corpora.Corpus, held: int, vocab: int) -> UserError:
     return UserError(
         f"{corpus.root} holds token {held - 1:,} but model.vocab = {vocab:,}: set model.vocab = {held} or more"
     )
-
-
-def _skipped(corpus: corpora.Corpus, finished: list[dict[str, Any]]) -> dict[str, int]:
-    counts = Counter(corpus.skipped)
-    for shard in finished:
-        counts.update(shard["skipped"])
-    return dict(sorted(counts.items()))
 
 
 def _check(index: dict[str, Any], folder: Path) -> None:

@@ -125,7 +125,7 @@ def roofline(roof: Found) -> Markup:
     )  # fmt: skip
     body = frame.grid(
         svg.ticks(frame.x0, frame.x1), lambda x: f"{x:g}",
-        svg.ticks(frame.y0, frame.y1, most=5), _short,
+        svg.ticks(frame.y0, frame.y1, most=5), lambda y: svg.short(units.si(y, "FLOP/s")),
     )  # fmt: skip
     body.append(
         f'<path class="roof" d="M{frame.x(frame.x0):.1f} {frame.y(frame.x0 * copy):.1f}'
@@ -147,11 +147,6 @@ def roofline(roof: Found) -> Markup:
         for p in points[:8]
     )
     return svg.image(width, height, "Roofline of the run's operations", described, body)
-
-
-def _short(rate: float) -> str:
-    """Return a round tick of FLOP/s."""
-    return units.si(rate, "FLOP/s").replace(".00", "").replace(".0 ", " ")
 
 
 def timeline(line: Found) -> Markup:

@@ -30,7 +30,7 @@ EXPLAINED = {
 # Kind of error -> planned key, measured key, how values and ticks are printed, base in which ticks are round.
 QUANTITIES: dict[str, tuple[str, str, Print, Callable[[float], str], int]] = {
     "time": ("predicted_step_seconds", "step_seconds", units.seconds, svg.short_seconds, 10),
-    "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, svg.short_bytes, 2),
+    "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, lambda v: svg.short(units.bytes_(v)), 2),
 }
 SERVED = {
     "tpot_seconds": "Time per output token", "ttft_seconds": "Time to the first token",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -226,12 +227,9 @@ def short_seconds(value: float) -> str:
     return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms" if value >= 1e-3 else f"{1e6 * value:g} µs"
 
 
-def short_bytes(value: float) -> str:
-    """Format a tick that is a power of two."""
-    for size, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
-        if value >= size:
-            return f"{value / size:g} {unit}"
-    return f"{value:g} B"
+def short(figure: str) -> str:
+    """Return a round figure without its decimals: "8 GiB" for "8.00 GiB"."""
+    return re.sub(r"\.0+ ", " ", figure)
 
 
 def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
