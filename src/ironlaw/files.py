@@ -90,7 +90,7 @@ def sha256(path: Path) -> str:
 
 
 def digest_of(document: Any) -> str:
-    """Return the hex digest of what JSON can say, with its keys in any order."""
+    """Return the hex digest of a JSON document; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

@@ -225,8 +225,8 @@ def launch(
     if not json:
         print(printable(text), end="", flush=True)
         say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit")
-    told = jobs.submit(on, path) if submit else None
+    answer = jobs.submit(on, path) if submit else None
     if json:
-        print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": told})
-    elif told:
-        say.print(told)
+        print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": answer})
+    elif answer:
+        say.print(answer)

@@ -1,4 +1,4 @@
-"""Folders of shards in the making: an interruption keeps the finished shards; the next call continues after them."""
+"""Preparation of a folder of shards: an interruption keeps the finished shards; the next call continues after them."""
 
 from __future__ import annotations
 

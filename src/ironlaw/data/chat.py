@@ -116,9 +116,9 @@ class Text:
         """Return the special token that the template writes after an answer, if it writes one."""
         if self.template is None:
             return frozenset()
-        said = [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}]
+        messages = [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}]
         try:
-            after = self._render(said, False).rpartition("\ue001")[2].replace(_END, "").lstrip()
+            after = self._render(messages, False).rpartition("\ue001")[2].replace(_END, "").lstrip()
         except UserError:  # the template does not accept this conversation
             return frozenset()
         first = self.encode(after, add_special=False)[:1]
@@ -214,8 +214,8 @@ class Text:
         try:
             return str(self.template.render(**names))
         except Exception as error:  # an untrusted program, and variables from any request
-            told = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(f"the model's chat template refuses: {told}") from None
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"the model's chat template refuses: {reason}") from None
 
 
 class _Generation(Extension):
@@ -322,7 +322,7 @@ def read_template(folder: Path, given: str | None = None) -> tuple[str | None, d
 
 
 def write_tokenizer_fields(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> None:
-    """Write into `folder`, which has a copy of the tokenizer, what the files beside the tokenizer say of it: chat
+    """Write into `folder`, which has a copy of the tokenizer, the fields of the files beside it: chat
     template, special tokens, and the ids at which its model stops. `template`: a file with another chat template."""
     source, special = read_template(tokenizer.home, template)
     if source is not None:

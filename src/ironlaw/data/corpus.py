@@ -105,8 +105,8 @@ class Corpus:
         """The number of skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(self, see: Callable[[File, str], None] = lambda file, text: None) -> None:
-        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these.
+    def scan(self, on_text: Callable[[File, str], None] = lambda file, text: None) -> None:
+        """Read every text file once and keep those that hold text. Calls `on_text(file, text)` for each of these.
 
         The split needs this: if held-out files turned out to be binary, nothing would be held out.
         Reading costs little compared with tokenising.
@@ -117,7 +117,7 @@ class Corpus:
             if text is not None:
                 kept.append(file)
                 if file.kind == "text":
-                    see(file, text)
+                    on_text(file, text)
         self.files = kept
 
     def fingerprint(self) -> str:

@@ -132,10 +132,10 @@ def _tokenizer(
     """Return the tokenizer and its index entry. It is given, trained, or kept from an interrupted call."""
     file = folder / "tokenizer.json"
     if corpus.tokenised and given is None:
-        return None, _elsewhere(corpus, vocab)
+        return None, _describe_tokenizer(corpus, vocab)
     tokenizer = given
     if tokenizer is None:
-        tokenizer = _left_over(folder) or tokenizers.train(
+        tokenizer = _read_unfinished_tokenizer(folder) or tokenizers.train(
             sample(corpus, splitter, tokenizers.SAMPLE_BYTES), vocab, file
         )
     else:
@@ -148,7 +148,7 @@ def _tokenizer(
     }
 
 
-def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
+def _read_unfinished_tokenizer(folder: Path) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of the finished shards of an interrupted call, if there is one."""
     with suppress(OSError, ValueError, KeyError, TypeError, UserError):
         described = read_json(folder / building.PROGRESS)["head"]["tokenizer"]
@@ -157,8 +157,8 @@ def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
     return None
 
 
-def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
-    """Return what the tokens tell of their tokenizer: the largest id, and the id that ends documents."""
+def _describe_tokenizer(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
+    """Return what is known of the tokenizer that made the tokens: its largest id, and the id that ends documents."""
     largest, ends = 0, set()
     for file in corpus.files:
         indexed = megatron.open_indexed(file.path)

@@ -186,10 +186,10 @@ def _money(view: Document, ledger: Ledger, budget: More) -> None:
     if rent is None:
         view.text("Rent: no public price is known; give --price-per-hour.", indent=2)
     else:
-        told = ", ".join(part for part in (rent["provider"], rent["date"], rent["source"]) if part)
+        source = ", ".join(part for part in (rent["provider"], rent["date"], rent["source"]) if part)
         hours = f"{units.count(figures['accelerator_hours'].value)} accelerator-hours"
         cost = units.dollars(figures["rent_usd"].value)
-        view.text(f"Rent {cost}: {hours} at ${rent['usd_per_hour']:,.2f} ({told}).", indent=2)
+        view.text(f"Rent {cost}: {hours} at ${rent['usd_per_hour']:,.2f} ({source}).", indent=2)
         for quote in (q for q in budget["rent_quotes"] if q["provider"] != rent["provider"]):
             price = f"${quote['usd_per_hour']:,.2f} ({quote['provider']}, {quote['date']})"
             view.text(f"At {price} it would be {units.dollars(quote['rent_usd'])}.", indent=2, role="dim")

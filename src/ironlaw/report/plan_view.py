@@ -102,10 +102,10 @@ def why_view(ledger: Ledger) -> Document:
     view.heading("Where each number comes from")
     shown = {name: labels.TOTALS[name] for name in ledger.totals}
     derivations(view, ledger, shown, _inputs(ledger))
-    for name, told in (("Precision", "precision"), ("Attention", "attention")):
-        if facts.get(f"{told}_reason"):
-            view.heading(f"{name}: {facts[told]}")
-            view.text(facts[f"{told}_reason"], indent=2)
+    for name, key in (("Precision", "precision"), ("Attention", "attention")):
+        if facts.get(f"{key}_reason"):
+            view.heading(f"{name}: {facts[key]}")
+            view.text(facts[f"{key}_reason"], indent=2)
     for phase in Phase:
         lines = sorted(ledger.select(phase=phase), key=lambda line: -(line.seconds or 0.0))
         if lines:

@@ -169,10 +169,10 @@ def server_view(found: dict[str, Any]) -> Document:
 def load_view(found: dict[str, Any]) -> Document:
     """Return the measurements of a load test."""
     view = Document()
-    told = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
-    told += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]
-    told += ["then interrupted"] if found.get("interrupted") else []
-    view.text(", ".join(told))
+    parts = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
+    parts += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]
+    parts += ["then interrupted"] if found.get("interrupted") else []
+    view.text(", ".join(parts))
     for message, count in list(found["error_messages"].items())[:3]:
         view.text(f"{count} x {message}", indent=2)
     view.text(

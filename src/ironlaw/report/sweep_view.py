@@ -31,7 +31,7 @@ def sweep_view(found: Mapping[str, Any]) -> Document:
     for axis, name in AXES.items():
         page.heading(f"Loss (upwards) against {name} (to the right)")
         page.add(Chart(_chart(points, axis)))
-    for text in _told(found):
+    for text in _notes(found):
         view.text(text, indent=2, role="dim")
     return view
 
@@ -53,21 +53,21 @@ def _read(point: Point) -> float:
     return float(point["tokens_per_second"] * point["bytes_read"])
 
 
-def _told(found: Mapping[str, Any]) -> list[str]:
-    told = [
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    notes = [
         "*: nothing else is smaller, faster and better at once. Read: weights a second while one sequence is decoded. "
         f"Loss of {found['held_out_tokens']:,} held-out tokens, by the kernels that decode."
     ]
     rate = found["read_bytes_per_second"]
     if rate is not None:
-        told.append(
+        notes.append(
             f"This machine copies {1e-9 * rate:.1f} GB/s (ironlaw measure): decoding reads no faster, but from caches."
         )
     if found.get("interrupted"):
-        told.append("Interrupted: the other formats were not tried.")
+        notes.append("Interrupted: the other formats were not tried.")
     if found["left_out"]:
-        told.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
-    return told
+        notes.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
+    return notes
 
 
 def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
