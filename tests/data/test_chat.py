@@ -11,7 +11,7 @@ import pytest
 from ironlaw.config import build_config
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import IGNORED
-from ironlaw.data.chat import Text, template_of
+from ironlaw.data.chat import Text, read_template
 from ironlaw.data.config import DataConfig
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text(folder: Path, template: str) -> Text:
-    return Text(tokenizers.load(folder), template, template_of(folder)[1])
+    return Text(tokenizers.load(folder), template, read_template(folder)[1])
 
 
 def config(folder: Path, tokenizer: Path, lines: list[str], **more: object) -> DataConfig:
@@ -201,7 +201,7 @@ def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) ->
 def test_a_template_is_found_in_every_form_and_no_other(tmp_path: Path, written: object, found: str | None) -> None:
     fields = {"chat_template": written, "eos_token": {"content": "z"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert template_of(tmp_path) == (found, {"eos_token": "z"})
+    assert read_template(tmp_path) == (found, {"eos_token": "z"})
 
 
 @pytest.mark.parametrize(("template", "says"), [

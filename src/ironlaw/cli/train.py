@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ironlaw.cli.options import Config, Json, Set
-from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, tokenizer_in, with_settings
+from ironlaw.config import (
+    LayoutConfig,
+    RunConfig,
+    build_config,
+    find_tokenizer,
+    format_overrides,
+    load_config,
+    read_model_config,
+)
 from ironlaw.cores import torchrun_integer, usable_threads
 from ironlaw.errors import UserError, did_you_mean, printable
 from ironlaw.files import as_name
@@ -84,10 +92,10 @@ def distil(
     json: JsonAtEnd = False,
 ) -> None:
     """Short for `train` with `objective.kind = "distillation"`, and with the teacher's tokenizer and vocabulary."""
-    vocab, folder = model_in(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
+    vocab, folder = read_model_config(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
     settings = {"objective.kind": "distillation", "objective.teacher": str(folder), "model.vocab": vocab}
-    settings |= {f"data.{key}": value for key, value in tokenizer_in(folder).items()}
-    train(config, [*with_settings(settings), *(set_ or [])], None, out, resume, dashboard, json)
+    settings |= {f"data.{key}": value for key, value in find_tokenizer(folder).items()}
+    train(config, [*format_overrides(settings), *(set_ or [])], None, out, resume, dashboard, json)
 
 
 def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
@@ -217,8 +225,8 @@ def launch(
     if not json:
         print(printable(text), end="", flush=True)
         say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit")
-    told = jobs.submit(on, path) if submit else None
+    answer = jobs.submit(on, path) if submit else None
     if json:
-        print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": told})
-    elif told:
-        say.print(told)
+        print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": answer})
+    elif answer:
+        say.print(answer)

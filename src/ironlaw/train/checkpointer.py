@@ -26,7 +26,7 @@ from torch import nn
 
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
-from ironlaw.files import FULL, known_json, write_text
+from ironlaw.files import FULL, read_json_or_empty, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
@@ -205,5 +205,5 @@ def _free_bytes(folder: Path) -> float:
 
 
 def _validation_loss(path: Path) -> float | None:
-    loss = known_json(path / disk.INDEX).get("validation_loss")
+    loss = read_json_or_empty(path / disk.INDEX).get("validation_loss")
     return float(loss) if isinstance(loss, int | float) and loss == loss else None

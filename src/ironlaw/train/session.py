@@ -108,10 +108,10 @@ def run_training(
             if dataset.tokenizer_path is not None:
                 shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
                 if config.data.tokenizer is not None:
-                    from ironlaw.data.chat import keep_beside
+                    from ironlaw.data.chat import write_tokenizer_fields
 
                     given = tokenizers.load(config.data.tokenizer, config.data.end_of_text)
-                    keep_beside(run.path, given, config.data.chat_template)
+                    write_tokenizer_fields(run.path, given, config.data.chat_template)
             if planned is not None:
                 planned(plan, dataset)
 
@@ -160,7 +160,7 @@ def _train(
     if mesh.size == 1:  # the records that improve later plans are of single processes only
         interference.append_observations(profile, trainer.observed.probes)
         _remember(plan, outcome, profile, run)
-        supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
+        supply.write_supply(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
 
 
