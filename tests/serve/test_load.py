@@ -158,11 +158,11 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
 def test_a_recording_is_of_the_load_that_asked_for_it() -> None:
     recording = Recording()
     for rows in (1, 64):
-        recording.ask(1)
+        recording.start(1)
         with recording.step(torch.nn.Linear(64, 64), "decode"):
             torch.ones(rows, 64) @ torch.ones(64, 64)
         assert recording.lines()
-    recording.ask(1)
+    recording.start(1)
     assert recording.lines() == []
 
 
