@@ -26,6 +26,7 @@ from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.numerics.scaling import Inputs, balance
+from ironlaw.train import sweep
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
@@ -261,6 +262,25 @@ def test_a_sweep_finds_what_nothing_beats(
     code, out, _ = ironlaw_here("compress", run, "--sweep", "--budget", "0.001s", "--out", "sweep.html")
     assert code == 0 and "Not tried" in out
     assert ironlaw_here("compress", run)[0] == ironlaw_here("compress", run, "--sweep", "--to", "int8")[0] == 2
+
+
+def test_an_interrupted_sweep_shows_what_it_has_measured(
+    run: Path, ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, calls = sweep.measure_compression, []
+
+    def interrupt(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return measure(*given, **named)
+
+    monkeypatch.setattr(sweep, "measure_compression", interrupt)
+    code, out, err = ironlaw_here("compress", run, "--sweep", "--json")
+    assert code == 130 and "interrupted" in err
+    found = json.loads(out)
+    assert found["interrupted"] and len(found["points"]) == 2  # the original and one format
+    assert ironlaw_here("compress", run, "--sweep", "--json")[0] == 130  # with nothing to show
 
 
 def test_what_is_made_of_a_run_goes_beside_it() -> None:

@@ -99,6 +99,8 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
     if out is not None:
         write(out, view, f"Formats of {found['source']}", FOOTER)
         messages().print(f"drawn in {out}")
+    if found.get("interrupted"):
+        raise KeyboardInterrupt
 
 
 def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder:

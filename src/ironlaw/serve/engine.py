@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,22 +184,29 @@ class Engine:
             self.step()
         return requests
 
-    def generate_beyond_context(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-        """Return an answer that may exceed the context: whenever it is full, the model continues from its newest half.
-
-        The end-of-text token is not included.
-        """
-        new: list[int] = []
-        window = list(prompt)[-self.longest_prompt :]
-        while len(new) < sampling.max_tokens:
-            seed = (sampling.seed or self.config.seed) + len(new)
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(new), seed=seed)
-            (request,) = self.generate([window], left)
-            new += request.answer
-            if request.finish != "length":
-                return new[:-1] if new and new[-1] in self.served.end_tokens else new
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
+        """Yield the tokens of an answer as they are made. It may exceed the context: whenever that is full, the model
+        continues from its newest half. The end-of-text token is not included."""
+        window, made = list(prompt)[-self.longest_prompt :], 0
+        while made < sampling.max_tokens:
+            seed = (sampling.seed or self.config.seed) + made
+            request = Request(window, replace(sampling, max_tokens=sampling.max_tokens - made, seed=seed))
+            self.submit(request)
+            seen = 0
+            while self.running or self.waiting:
+                self.step()
+                new = request.answer[seen:]
+                seen += len(new)
+                is_ended = request.finish not in (None, "length")
+                yield from new[:-1] if is_ended and new and new[-1] in self.served.end_tokens else new
+            if is_ended:
+                return
+            made += seen
             window = request.tokens[-max(1, self.longest_prompt // 2) :]
-        return new
+
+    def generate_beyond_context(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+        """Return all tokens of `stream`."""
+        return list(self.stream(prompt, sampling))
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

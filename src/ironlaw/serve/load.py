@@ -274,17 +274,20 @@ def _message(data: bytes) -> str | None:
 class Report:
     """The results of a load test."""
 
-    outcomes: list[RequestOutcome]
-    seconds: float
+    outcomes: list[RequestOutcome] = field(default_factory=list)  # of the requests that have ended
+    seconds: float = 0.0
     server: dict[str, Any] | None = None  # steps and facts of an Ironlaw server
 
 
 async def run(
-    client: Client, plans: Sequence[PlannedRequest], *, concurrency: int | None, ignore_eos: bool,
+    client: Client, plans: Sequence[PlannedRequest], report: Report, *, concurrency: int | None, ignore_eos: bool,
     shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
-) -> Report:  # fmt: skip
-    """Send requests. `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an
-    Ironlaw server records a few steps by operation, afterwards, since a profiler slows small steps severalfold."""
+) -> None:  # fmt: skip
+    """Send requests and fill `report`, which after an interruption has the requests that ended before it.
+
+    `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an Ironlaw server
+    records a few steps by operation, afterwards, since a profiler slows small steps severalfold.
+    """
     status, models = await client.get("/v1/models")
     if status in (401, 403):
         raise UserError(f"the server at {client.url} wants a key: give --api-key, or set OPENAI_API_KEY")
@@ -313,8 +316,13 @@ async def run(
         progress(done / len(plans))
         return outcome
 
-    outcomes = list(await asyncio.gather(*(one(p, t) for p, t in zip(plans, prompts, strict=True))))
-    seconds = time.perf_counter() - began
+    tasks = [asyncio.create_task(one(p, t)) for p, t in zip(plans, prompts, strict=True)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        ended = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+        report.outcomes = [task.result() for task in ended]
+        report.seconds = time.perf_counter() - began
     server = None
     with suppress(KeyError, TypeError):  # some foreign servers answer every path
         if before["facts"]["engine"] == "ironlaw":
@@ -326,7 +334,7 @@ async def run(
     if server is not None and profile:
         some = plans[: max((step["requests"] for step in server["steps"]), default=1)]
         server["lines"] = await _profiled(client, some, await _prompts(client, some, shared_prefix, seed=8))
-    return Report(outcomes, seconds, server)
+    report.server = server
 
 
 async def _profiled(client: Client, plans: Sequence[PlannedRequest], prompts: Sequence[str]) -> list[Any]:
