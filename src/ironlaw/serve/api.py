@@ -342,7 +342,7 @@ def create_app(engine: Engine) -> FastAPI:
         await asyncio.to_thread(engine.drain, config.drain_seconds)
 
     async def check_key(http: HttpRequest) -> None:
-        scheme, _, given = http.headers.get("authorization", "").encode().partition(b" ")
+        scheme, _, given = http.headers.get("authorization", "").encode("latin-1").partition(b" ")
         keys = [key.encode() for key in config.api_keys if http.url.path not in _OPEN]
         if keys and (scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in keys)):
             raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
