@@ -16,9 +16,8 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.kernels.library import INT4
 from ironlaw.kernels.native import Shapes, compiled
 from ironlaw.model.cached import DecodeTokens, Group, LayerCache, Pages, StepTokens
-from ironlaw.model.compiled import compiled_blocks
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.packed import PackedNorm
+from ironlaw.model.packed import PackedNorm, compiled_blocks
 from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.request import Request, SamplingParams

@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.latent_config import LatentConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import LatentConfig, MoEConfig
 from ironlaw.model.parameters import elements_of, of_latent_attention
 from ironlaw.plan.cluster.layout_table import (
     COLUMNS,

@@ -7,7 +7,7 @@ from typing import Any
 import tomli_w
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout

@@ -16,8 +16,7 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, closest
 from ironlaw.files import read_toml
-from ironlaw.model.latent_config import LatentConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import LatentConfig, MoEConfig
 
 IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
 """Chips of nodes of eight, and their names in a rack of 72, where they have more power, another clock and an Arm

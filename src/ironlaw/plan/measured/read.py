@@ -19,7 +19,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
 from ironlaw.plan.cluster.intervals import format_shares
 from ironlaw.plan.engines.engine import TrainingEngine
