@@ -167,7 +167,7 @@ class _Rank:
         return on_device(layers, stream_bytes(self.program))
 
     def _communication_state(self, mine: list[Parameter]) -> None:
-        """Add the common weights and momentum of local updates, or PowerSGD's error and matrices."""
+        """Adds the common weights and momentum of local updates, or PowerSGD's error and matrices."""
         communication, walk = self.recipe.communication, self.walk
         if communication.local_steps:
             walk.now["communication"] = 2 * sum(p.elements for p in mine) * FP32
@@ -176,7 +176,7 @@ class _Rank:
             walk.now["communication"] = self.whole(0) + matrices * FP32
 
     def _meeting(self, mine: list[Parameter]) -> None:
-        """Walk the sites' synchronisation: differences to common weights, reduced in chunks; the outer gradient."""
+        """Walks the sites' synchronisation: differences to common weights, reduced in chunks; the outer gradient."""
         narrow = 0.5 if self.recipe.communication.gradients == "bf16" else 1.0
         sizes, held = [p.elements * FP32 for p in mine], 0.0
         while sizes:
@@ -189,7 +189,7 @@ class _Rank:
             self.walk.now["communication"] -= chunk
 
     def _buckets(self, ready: float, reduced: int) -> int:
-        """Add the copies made by DDP's hook for the buckets that are full when `ready` bytes of gradients exist.
+        """Adds the copies made by DDP's hook for the buckets that are full when `ready` bytes of gradients exist.
         Returns the number of buckets reduced so far."""
         communication = self.recipe.communication
         # bf16: a cast copy. PowerSGD: a copy of the gradient, and its approximation error.
@@ -215,7 +215,7 @@ class _Rank:
             self._reduce_all(stage)
 
     def _pass(self, kind: str, stage: int) -> None:
-        """Walk one pipeline pass; its effect is the same whenever the same units are gathered and gradients exist."""
+        """Walks one pipeline pass; its effect is the same whenever the same units are gathered and gradients exist."""
         if kind == "I" and stage == 0:
             return  # tokens have no gradient to send: PyTorch leaves all work to the weight pass
         key = kind, stage, self.gathered[stage], stage in self.has_gradients
@@ -283,7 +283,7 @@ class _Rank:
             self.walk.add("messages", self.stream, "messages")
 
     def _inputs(self, stage: int) -> None:
-        """Walk a backward pass of input gradients only: saved tensors stay, as do gradients of wide layers' outputs."""
+        """Walks a backward pass of input gradients only: saved tensors and gradients of wide outputs stay."""
         shape, walk = self.program.shape, self.walk
         assert shape is not None
         before = walk.now["activations"]
@@ -316,7 +316,7 @@ class _Rank:
         return found
 
     def _weights(self, stage: int) -> None:
-        """Walk a backward pass of weight gradients: the tensors kept for it are freed."""
+        """Walks a backward pass of weight gradients: the tensors kept for it are freed."""
         if stage not in self.has_gradients:
             self.walk.add("gradients", self.whole(stage), "gradients of weights")
         self.walk.now["activations"] -= self.waiting[stage]
@@ -392,12 +392,12 @@ class _Rank:
         self.reduced.add((stage, name))
 
     def _copied(self, size: float, where: str, unit: _Unit) -> None:
-        """Add Gloo's own copy of the buffer that it gathers or reduce-scatters."""
+        """Adds Gloo's own copy of the buffer that it gathers or reduce-scatters."""
         if unit.sharing > 1 and self.recipe.gloo:
             self.walk.passing("temporaries", size, where)
 
     def _reduce_all(self, stage: int) -> None:
-        """Reduce the gradients of a pipeline stage after its last pass."""
+        """Reduces the gradients of a pipeline stage after its last pass."""
         for name in reversed(self.units[stage]):
             self._release(stage, name)
             self._reduce(stage, name)
@@ -405,7 +405,7 @@ class _Rank:
         self.waiting_buffer = 0.0
 
     def _finish(self) -> None:
-        """Add the exchange of a tied weight's gradient between the ends of a pipeline."""
+        """Adds the exchange of a tied weight's gradient between the ends of a pipeline."""
         tied = self.program.model is not None and self.program.model.tied
         if self.layout.pp > 1 and tied and self.recipe.adapters is None and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))

@@ -86,7 +86,7 @@ class Walk:
             self.look(where)
 
     def passing(self, component: str, size: float, where: str) -> None:
-        """Add `size` bytes that are freed right away: only the peak can change."""
+        """Adds `size` bytes that are freed right away: only the peak can change."""
         self.add(component, size, where)
         self.now[component] -= size
 
@@ -104,7 +104,7 @@ class Walk:
         self._take(self.known[key])
 
     def repeat(self, key: Hashable, walked: Callable[[int], None], stage: int) -> None:
-        """Call `walked(stage)` the first time; for a known key, apply the effect recorded then."""
+        """Calls `walked(stage)` the first time; for a known key, apply the effect recorded then."""
         if key in self.known:
             return self._take(self.known[key])
         before, highest = dict(self.now), self.peak

@@ -97,7 +97,7 @@ def _dispatch(phase: Phase, lines: list[Line], machine: Machine) -> Line:
     return Line(phase, Kind.HOST, "dispatch", count=calls, seconds=seconds, bound="overhead")
 
 
-class PlayedPipeline:
+class SimulatedPipeline:
     """A simulated pipeline step. Per rank, in seconds: time computing (`busy`), end of the last pass (`ends`), and time
     waiting for messages until then (`waited`).
 
@@ -125,10 +125,10 @@ class PlayedPipeline:
         self.position, self.now = [0] * len(orders), 0.0
         self.remaining: dict[int, float] = {}  # seconds left of the running passes, by rank
         self.ends, self.busy = [0.0] * len(orders), [0.0] * len(orders)
-        self._play()
+        self._simulate()
         self.waited = [end - work for end, work in zip(self.ends, self.busy, strict=True)]
 
-    def _play(self) -> None:
+    def _simulate(self) -> None:
         while True:
             waiting = self._start()
             if not self.remaining and not waiting:
@@ -147,7 +147,7 @@ class PlayedPipeline:
         assert done, "a pipeline that never ends"
 
     def _start(self) -> list[float]:
-        """Start passes of free ranks whose inputs have arrived. Returns the known arrival times of other inputs."""
+        """Starts passes of free ranks whose inputs have arrived. Returns the known arrival times of other inputs."""
         waiting = []
         for rank, order in enumerate(self.orders):
             if rank in self.remaining or self.position[rank] >= len(order):
@@ -322,7 +322,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
     if fabric.between and local < machine.ranks:
         latency = fabric.between.latency_seconds
     room = fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
-    played = PlayedPipeline(
+    played = SimulatedPipeline(
         orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip
@@ -332,7 +332,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
     met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
     held = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]
     slowest = max(sum(c.once_seconds for c in mine) for mine in held)
-    phases, told = [], []
+    phases, reported = [], []
     for rank, some in enumerate(sent):
         own = micro_batches * sum(c.forward_seconds for c in held[rank])
         talking = 2 * micro_batches * layout.virtual_stages * per_pass[rank]
@@ -340,7 +340,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
         agreeing = next(t.seconds for t in some if t.dimension == "world")
         once = sum(c.once_seconds for c in held[rank])
         last = met - played.ends[rank] - after[rank] + agreeing + slowest - once
-        told.append([
+        reported.append([
             replace(t, exposed_seconds=played.waited[rank]) if t.dimension == "pp"
             else replace(t, exposed_seconds=last) if t.dimension == "world" else t
             for t in some
@@ -352,7 +352,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
             Phase.COMMUNICATION: talking * stretched + played.waited[rank] + after[rank] + last,
             Phase.OPTIMIZER: once - added,
         })  # fmt: skip
-    return phases, told
+    return phases, reported
 
 
 def _inside(cost: CollectiveCost, layout: Layout) -> bool:

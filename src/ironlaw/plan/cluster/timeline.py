@@ -66,7 +66,7 @@ class Times:
 
 
 def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
-    """Return the factors of a run on the seconds of each part of a block.
+    """Returns the factors of a run on the seconds of each part of a block.
 
     Without a fused kernel, attention is two batched matmuls with the slowdown of all matmuls.
     """
@@ -80,7 +80,7 @@ def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
 
 
 def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return how often a block's gradients are accumulated per micro-batch: by our trainer from the second one on, and
+    """Returns how often a block's gradients are accumulated per micro-batch: by our trainer from the second one on, and
     under ZeRO-3 into a rank's own part."""
     if engine.fused:
         return np.where(candidates.zero >= 3, 0.0, 1.0)
@@ -89,7 +89,7 @@ def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
-    """Return a pipeline's idle time over the time that the other stages spend on one micro-batch.
+    """Returns a pipeline's idle time over the time that the other stages spend on one micro-batch.
 
     forward, inputs, weights: seconds of a stage's forward pass, of the gradients of its inputs (for which the previous
     stage waits) and of its weights (for which no stage waits). With p equal stages and times F, B, W, the idle time is
@@ -151,7 +151,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = context_kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention together with its exchange.
-    repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
+    repeats = engine.repeats_attention_alone and not engine.repeats_up_projections(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
     cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of gathered tensors are scattered
     attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
@@ -168,7 +168,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
 
 
 def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
-    """Return the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
+    """Returns the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
 
     ZeRO-3 gathers weights for forward and again for backward; terms are zero where nothing is sharded.
     """
@@ -180,7 +180,7 @@ def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, s
 
 
 def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return the seconds that the host takes to launch a layer's kernels and collectives."""
+    """Returns the seconds that the host takes to launch a layer's kernels and collectives."""
     host_passes = 1 + engine.host_backward_ratio + candidates.recomputed_share
     unfused = (not candidates.flash) & (candidates.micro_batch * candidates.model.heads / candidates.tp % 4 != 0)
     kernels = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
@@ -229,7 +229,7 @@ def _stages(
 
 
 def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Times:
-    """Return the step time from its ingredients and the engine's constants."""
+    """Returns the step time from its ingredients and the engine's constants."""
     slow = {
         kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
         for kind, crosses in costs.crosses.items()

@@ -20,11 +20,11 @@ from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
-MOST_ACCELERATORS = 16_384
-STOP_BELOW = 0.5
+MAX_ACCELERATORS = 16_384
+MIN_DOUBLING_GAIN = 0.5
 """Doubling the accelerators pays while it speeds up the step by at least this share; 1 means twice as fast."""
 
-WORTH = 0.02
+MIN_GAIN = 0.02
 """Least planned gain of a proposed change."""
 
 COLLECTIVES = {
@@ -93,7 +93,7 @@ def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dic
         "seconds": seconds,
         "share": seconds / ledger.totals["step_seconds"].value,
         "remedy": remedy,
-        "tried": [change for change in tried if change["gain"] >= WORTH],
+        "tried": [change for change in tried if change["gain"] >= MIN_GAIN],
     }
 
 
@@ -111,14 +111,14 @@ def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[
             continue
         if other.fits:
             yield {"change": words, "gain": other.ledger.totals["tokens_per_second"].value / now - 1}
-    for fewer in _rounder_counts(request.cluster) if request.layout is None else ():
+    for fewer in _round_counts(request.cluster) if request.layout is None else ():
         seconds = _best(request, fewer)
         if seconds is not None:
             words = f"--on {fewer}x{request.cluster.accelerator.name}, which divide better"
             yield {"change": words, "gain": ledger.totals["step_seconds"].value / seconds - 1}
 
 
-def _rounder_counts(cluster: Cluster) -> list[int]:
+def _round_counts(cluster: Cluster) -> list[int]:
     """Returns smaller counts that divide better: whole nodes and a power of two; empty if the count is both."""
     count, node_size = cluster.count, cluster.node.accelerators
     rounder = {count - count % node_size, 2 ** (count.bit_length() - 1)}
@@ -134,14 +134,14 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
         rows[0]["gain"] = half / step_seconds - 1
         rows.insert(0, {"accelerators": count // 2, "step_seconds": half, "gain": None})
     stop, reason = None, "every doubling planned still pays"
-    while (double := rows[-1]["accelerators"] * 2) <= MOST_ACCELERATORS:
+    while (double := rows[-1]["accelerators"] * 2) <= MAX_ACCELERATORS:
         seconds = _best(request, double)
         if seconds is None:
             stop, reason = rows[-1]["accelerators"], f"no layout of {double:,} divides the batch"
             break
         gain = rows[-1]["step_seconds"] / seconds - 1
         rows.append({"accelerators": double, "step_seconds": seconds, "gain": gain})
-        if gain < STOP_BELOW:
+        if gain < MIN_DOUBLING_GAIN:
             stop, reason = rows[-2]["accelerators"], f"doubling to {double:,} is only {100 * gain:.0f}% faster"
             break
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
@@ -166,7 +166,7 @@ def would_fit(request: ClusterRequest) -> list[str]:
     """Returns the smallest hardware changes for which a layout fits: more accelerators, or ones with more memory."""
     words = []
     count = request.cluster.count * 2
-    while count <= MOST_ACCELERATORS:
+    while count <= MAX_ACCELERATORS:
         if _best(request, count) is not None:
             words.append(f"--on {count}x{request.cluster.accelerator.name}")
             break
@@ -197,7 +197,7 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
 # -- compressed communication ---------------------------------------------------------------------------------------
 
 
-MATERIAL = 0.02
+MIN_EXPOSED_SHARE = 0.02
 """Share of the step below which exposed data parallel communication does not justify a setting."""
 
 RANK = 4
@@ -270,7 +270,7 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
 
     now = where.engine.gradient_communication_bytes
     seconds, exposed = step(now)
-    if exposed < MATERIAL * seconds:
+    if exposed < MIN_EXPOSED_SHARE * seconds:
         return []
     held = request.model.parameters / (layout.tp * layout.pp)
 
