@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ironlaw.catalog.nodes import Cluster, node
-from ironlaw.config import LayoutConfig, RunConfig, build_config
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import torchrun_integer
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
@@ -35,7 +32,6 @@ from ironlaw.workload.sections import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
-CHOICE_KEY, CHOOSING_SECONDS = "planned layout", 900.0  # may include measuring the machine
 
 
 def costs_here(profile: Profile) -> RankCosts:
@@ -171,20 +167,3 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     words = {name: getattr(layout, name) for name in LayoutConfig.model_fields if hasattr(layout, name)}
     train = config.train.model_copy(update={"micro_batch": layout.micro_batch})
     return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
-
-
-def broadcast_choice(store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
-    """Return rank 0's choice on every rank, before there is a process group. A UserError on rank 0 ends all ranks."""
-    if rank:
-        store.wait([CHOICE_KEY], datetime.timedelta(seconds=CHOOSING_SECONDS))
-        reply = store.get(CHOICE_KEY).decode()
-        if not reply:
-            raise SystemExit(2)
-        return build_config(json.loads(reply))
-    try:
-        reply = json.dumps(choose().model_dump(mode="json", exclude_none=True))
-    except UserError:
-        store.set(CHOICE_KEY, "")
-        raise
-    store.set(CHOICE_KEY, reply)
-    return build_config(json.loads(reply))
