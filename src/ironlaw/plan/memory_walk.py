@@ -104,7 +104,7 @@ class Walk:
         self._take(self.known[key])
 
     def repeat(self, key: Hashable, walked: Callable[[int], None], stage: int) -> None:
-        """Calls `walked(stage)` the first time; for a known key, apply the effect recorded then."""
+        """Calls `walked(stage)` the first time; for a known key, applies the effect recorded then."""
         if key in self.known:
             return self._take(self.known[key])
         before, highest = dict(self.now), self.peak

@@ -317,42 +317,38 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
         }[p.kind]  # fmt: skip
         return took + (0.0 if p.kind == "W" else per_pass[holder[p.stage]])
 
-    took, latency = seconds_over(program, machine, "pp", "send", program.message_bytes), 0.0
+    message_seconds, latency = seconds_over(program, machine, "pp", "send", program.message_bytes), 0.0
     local, per_stage = machine.local_ranks, machine.ranks // layout.pp
     if fabric.between and local < machine.ranks:
         latency = fabric.between.latency_seconds
     room = fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
-    played = SimulatedPipeline(
-        orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
+    simulated = SimulatedPipeline(
+        orders, seconds, lambda a, b: message_seconds - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip
     after = [sum(t.seconds for t in some if not _inside(t, layout)) for some in apart]
     tied, ends = tied_seconds(program, machine), (0, rank_of_last(layout.schedule, layout.pp))
     after = [extra + tied * (rank in ends) for rank, extra in enumerate(after)]
-    met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
-    held = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]
-    slowest = max(sum(c.once_seconds for c in mine) for mine in held)
-    phases, reported = [], []
+    last_arrival = max(end + extra for end, extra in zip(simulated.ends, after, strict=True))
+    stages = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]
+    once = [sum(stage.once_seconds for stage in own) for own in stages]
+    phases, exposed = [], []
     for rank, some in enumerate(sent):
-        own = micro_batches * sum(c.forward_seconds for c in held[rank])
-        talking = 2 * micro_batches * layout.virtual_stages * per_pass[rank]
-        stretched = max(1.0, played.busy[rank] / max(1e-12, sum(map(seconds, orders[rank]))))
-        agreeing = next(t.seconds for t in some if t.dimension == "world")
-        once = sum(c.once_seconds for c in held[rank])
-        last = met - played.ends[rank] - after[rank] + agreeing + slowest - once
-        reported.append([
-            replace(t, exposed_seconds=played.waited[rank]) if t.dimension == "pp"
-            else replace(t, exposed_seconds=last) if t.dimension == "world" else t
-            for t in some
-        ])  # fmt: skip
-        added = sum(c.accumulate_seconds for c in held[rank])
+        forward = micro_batches * sum(stage.forward_seconds for stage in stages[rank])
+        collectives = 2 * micro_batches * layout.virtual_stages * per_pass[rank]
+        slowdown = max(1.0, simulated.busy[rank] / max(1e-12, sum(map(seconds, orders[rank]))))
+        agreement = next(t.seconds for t in some if t.dimension == "world")
+        final_wait = last_arrival - simulated.ends[rank] - after[rank] + agreement + max(once) - once[rank]
+        waits = {"pp": simulated.waited[rank], "world": final_wait}
+        exposed.append([replace(t, exposed_seconds=waits.get(t.dimension, t.exposed_seconds)) for t in some])
+        added = sum(stage.accumulate_seconds for stage in stages[rank])
         phases.append({
-            Phase.FORWARD: own * stretched,
-            Phase.BACKWARD: played.busy[rank] - (own + talking) * stretched + added,
-            Phase.COMMUNICATION: talking * stretched + played.waited[rank] + after[rank] + last,
-            Phase.OPTIMIZER: once - added,
+            Phase.FORWARD: forward * slowdown,
+            Phase.BACKWARD: simulated.busy[rank] - (forward + collectives) * slowdown + added,
+            Phase.COMMUNICATION: collectives * slowdown + simulated.waited[rank] + after[rank] + final_wait,
+            Phase.OPTIMIZER: once[rank] - added,
         })  # fmt: skip
-    return phases, reported
+    return phases, exposed
 
 
 def _inside(cost: CollectiveCost, layout: Layout) -> bool:

@@ -138,7 +138,7 @@ class Candidates:
     def of_blocks(
         self, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
     ) -> dict[Any, Array]:
-        """Evaluates `function` once per distinct block and return its values for every candidate."""
+        """Evaluates `function` once per distinct block and returns its values for every candidate."""
         division = self._division(engine)
         first, sort = distinct_rows([*self._columns(), division], len(self))
         few, division = self.take(first), division[first]

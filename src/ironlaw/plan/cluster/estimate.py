@@ -251,7 +251,7 @@ def check_host(cluster: Cluster, where: ClusterSystem) -> None:
 def _fastest_mode(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:
     """Returns the layout with the fastest recomputation mode within its budget, for software with fixed modes only.
 
-    Also return a sentence: the modes tried, and what the next faster one would need. Raises UserError if none fits.
+    Also returns a sentence: the modes tried, and what the next faster one would need. Raises UserError if none fits.
     """
     budget = layout.recompute.budget_bytes
     words = ["none", "selective", *(f"every:{k}" for k in range(request.model.layers, 1, -1)), "full"]

@@ -1,4 +1,4 @@
-"""Plans and rank all layouts of a model on a cluster, and count those ruled out by each constraint.
+"""Plans and ranks all layouts of a model on a cluster, and counts those ruled out by each constraint.
 
     found = search(ClusterRequest(model, cluster, sequence=8192, global_batch=1024))
     found.best[0].layout, found.best[0].step_seconds
@@ -79,7 +79,7 @@ UNWALKED = "slower than what was found, whatever their memory"
 
 
 def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
-    """Plans every layout and keep the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
+    """Plans every layout and keeps the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
     Raises UserError if no layout can be formed.
 
     Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
@@ -151,7 +151,7 @@ class _Search:
         return math.exp(interval_factors("memory", *self.request.compared)[1])
 
     def plan(self, part: Table) -> np.ndarray:
-        """Plans these rows and keep the best. Returns, per row, a lower bound of the seconds of its saving variants.
+        """Plans these rows and keeps the best. Returns, per row, a lower bound of the seconds of its saving variants.
 
         The bound is infinite where the row is certain to fit without allocator pressure, so that saving memory gains
         nothing. Rows of our own trainer that may fit wait to be walked.
@@ -161,7 +161,6 @@ class _Search:
         self.planned += len(part)
         if not fits.any() and not self.best:
             over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
-            over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
             nearest = int(over.argmin())
             self.nearest.append((float(over[nearest]), _entries(outcome, part, np.array([nearest]))[0]))
         if not self.where.engine.fused:
@@ -227,8 +226,11 @@ class _Search:
             if beaten:
                 self.constraints[BEATEN] = self.constraints.get(BEATEN, 0) + beaten * len(variants)
             index = index[self._may_fit(table[index], variants)]
-            if len(index):
-                self._plan_variants(table[index], variants)
+            if len(index):  # the variants of a layout are adjacent rows
+                spread = np.stack([saving(table[index], variant) for variant in variants], axis=1).reshape(-1)
+                spread = _runnable(spread, self.request, self.constraints)
+                if len(spread):
+                    self.plan(spread)
 
     def _may_fit(self, rows: Table, variants: list[Saving]) -> np.ndarray:
         """Returns a mask of the rows with a variant that fits, judged by the variants that save most.
@@ -246,13 +248,6 @@ class _Search:
             least = int(over.argmin())
             self.plan(tried[least : least + 1])
         return np.asarray((over <= 0).reshape(-1, len(rows)).any(axis=0))
-
-    def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
-        # The variants of a layout are adjacent rows.
-        spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
-        spread = _runnable(spread, self.request, self.constraints)
-        if len(spread):
-            self.plan(spread)
 
     def _slowest_useful(self) -> float:
         """Returns the seconds beyond which a layout changes neither the ranking nor the safest one."""

@@ -308,7 +308,7 @@ class _Problem:
 
 
 def save_profile(name: str, found: Calibration, runs: str) -> Path:
-    """Writes the calibrated engine as a TOML profile, replacing any profile of that name, and return its path."""
+    """Writes the calibrated engine as a TOML profile, replacing any profile of that name, and returns its path."""
     path, engine, plain = profile_path(name), found.engine, TrainingEngine("")
     basis = f"{found.runs} runs of {Path(runs).name}"
     document: dict[str, Any] = {"source": f"calibrated on {basis}"}

@@ -242,10 +242,16 @@ def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, f
 
 
 def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
-    """Returns dp, tp, pp and cp, whose product is `count`."""
-    rest = _missing_degree(cells, count)
-    tp, pp = (cells.given(name, *rest.get(name, (1,))) for name in ("tp", "pp"))
-    cp = cells.given("cp", 1)
+    """Returns dp, tp, pp and cp, whose product is `count`. One of tp and pp that is missing follows from the others."""
+    given = {name: cells.whole(name) for name in ("dp", "tp", "pp", "cp")}
+    missing, others = [n for n in ("tp", "pp") if given[n] is None], math.prod(n or 1 for n in given.values())
+    follows = given["dp"] is not None and len(missing) == 1 and not count % others
+    tp, pp, cp = (
+        cells.given(name, count // others, "accelerators / the other degrees")
+        if follows and name in missing
+        else cells.given(name, 1)
+        for name in ("tp", "pp", "cp")
+    )
     model_parallel = tp * pp * cp
     if count % model_parallel:
         raise UserError(f"tp {tp} x pp {pp} x cp {cp} does not divide the {count} accelerators of the run")
@@ -291,16 +297,6 @@ def _expert_tp(cells: Cells, ep: int, replicas: int, tp: int, usual: int) -> int
     if given is None and not replicas * tp % ep:
         return cells.assume("etp", 1, f"ep {ep} is more than dp x cp = {replicas} allow")
     raise UserError(f"ep {ep} ranks cannot be taken from dp x cp x tp = {replicas * tp}")
-
-
-def _missing_degree(cells: Cells, count: int) -> dict[str, tuple[int, str]]:
-    """Returns the missing one of tp and pp with a note, where the row gives dp and the other one; else nothing."""
-    given = {name: cells.whole(name) for name in ("dp", "tp", "pp", "cp")}
-    missing = [name for name in ("tp", "pp") if given[name] is None]
-    if given["dp"] is None or len(missing) != 1:
-        return {}
-    others = math.prod(value or 1 for value in given.values())
-    return {} if count % others else {missing[0]: (count // others, "accelerators / the other degrees")}
 
 
 def _model(cells: Cells) -> ModelConfig:

@@ -131,7 +131,7 @@ def _in_layout(job: TrainingJob, every: float | None = None, **changes: Any) -> 
 
 
 def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:
-    """Evaluates a function that does not depend on hardware, and return one number per run."""
+    """Evaluates a function that does not depend on hardware, and returns one number per run."""
     found = np.zeros(len(runs))
     for indices in alike(runs):
         found[indices] = function(candidates_of_jobs([runs[i].job for i in indices]))
@@ -193,7 +193,7 @@ class ValidationRecord:
 
 
 def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
-    """Plans every run of a CSV file and compare it with its measurements. `engine` replaces that of every row."""
+    """Plans every run of a CSV file and compares it with its measurements. `engine` replaces that of every row."""
     read, unread = read_runs(path, engine)
     known, unknown = plannable(read)
     runs = settled(known)
