@@ -3,8 +3,8 @@ accelerators pay, and changes that would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
-from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.workload.collectives import compressed_elements
@@ -210,37 +210,16 @@ LAUNCH_SECONDS = 5e-6
 """Time of one small kernel on an accelerator. Assumed: kernels of this size take as long as their launch."""
 
 
-@dataclass(frozen=True)
-class CommunicationSaving:
-    """The effect of one setting, in seconds per step; `exposed_seconds`: the wait for gradients without the setting."""
-
-    setting: str
-    sent_share: float  # bytes of gradients (or weights) per step, over fp32 gradients at every step
-    exposed_seconds: float
-    saves_seconds: float
-    costs_seconds: float
-
-    @property
-    def pays(self) -> bool:
-        return self.saves_seconds > self.costs_seconds
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"pays": self.pays}
-
-
-def compressed_share(parameters: Sequence[Parameter], rank: int = RANK) -> float:
-    """Returns the bytes that PowerSGD sends / those of the gradients."""
-    whole = sum(p.elements for p in parameters)
-    return sum(compressed_elements(p.shape, rank) for p in parameters) / whole
-
-
 BF16 = 'communication.gradients = "bf16"'
 POWERSGD = f'communication.gradients = "powersgd", rank = {RANK}'
 SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 
-def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
+def cluster_savings(request: ClusterRequest, layout: Layout) -> list[dict[str, Any]]:
     """Returns the savings of compressed communication for a planned layout; empty if its gradients are not exposed.
+
+    Seconds are those of a step; `exposed_seconds`: the wait for gradients without the setting; `sent_share`: bytes of
+    gradients (or weights) per step over fp32 gradients at every step.
 
     The saving is the exposed time that disappears when the same layout is planned with fewer gradient bytes. The cost
     is the work that the setting adds to every step, none of it hidden:
@@ -277,18 +256,25 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
     def passing(size: float) -> float:
         return float(streaming_seconds(size, where.hardware))
 
-    found = []
+    found: list[tuple[str, float, float, float]] = []
     if replicas and now > 2:
-        found.append(CommunicationSaving(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
+        found.append((BF16, 2 / now, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
     if sites and layout.tp * layout.pp == 1:
-        share = compressed_share(parameters)
+        sent = sum(compressed_elements(p.shape, RANK) for p in parameters)
+        share = sent / sum(p.elements for p in parameters)
         matrices = [p for p in parameters if compressed_elements(p.shape, RANK) < p.elements]  # others are sent whole
         work = passing(COMPRESSION_PASSES * 4 * sum(p.elements for p in matrices))
         work += len(matrices) * 2 * RANK * KERNELS_PER_COLUMN * LAUNCH_SECONDS
-        found.append(CommunicationSaving(POWERSGD, share * 4 / now, exposed, seconds - step(4 * share)[0], work))
+        found.append((POWERSGD, share * 4 / now, seconds - step(4 * share)[0], work))
     if sites:
         island = max(1, where.fabric.island_ranks // layout.tp)
         meeting = float(collective_seconds("all_reduce", 4 * held, layout.dp * layout.cp, island, fabric=where.fabric))
         meeting += passing(OUTER_PASSES * 4 * held)
-        found.append(CommunicationSaving(SITES, 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
-    return found
+        found.append((SITES, 4 / now / LOCAL_STEPS, exposed, meeting / LOCAL_STEPS))
+    return [
+        {
+            "setting": setting, "sent_share": share, "exposed_seconds": exposed, "saves_seconds": saves,
+            "costs_seconds": costs, "pays": saves > costs,
+        }
+        for setting, share, saves, costs in found
+    ]  # fmt: skip

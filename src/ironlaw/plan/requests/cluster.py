@@ -310,7 +310,7 @@ def _when_it_fits(
         "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(request, safest) if tight and safest else None,
         "first_change": first_change(request, layout, ledger),
-        "communication_savings": [saving.to_json() for saving in cluster_savings(request, layout)],
+        "communication_savings": cluster_savings(request, layout),
         "scaling": scaling(request, ledger.totals["step_seconds"].value) if request.layout is None else None,
     }
 
