@@ -16,7 +16,6 @@ from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on, pl
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import (
     ANY,
-    BY_TRACING,
     REPLICATED,
     TRACED,
     Assumption,
@@ -101,7 +100,12 @@ def plan_by_tracing(path: Path, refusal: UserError, on: str, options: Options) -
         build, context = causal_decoder(path)
     except (UserError, ValueError, OSError) as error:
         raise UserError(f"{refusal} ({error}); {own}") from None
-    options.check_subjects(TRACED, BY_TRACING, *([REPLICATED] if on != "this" else []))
+    of_clusters = () if on != "this" else ("layout", "network", "per_node", "steps")
+    unread = ("ranks", "emit", "engine", "tokens", *of_clusters)
+    if given := [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]:
+        raise UserError(
+            f"{refusal}; by tracing one step is planned, on replicas alone: leave {' and '.join(given)} out"
+        )
     cluster, layout, assumed = parse_replicas(on, options)
     rounds = (cluster.count if cluster else 1) * ((layout and layout.accumulation) or 1)
     sequence = options.sequence or min(context or USUAL_SEQUENCE, USUAL_SEQUENCE)
