@@ -75,7 +75,7 @@ _OF_NODE = re.compile(r"node|server|instance|total|aggregate|per[\s-]*(?:vm|host
 
 
 def resized(usual: Node, accelerators: int) -> Node:
-    """Return the node with this number of accelerators. Its island is resized with it, unless it is that of a rack.
+    """Returns the node with this number of accelerators. Its island is resized with it, unless it is that of a rack.
 
     A node of a rack is some of its trays, each with its own network cards. Boards with a switch are used whole or in
     parts. Raises UserError for a size that is neither a divisor nor a multiple of the board.
@@ -106,7 +106,7 @@ class _Network:
 
 
 def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
-    """Return the node with the network of a description such as `8x HDR200 IB per node`, and a note of assumptions.
+    """Returns the node with the network of a description such as `8x HDR200 IB per node`, and a note of assumptions.
 
     Of several networks, the one described as for computing counts, else the fastest; networks for management or storage
     and links inside the node never do. Gb/s and Gbps are bits; GB/s are bytes if a port can be that fast. A rate is per
@@ -140,7 +140,7 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the description of each network: clauses, joined until both have a rate, or both a kind."""
+    """Yields the description of each network: clauses, joined until both have a rate, or both a kind."""
     part = ""
     for clause in re.split(r"[;+,&|\n]|\band\b|\bplus\b|\bwith\b", text):
         if _INSIDE.search(clause):
@@ -155,13 +155,13 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _kinds(text: str) -> list[str]:
-    """Return the words that name a kind of network, plain Ethernet last."""
+    """Returns the words that name a kind of network, plain Ethernet last."""
     words = re.findall(r"[a-z]+", text.lower())
     return sorted((word for word in words if word in FABRIC_OF_WORD), key=lambda word: word in PLAIN)
 
 
 def _rate(text: str) -> float | None:
-    """Return the bit/s that a text names: a number with a unit, one beside a kind, or the port of a generation."""
+    """Returns the bit/s that a text names: a number with a unit, one beside a kind, or the port of a generation."""
     if match := _RATE.search(text):
         rate, unit = float(match[1]) * {"t": 1e12, "g": 1e9, "m": 1e6}[match[2].lower()], match[3] or ""
         is_bytes = ("B" in unit or "byte" in unit.lower()) and not match[0].lower().endswith("e")
