@@ -8,7 +8,7 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Reading, Rule, Tier
+from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules import RULES
 
 MIN_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
@@ -96,12 +96,11 @@ def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
 def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Finding], list[str]]:
     findings, not_tested = [], []
     for rule in rules:
-        reading = rule.measure(evidence)
-        share = reading.share if isinstance(reading, Reading) else reading
-        if reading is None or share is None:
+        reading = rule.read(evidence)
+        if reading is None:
             not_tested.append(rule.name)
-        elif share >= rule.minimum:
-            findings.append(Finding(rule, share, *rule.describe(evidence, reading)))
+        elif reading.share >= rule.minimum:
+            findings.append(Finding(rule, reading.share, *rule.describe(evidence, reading)))
 
     def place(finding: Finding) -> tuple[Any, ...]:
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)

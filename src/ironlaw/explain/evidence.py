@@ -12,6 +12,7 @@ from ironlaw.machine.interference import MAX_OTHER_LOAD
 from ironlaw.units import percent
 
 LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
+NOTICED = 0.001  # the value of what is named though it costs nothing here
 CLEARLY_OVER = 1.15  # times the plan
 
 
@@ -59,6 +60,15 @@ class RunEvidence:
 
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)
+
+    def found(self, fact: str, value: float) -> float | None:
+        """The value if the run has such a thing, 0 if it was looked for, None if it was not."""
+        return None if fact not in self.run.facts else value if self.fact(fact) else 0.0
+
+    def gain(self, remedy: str, fact: str = "") -> float | None:
+        """The planned gain of a remedy; with `fact` at least a notice, where the run has what it is for."""
+        gain = self.gains.get(remedy)
+        return self.found(fact, max(gain or 0.0, NOTICED)) if fact else gain
 
     def lines(self, phase: Phase) -> list[tuple[str, float]]:
         """Of the user's code, with the share of the phase that passes there; the most first."""

@@ -10,9 +10,9 @@ from functools import cached_property
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import reconcile
+from ironlaw.explain.measures_of_code import PASSES, recomputed_share
+from ironlaw.explain.measures_of_devices import useless_exchanges
 from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
-from ironlaw.explain.rules_of_code import PASSES, recomputed_share
-from ironlaw.explain.rules_of_devices import useless_exchanges
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 
