@@ -2,10 +2,10 @@
 
 Measured by `measure_links`, used by `plan/step.py`.
 
-    costs = load_costs()                                  # measured between two processes of this machine
-    costs.collective_seconds("all_reduce", 2**20, 4)      # gloo, all four on this machine
+    costs = load_costs()                                                 # measured between two processes
+    RankFabric(costs).collective_seconds("all_reduce", 2**20, 4, job=4)  # gloo, all four on this machine
     fabric = RankFabric(costs, ranks_per_host=1, between=Link(latency_seconds=1e-3, bytes_per_second=12.5e6))
-    fabric.collective_seconds("all_reduce", 2**20, 4)     # each on a host of its own
+    fabric.collective_seconds("all_reduce", 2**20, 4, job=4)             # each on a host of its own
 
 Gloo's rings over n ranks take n - 1 rounds of S / n bytes for an all-gather and 2 (n - 1) for a reduction. The
 processor copies every byte into and out of the sockets, which the measured curves contain. A link between hosts adds
@@ -47,18 +47,6 @@ class RankCosts:
     dtensor_seconds: float  # DTensor's overhead for one divided linear layer, forward and backward
     pass_seconds: float  # the pipeline schedule's overhead for one pass of one micro-batch
 
-    def collective_seconds(self, kind: str, size: float, ranks: int) -> float:
-        """Return the seconds on one machine for a whole buffer of `size` bytes. More ranks than cores take turns."""
-        if ranks < 2:
-            return 0.0
-        curve = self.curves[kind]
-        start = curve.seconds[0]
-        moved = max(0.0, curve.at(size) - start)
-        if kind == "send":
-            return (start + moved) * self.oversubscription(MEASURED_RANKS)
-        # Rounds and bytes per rank, relative to two ranks.
-        return (start * (ranks - 1) + moved * 2 * (ranks - 1) / ranks) * self.oversubscription(ranks)
-
     def oversubscription(self, ranks: int) -> float:
         """Return the time of each rank's work with `ranks` concurrent ranks over that with two."""
         return max(1.0, ranks / self.cores) / max(1.0, MEASURED_RANKS / self.cores)
@@ -87,37 +75,29 @@ class RankFabric:
     def local_ranks(self, ranks: int) -> int:
         return min(ranks, self.ranks_per_host or ranks)
 
-    def collective_seconds(self, kind: str, size: float, ranks: int, inside: int | None = None, job: int = 0) -> float:
-        """Return the seconds. `inside`: the group's ranks per host; `job`: ranks of the job, which all do the same."""
-        job = job or ranks
-        inside = self.local_ranks(ranks) if inside is None else inside
+    def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1, *, job: int) -> float:
+        """Return the seconds for a whole buffer of `size` bytes over `ranks` ranks that are `stride` apart. All groups
+        of the `job` ranks run it at the same time; more ranks than cores take turns."""
+        local = self.local_ranks(job)
+        if kind == "send":
+            inside, ranks = 2 if local >= stride * ranks else 1, 2
+        else:
+            inside = max(1, min(ranks, local // stride))
         if ranks < 2:
             return 0.0
-        local = self.local_ranks(job)
-        own = ranks if kind != "send" else MEASURED_RANKS
-        scale = self.costs.oversubscription(local) / self.costs.oversubscription(own)
-        work = self.costs.collective_seconds(kind, size, ranks) * scale
+        curve, others = self.costs.curves[kind], ranks - 1
+        start = curve.seconds[0] * others
+        moved = max(0.0, curve.at(size) - curve.seconds[0])
+        # Rounds and bytes per rank, relative to two ranks.
+        work = (start + moved * 2 * others / ranks) * self.costs.oversubscription(local)
         if inside >= ranks or self.between is None:
             return work
+        ways = 2 if kind in REDUCE_ALL else 1
+        sent = size if kind == "send" else size * others / ranks * ways
         # Groups on the same host share its link.
-        wire = self.wire_bytes(kind, size, ranks) * max(1, local // inside) / self.between.bytes_per_second
+        wire = sent * max(1, local // inside) / self.between.bytes_per_second
         wire *= EXCHANGE_SLOWDOWN.get(kind, 1.0) if ranks == 2 else 1.0
-        start = self.costs.curves[kind].seconds[0] * (1 if kind == "send" else ranks - 1)
-        return start + rounds(kind, ranks) * self.between.latency_seconds + max(wire, work - start)
-
-    @staticmethod
-    def wire_bytes(kind: str, size: float, ranks: int) -> float:
-        """Return the bytes that a rank sends."""
-        if kind == "send":
-            return size
-        return size * (ranks - 1) / ranks * (2 if kind in REDUCE_ALL else 1)
-
-
-def rounds(kind: str, ranks: int) -> int:
-    """Return the number of sequential messages."""
-    if kind in REDUCE_ALL:
-        return 2 * (ranks - 1)
-    return 1 if kind == "send" else ranks - 1
+        return start + ways * others * self.between.latency_seconds + max(wire, work - start)
 
 
 def costs_path() -> Path:

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,7 @@ class Sampler:
     calls: list[Call]
     seconds: list[float] = field(default_factory=list)
     repeats: int = 1
-    earlier: float | None = None  # best seconds of an earlier measurement
+    earlier: float = math.inf  # best seconds of an earlier measurement
     by_host: bool = False
     sample_seconds: float = SAMPLE_SECONDS
     _host_seconds: float = 0.0  # of the last call
@@ -177,12 +178,7 @@ class Sampler:
 
         If an earlier measurement of the same machine was better, return that one.
         """
-        now = float(np.percentile(self.seconds, BEST_PERCENTILE))
-        return min(now, self.earlier) if self.earlier is not None else now
-
-    @property
-    def name(self) -> str:
-        return " ".join(str(part) for part in self.key)
+        return min(float(np.percentile(self.seconds, BEST_PERCENTILE)), self.earlier)
 
     def ratios(self) -> list[float]:
         """Return each round's time over the best time."""
@@ -216,22 +212,20 @@ def measure(
     say("preparing kernels", 0.1)
     fp32_products = fastest_fp32_products(chosen)
     samplers = _samplers(chosen, fp32_products)
-    probe, probed = Probe(fp32_products), []
-    load, others = OtherLoad(), []
-    rounds = 0
-    spent = time.perf_counter() - started
-    while rounds < 3 or time.perf_counter() - started < budget_seconds:
+    probe, load = Probe(fp32_products), OtherLoad()
+    probed: list[dict[str, float]] = []
+    others: list[float] = []
+    spent = seconds = time.perf_counter() - started
+    # At least three rounds, and no round that would end after the budget.
+    while len(probed) < 3 or seconds + (seconds - spent) / len(probed) <= budget_seconds:
         for sampler in samplers:
             sampler.sample(chosen)
         probed.append(probe.seconds())
         others.append(load.share() or 0.0)
-        rounds += 1
-        say(f"round {rounds}", min(0.99, max(0.1, (time.perf_counter() - started) / budget_seconds)))
-        round_seconds = (time.perf_counter() - started - spent) / rounds
-        if rounds >= 3 and time.perf_counter() - started + round_seconds > budget_seconds:
-            break
+        seconds = time.perf_counter() - started
+        say(f"round {len(probed)}", min(0.99, max(0.1, seconds / budget_seconds)))
     for kind in KINDS:
-        samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
+        samplers.append(Sampler(("probe", kind), [], [times[kind] for times in probed]))
     if chosen.type == "cuda":
         runtime_bytes = host.context_bytes(chosen)
     profile = _profile(
@@ -334,50 +328,48 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
     )  # fmt: skip
     if earlier is not None and earlier.machine == profile.machine:
         for sampler in samplers:
-            sampler.earlier = earlier.best_seconds.get(sampler.name)
-    by_key = {sampler.key: sampler for sampler in samplers}
-    profile.matmul = {precision: _fits(samplers, precision) for precision in PRECISIONS}
-    profile.onednn = _fits(samplers, ONEDNN)
+            sampler.earlier = earlier.best_seconds.get(_name(sampler.key), math.inf)
+    best = {sampler.key: sampler.best() for sampler in samplers}
+    profile.matmul = {precision: _fits(best, precision) for precision in PRECISIONS}
+    profile.onednn = _fits(best, ONEDNN)
     # A backward kernel is timed through the autograd engine, but a real backward pass starts the engine only once.
     # The device's own seconds contain none of it.
-    engine = by_key[("engine",)].best() if device.type == "cpu" else 0.0
-    for sampler in samplers:
-        seconds = sampler.best()
-        if "backward" in sampler.name:
+    engine = best["engine",] if device.type == "cpu" else 0.0
+    for key, seconds in best.items():
+        if "backward" in _name(key):
             seconds = max(seconds - engine, 0.1 * seconds)
-        if sampler.key[0] == "curve":
-            _, precision, kernel, elements = sampler.key
+        if key[0] == "curve":
+            _, precision, kernel, elements = key
             before = profile.curves[precision].get(kernel, Curve((), ()))
             profile.curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, seconds))
-        elif sampler.key[0] in ("attention", "native"):
-            kernel, precision, direction, tokens, head_size, pairs = sampler.key
+        elif key[0] in ("attention", "native"):
+            kernel, precision, direction, tokens, head_size, pairs = key
             measured = profile.attention if kernel == "attention" else profile.native_attention
             directions = measured.setdefault(precision, {"forward": [], "backward": []})
             directions[direction].append((tokens, head_size, seconds / pairs))
-        elif sampler.key[0] == "copy":
-            profile.copy_bytes_per_second = sampler.key[1] / seconds
-    profile.small_operation_seconds = by_key[("small",)].best()
-    tiny = {
-        backward: (by_key[("tiny", 5, backward)].best() - by_key[("tiny", 1, backward)].best()) / 4
-        for backward in (False, True)
-    }
-    profile.tiny_block_seconds = {"forward": tiny[False], "backward": tiny[True] - tiny[False]}
-    profile.reference_step_seconds = {precision: by_key[("step", precision)].best() for precision in PRECISIONS}
+        elif key[0] == "copy":
+            profile.copy_bytes_per_second = key[1] / seconds
+    profile.small_operation_seconds = best["small",]
+    forward, both = ((best["tiny", 5, backward] - best["tiny", 1, backward]) / 4 for backward in (False, True))
+    profile.tiny_block_seconds = {"forward": forward, "backward": both - forward}
+    profile.reference_step_seconds = {precision: best["step", precision] for precision in PRECISIONS}
     profile.interference = {kind: _rounds(samplers, keys) for kind, keys in KINDS.items()}
-    profile.probe = {kind: by_key[("probe", kind)].best() for kind in KINDS}
-    profile.best_seconds = {sampler.name: sampler.best() for sampler in samplers}
+    profile.probe = {kind: best["probe", kind] for kind in KINDS}
+    profile.best_seconds = {_name(key): seconds for key, seconds in best.items()}
     return profile
 
 
-def _fits(samplers: list[Sampler], label: str) -> dict[str, MatmulFit]:
+def _name(key: tuple[Any, ...]) -> str:
+    return " ".join(map(str, key))
+
+
+def _fits(best: Mapping[tuple[Any, ...], float], label: str) -> dict[str, MatmulFit]:
     """Return the fit of each timed kernel over its shapes."""
-    points: dict[str, list[Sampler]] = {}
-    for sampler in samplers:
-        if sampler.key[:2] == ("matmul", label):
-            points.setdefault(sampler.key[2], []).append(sampler)
-    return {
-        kernel: MatmulFit.fit([s.key[3] for s in timed], [s.best() for s in timed]) for kernel, timed in points.items()
-    }
+    points: dict[str, dict[tuple[int, int, int], float]] = defaultdict(dict)
+    for key, seconds in best.items():
+        if key[:2] == ("matmul", label):
+            points[key[2]][key[3]] = seconds
+    return {kernel: MatmulFit.fit([*timed], [*timed.values()]) for kernel, timed in points.items()}
 
 
 def _identity(device: torch.device) -> dict[str, Any]:

@@ -198,11 +198,7 @@ class MeasuredMachine:
     def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds over gloo, on one machine or on several equal ones."""
         assert self.fabric is not None
-        if kind == "send":
-            inside, ranks = 2 if self.local_ranks >= stride * ranks else 1, 2
-        else:
-            inside = max(1, min(ranks, self.local_ranks // stride))
-        return self.fabric.collective_seconds(kind, size, ranks, inside=inside, job=self.ranks)
+        return self.fabric.collective_seconds(kind, size, ranks, stride, job=self.ranks)
 
 
 @dataclass(frozen=True)

@@ -274,9 +274,9 @@ def alike(program: Program, costs: StageCosts, machine: MeasuredMachine) -> tupl
         reductions = [seconds_over(program, machine, "replicate", "all_reduce", b) for b in buckets]
         hidden = _hidden_behind(costs.backward_seconds, buckets, reductions)
         # If ranks use all cores, CPU work for the reduction of a bucket does not overlap with the backward pass.
-        on_cores = fabric.costs
-        if machine.local_ranks >= on_cores.cores:
-            hidden -= min(hidden, sum(on_cores.collective_seconds("all_reduce", b, machine.ranks) for b in buckets))
+        if machine.local_ranks >= fabric.costs.cores:
+            here, ranks = replace(fabric, ranks_per_host=None), machine.ranks
+            hidden -= min(hidden, sum(here.collective_seconds("all_reduce", b, ranks, job=ranks) for b in buckets))
         sent = [
             replace(t, exposed_seconds=max(0.0, t.seconds - hidden)) if t.dimension == "replicate" else t for t in sent
         ]

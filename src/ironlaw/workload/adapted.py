@@ -14,7 +14,7 @@ from dataclasses import replace
 from ironlaw.ledger import Kind
 from ironlaw.model.frozen import DEQUANTISED, NF4_BLOCK
 from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
-from ironlaw.workload.operations import Operation, call, product, with_memory
+from ironlaw.workload.operations import Operation, call, product, with_memory, without_work
 
 DEQUANTISING_BYTES = 17  # peak per number: its unpacked code (1), the code as an index (8), its value (4), scaled (4)
 
@@ -30,7 +30,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             continue
         if op.kernel == "matmul_weight_gradient":  # in the forward pass: of a chunked loss
             left = op.frees_temporary_bytes - op.temporary_bytes
-            yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_temporary_bytes=left)
+            yield without_work(op, temporary_bytes=0, frees_temporary_bytes=left)
             continue
         if op.kernel == "cast" and any(g.gradient_bytes for g in op.gradient):  # a weight's cast
             others = tuple(g for g in op.gradient if not g.gradient_bytes)
@@ -69,7 +69,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], needs
     if op.kernel == "matmul_weight_gradient":  # only its memory remains, without gradient and absent weight copy
         absent = op.temporary_bytes if shape.casts and not (own.casts_weights and needs_gradient) else 0
         freed = op.frees_saved_bytes - absent
-        yield replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0, frees_saved_bytes=freed)
+        yield without_work(op, temporary_bytes=0, frees_saved_bytes=freed)
     elif op.kernel == "sum_rows":  # a bias gradient
         yield replace(op, repeat=0)
     elif op.matmul is None:
@@ -79,7 +79,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], needs
             yield _dequantise(shape, op, columns=op.matmul[1])
         yield from _adapters_backward(shape, op, rows, needs_gradient)
         if rows and not needs_gradient:
-            op = replace(op, repeat=0, flops=None, matmul=None, temporary_bytes=0)
+            op = without_work(op, temporary_bytes=0)
         elif rows:  # the two gradients of one input are added
             op = with_memory(op, frees_temporary=op.temporary_bytes)
         yield op
@@ -93,7 +93,7 @@ def _dequantise(shape: Shape, op: Operation, columns: int) -> Operation:
     size = DEQUANTISING_BYTES * min(padded, DEQUANTISED)
     size += elements * shape.matmul_bytes if elements > DEQUANTISED else 0  # the part of the matrix done so far
     moved = DEQUANTISING_BYTES * elements
-    return call(f"{op.name}_dequantise", "add", elements, moved, temporary=size, frees_temporary=size)
+    return call(f"{op.name}_dequantise", "add", elements, moved, scratch=size)
 
 
 def _adapters(shape: Shape, op: Operation, adapters: Sequence[int], needs_gradient: bool) -> Iterator[Operation]:
@@ -108,10 +108,9 @@ def _adapters(shape: Shape, op: Operation, adapters: Sequence[int], needs_gradie
         yield product(name, (tokens, rows, rank), w)
         if own.method == "dora":  # the norms of the merged rows: saved with the factors and the unscaled output
             merged = rows * inputs * FP32
-            yield product(name, (rows, inputs, rank), FP32, saved=_saved_by_dora(tokens, rows, w), temporary=merged,
-                          frees_temporary=merged)  # fmt: skip
+            yield product(name, (rows, inputs, rank), FP32, saved=_saved_by_dora(tokens, rows, w), scratch=merged)
     size = tokens * outputs * w  # of the frozen product, of the adapters' and of their sum
-    yield call(name, "add", tokens * outputs, 3 * size, temporary=2 * size, frees_temporary=2 * size)
+    yield call(name, "add", tokens * outputs, 3 * size, scratch=2 * size)
 
 
 def _saved_by_dora(tokens: int, rows: int, w: int) -> int:

@@ -207,7 +207,7 @@ def attention_saved_bytes(shape: Shape) -> Size:
     """Return the bytes that attention saves: in a flash kernel, the output and a log-sum-exp per query (2205.14135).
 
     Composed: scaled query and key, and the value, each with all heads; for every score the softmax, its dropout noise
-    and their product; and the output, copied to (B, S, A, D). `model/scores.py`: the same copies; for every score the
+    and their product; and the output, copied to (B, S, A, D). `model/masks.py`: the same copies; for every score the
     cap's saved tensor, the softmax, and its cast copy for the second product, if any.
     """
     model = shape.model
@@ -264,9 +264,12 @@ def dropout(shape: Shape) -> list[Operation]:
     # The stream's gradient stays alive beside the branch's; in reduced precision its cast copy is freed.
     back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=kept,
                        frees_temporary=branch if shape.casts else 0, on_stream=True)  # fmt: skip
-    return [*noise(shape, "dropout", elements),
-            elementwise(shape, "dropout", "multiply", elements, 3, saved=kept, temporary=branch,
-                        frees_temporary=branch, on_stream=True, gradient=[back])]  # fmt: skip
+    return [
+        *noise(shape, "dropout", elements),
+        elementwise(
+            shape, "dropout", "multiply", elements, 3, saved=kept, scratch=branch, on_stream=True, gradient=[back]
+        ),
+    ]
 
 
 def qk_norm_saved_bytes(shape: Shape) -> int:
@@ -303,8 +306,7 @@ def activation(shape: Shape, elements: Size, *, made: Size | None = None, frees:
     """An activation, which saves its input. `made`: bytes of its gradient and of the intermediates of that."""
     kernel, size = shape.model.activation, elements * shape.matmul_bytes
     made = size if made is None else made
-    back = elementwise(shape, "activation", f"{kernel}_backward", elements, 3, temporary=made, frees_saved=size,
-                       frees_temporary=made)  # fmt: skip
+    back = elementwise(shape, "activation", f"{kernel}_backward", elements, 3, scratch=made, frees_saved=size)
     return elementwise(shape, "activation", f"{kernel}_forward", elements, 2, saved=size, frees_temporary=frees,
                        gradient=[back])  # fmt: skip
 
@@ -345,4 +347,4 @@ def attention(shape: Shape) -> Operation:
         frees_saved=saved + rotary_saved_bytes(shape) + padded,
         parameters=model.heads * FP32 if model.attention_sinks else 0,
     )  # fmt: skip
-    return one(Phase.FORWARD, 1, saved=saved, temporary=working, frees_temporary=working, gradient=[back])
+    return one(Phase.FORWARD, 1, saved=saved, scratch=working, gradient=[back])

@@ -41,7 +41,6 @@ from ironlaw.workload.sharding import (
     of_site,
     parameter_groups,
     shard_of,
-    stage_parameters,
 )
 
 
@@ -180,32 +179,30 @@ def matrix_elements(shape: tuple[int, ...], rank: int) -> int:
     return thin if 2 * thin < rows * columns else 0
 
 
+@dataclass
 class _Stage:
     """The collectives of one pipeline stage in a step. `together`: ranks that count expert loads together."""
 
-    def __init__(
-        self, model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, micro_batches: int, stage: int,
-        together: int,
-    ) -> None:  # fmt: skip
-        self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage
-        self.sequence, self.micro_batches, self.together = batch.tokens, micro_batches, together
-        self.tokens, self.message = layout.micro_batch * batch.tokens // layout.cp, message_bytes(model, layout, batch)
+    model: ModelConfig
+    layout: Layout
+    batch: StepBatch
+    recipe: Recipe
+    micro_batches: int
+    stage: int
+    together: int
+
+    def __post_init__(self) -> None:
+        model, layout, recipe = self.model, self.layout, self.recipe
+        self.tokens = layout.micro_batch * self.batch.tokens // layout.cp
         self.last_stage = layout.pp * layout.virtual_stages - 1
-        self.first, self.last = stage == 0, stage == self.last_stage
-        self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
+        self.first, self.last = self.stage == 0, self.stage == self.last_stage
+        self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[self.stage]
         self.adapters = recipe.adapters
-        self.parameters = stage_parameters(model, layout, stage, fused=self.adapters is not None)
-        if self.adapters is not None:
-            product_bytes = FP32 if recipe.precision == "fp32" else BF16
-            frozen = self.adapters.frozen(self.parameters, product_bytes) if layout.zero == 3 else ()
-            self.parameters = [*self.adapters.trained(model, self.layers, layout), *frozen]
+        self.parameters = recipe.parameters(model, layout, self.stage, self.layers)
         self.freezes_embedding = self.adapters is not None and not self.adapters.trains("embedding.weight", model)
         self.ranks, self.copies = replicas_of(layout)
         self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
-        self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
-        self.recomputed_layers = [
-            layer for layer in self.layers if recipe.recompute and recipe.recompute[layer] is not None
-        ]
+        self.recomputed_layers = [n for n in self.layers if recipe.recompute and recipe.recompute[n] is not None]
 
     def lines(self) -> Iterable[Line]:
         layout = self.layout
@@ -301,7 +298,7 @@ class _Stage:
         Products' results are summed; norm outputs, and in the backward pass gradients of results, are gathered.
         Recomputation stops once it has all saved tensors: before the last sum of a block, unless dropout follows.
         """
-        stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.product_bytes))
+        stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.recipe.product_bytes))
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.recomputed_layers) * (2 if self.model.dropout else 1)
         # Ends: the embedding forward, the output layer backward.
@@ -335,7 +332,7 @@ class _Stage:
 
     def context_parallel(self) -> Iterable[Line]:
         m, layout = self.micro_batches, self.layout
-        ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.product_bytes, padded=True)
+        ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.recipe.product_bytes, padded=True)
         both = ways["all_gather"][0].bytes
         gathers, reductions = (len(self.layers) + len(self.recomputed_layers)) * m, len(self.layers) * m
         yield "cp", "all_gather", gathers, gathers * both
@@ -353,7 +350,7 @@ class _Stage:
             capacity = None if shared else moe.capacity(self.tokens)
             rows = self.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
             calls = 2 * passes + 2 * forward
-            yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.product_bytes
+            yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.recipe.product_bytes
             if capacity is None:  # the number of rows for each expert, before the rows
                 yield "ep", "all_to_all", forward, forward * moe.experts * INT64
         if shared and moe.balance == "loss" and moe.balance_loss:
@@ -367,7 +364,7 @@ class _Stage:
         m = self.micro_batches
         for other in (self.stage + 1, self.stage - 1):
             if 0 <= other <= self.last_stage and self.rank_of(other) != self.rank_of(self.stage):
-                yield "pp", "send", m, m * self.message
+                yield "pp", "send", m, m * message_bytes(self.model, self.layout, self.batch)
         if (
             self.adapters is None
             and self.model.tied

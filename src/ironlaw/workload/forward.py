@@ -75,18 +75,14 @@ def embedding(shape: Shape) -> list[Operation]:
         positions, own = model.context * model.hidden * FP32, full * (1 + shape.documents)
         numbers = shape.tokens * INDEX if shape.documents else 0  # the position of each token
         back = call(
-            "positions",
-            "sum_rows",
-            elements,
-            full + positions,
-            kind=kind,
-            parameters=positions,
-            frees_saved=numbers,
+            "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, frees_saved=numbers,
             on_stream=True,
-        )
+        )  # fmt: skip
         operations.append(
-            call("positions", "add", elements, 2 * full, kind=kind, temporary=own, frees_temporary=own, saved=numbers,
-                 on_stream=True, gradient=[back])
+            call(
+                "positions", "add", elements, 2 * full, kind=kind, scratch=own, saved=numbers, on_stream=True,
+                gradient=[back],
+            )
         )  # fmt: skip
     if model.embedding_scale != 1.0:
         operations.append(scaled(shape, "embedding_scale"))
@@ -98,7 +94,7 @@ def embedding(shape: Shape) -> list[Operation]:
 def scaled(shape: Shape, name: str) -> Operation:
     """The residual stream times a constant, replacing the stream; the same for its gradient."""
     full = shape.tokens * shape.model.hidden * FP32
-    back = call(name, "multiply", full // FP32, 2 * full, temporary=full, frees_temporary=full)
+    back = call(name, "multiply", full // FP32, 2 * full, scratch=full)
     return replace(back, gradient=(back,))
 
 
@@ -173,17 +169,17 @@ def projections(shape: Shape) -> list[Operation]:
         frees=tokens * model.hidden * w,
     )  # fmt: skip
     if model.qkv_clip is not None:  # saves its input
-        back = elementwise(shape, "qkv_clip", "clamp_backward", tokens * qkv, 3, temporary=size, frees_saved=size,
-                           frees_temporary=size)  # fmt: skip
+        back = elementwise(shape, "qkv_clip", "clamp_backward", tokens * qkv, 3, scratch=size, frees_saved=size)
         kept = {"saved" if shape.keeps_qkv else "temporary": size}
         operations.append(elementwise(shape, "qkv_clip", "clamp", tokens * qkv, 2, gradient=[back], **kept))
     if not (fused and model.positions == "rope"):  # a fused rotary kernel writes the gradients in place
         # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
         operations = gradient_first(
             operations,
-            elementwise(shape, "qkv", "concatenate", tokens * qkv, 2, temporary=size, frees_temporary=size,
-                        frees_saved=size if shape.keeps_qkv else 0),
-        )  # fmt: skip
+            elementwise(
+                shape, "qkv", "concatenate", tokens * qkv, 2, scratch=size, frees_saved=size if shape.keeps_qkv else 0
+            ),
+        )
     if model.qk_norm:
         saved = qk_norm_saved_bytes(shape)
         back = elementwise(
@@ -209,15 +205,9 @@ def projections(shape: Shape) -> list[Operation]:
 
 
 def feed_forward(
-    shape: Shape,
-    width: Size,
-    name: str,
-    *,
-    keep: bool = False,
-    consumes: Size | None = None,
-    owns_input: bool = True,
+    shape: Shape, width: Size, name: str, *, keep: bool = False, consumes: Size | None = None, owns_input: bool = True,
     summed: bool = True,
-) -> list[Operation]:
+) -> list[Operation]:  # fmt: skip
     """A dense feed-forward network of `width`, from its normed input in the precision of the products.
 
     `keep`: a following norm saves its result; `consumes`: as in `attention_branch`; `owns_input`: its backward pass
@@ -303,12 +293,8 @@ def full_head(shape: Shape) -> list[Operation]:
         return [*operations, replace(there, gradient=(back,))]
     full, size = logits * FP32, logits * w
     if model.logit_cap is not None:
-        back = call("logit_cap", "tanh_backward", logits, 7 * size, temporary=size, frees_temporary=size,
-                    frees_saved=size)  # fmt: skip
-        operations.append(
-            call("logit_cap", "tanh", logits, 6 * size, saved=size, temporary=size, frees_temporary=size,
-                 gradient=[back])
-        )  # fmt: skip
+        back = call("logit_cap", "tanh_backward", logits, 7 * size, scratch=size, frees_saved=size)
+        operations.append(call("logit_cap", "tanh", logits, 6 * size, saved=size, scratch=size, gradient=[back]))
     if shape.casts:
         operations.append(cast(shape, "loss", logits, wide=True, kind=Kind.LOSS, temporary=full, frees_temporary=size))
     # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
@@ -370,7 +356,7 @@ def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
         call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, temporary=full + wide,
              frees_temporary=logits * w + wide),
         call("loss", "loss_backward", logits, 3 * full, kind=Kind.LOSS, temporary=reduced),
-        product("head", (rows, hidden, vocab), w, temporary=part, frees_temporary=part),
+        product("head", (rows, hidden, vocab), w, scratch=part),
         product("head", (vocab, hidden, rows), w, kernel="matmul_weight_gradient", temporary=table,
                 frees_temporary=table + full + reduced),
     ]  # fmt: skip

@@ -41,7 +41,7 @@ def projections(shape: Shape) -> list[Operation]:
     inputs = model.hidden if latent.query_rank is None else latent.query_rank
     up = linear(shape, "query_up", inputs, model.query_size, keep=False, bias=False, frees=tokens * inputs * w)
     if not fused:  # fused: rotation and concatenation are one kernel
-        turned = elementwise(shape, "rotary", "rotary", queries // w, 2, temporary=queries, frees_temporary=queries)
+        turned = elementwise(shape, "rotary", "rotary", queries // w, 2, scratch=queries)
         up = gradient_first(up, turned)
     operations += up
     if not fused:
@@ -130,7 +130,7 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     full, reduced, given = elements * shape.stream_bytes, elements * w, narrow_tokens(shape) * whole
     statistics = norm_saved_bytes(shape, narrow_tokens(shape), width)
     held = full if shape.casts else given * shape.stream_bytes
-    back = call(name, "rmsnorm_backward", elements, 3 * full, kind=Kind.NORM, temporary=full, frees_temporary=full,
+    back = call(name, "rmsnorm_backward", elements, 3 * full, kind=Kind.NORM, scratch=full,
                 frees_saved=statistics + held, parameters=width * FP32)  # fmt: skip
     operation = call(
         name, "rmsnorm_forward", elements, 2 * full, kind=Kind.NORM, gradient=[back],

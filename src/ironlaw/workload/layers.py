@@ -102,9 +102,8 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     statistics = norm_saved_bytes(shape, shape.stream_tokens, shape.model.hidden)
     gradients = [
         call(
-            name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full,
-            frees_temporary=full, frees_saved=full * owns_input + statistics,
-            parameters=shape.model.norm_parameters * FP32, on_stream=True,
+            name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, scratch=full,
+            frees_saved=full * owns_input + statistics, parameters=shape.model.norm_parameters * FP32, on_stream=True,
             gathered=True,
         )
     ]  # fmt: skip

@@ -126,8 +126,7 @@ def _route(shape: Shape) -> list[Operation]:
     router = product("router", of, FP32, moved=moved, precision="fp32")
     if shape.conventions.fused:
         return [replace(router, saved_bytes=size, gradient=tuple(gradients))]
-    of_scores = small("route", "softmax_backward", scores, 3 * size, temporary=size, frees_saved=size,
-                      frees_temporary=size)  # fmt: skip
+    of_scores = small("route", "softmax_backward", scores, 3 * size, scratch=size, frees_saved=size)
     balance = _balance_saved_bytes(shape)
     of_choice = small("route", "fill", scores, 2 * size, temporary=size, frees_saved=choices * INDEX + balance,
                       frees_temporary=choices * FP32)  # fmt: skip
@@ -136,7 +135,7 @@ def _route(shape: Shape) -> list[Operation]:
         replace(router, temporary_bytes=size, gradient=(*gradients, met)),
         small("route", "softmax", scores, 2 * size, saved=size, gradient=[of_scores]),
         small("route", "topk", scores, size + choices * (FP32 + INDEX), saved=choices * INDEX,
-              temporary=choices * FP32, frees_temporary=choices * FP32, gradient=[of_choice]),
+              scratch=choices * FP32, gradient=[of_choice]),
         # Saves the weights for `combine` and for their normalisation; logits are freed with the router's variables.
         small("route", "multiply", choices, 4 * choices * FP32, saved=choices * FP32 + normalised,
               frees_temporary=size, gradient=[of_weights]),
@@ -146,9 +145,7 @@ def _route(shape: Shape) -> list[Operation]:
     # Sorting, and the row of each choice: two index tables; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)
     scratch = choices * INDEX
-    operations.append(
-        small("route", "sort", choices, 6 * scratch, saved=tables, temporary=scratch, frees_temporary=scratch)
-    )
+    operations.append(small("route", "sort", choices, 6 * scratch, saved=tables, scratch=scratch))
     return operations
 
 
@@ -241,10 +238,7 @@ def _combine(shape: Shape) -> list[Operation]:
     stream, wide, choices = shape.tokens * model.hidden, count * model.hidden * w, shape.tokens * k
     of_rows = count * (INDEX + FP32)  # the token of each row, and its weight
     gradient = [
-        elementwise(
-            shape, "combine", "embedding_forward", k * stream, 2, temporary=2 * stream * w,
-            frees_temporary=2 * stream * w,
-        ),
+        elementwise(shape, "combine", "embedding_forward", k * stream, 2, scratch=2 * stream * w),
         elementwise(shape, "combine", "multiply", k * stream, 3, temporary=choices * FP32),
         elementwise(
             shape, "combine", "embedding_forward", count * model.hidden, 4, temporary=wide + of_rows,
@@ -254,7 +248,7 @@ def _combine(shape: Shape) -> list[Operation]:
     size = stream * w
     return [
         elementwise(shape, "combine", "fill", stream, 1, temporary=size),
-        elementwise(shape, "combine", "embedding_forward", k * stream, 2, temporary=size, frees_temporary=size),
+        elementwise(shape, "combine", "embedding_forward", k * stream, 2, scratch=size),
         elementwise(shape, "combine", "add_in_place", k * stream, 3, gradient=gradient),
     ]
 
@@ -324,8 +318,7 @@ def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     )
     of_product = elementwise(shape, "shared_sum", "multiply_backward", elements, 4, temporary=2 * size + gate,
                              frees_saved=size, frees_temporary=size)  # fmt: skip
-    of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, temporary=gate, frees_saved=gate,
-                             frees_temporary=gate)  # fmt: skip
+    of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, scratch=gate, frees_saved=gate)
     return [
         product("shared_gate", (shape.tokens, 1, hidden), w, moved=size, saved=held, temporary=gate,
                 gradient=[to_input, to_weight]),

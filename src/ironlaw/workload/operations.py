@@ -80,16 +80,17 @@ def with_memory(
 
 def call(
     name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, saved: Size = 0,
-    temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, parameters: Size = 0,
+    temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, scratch: Size = 0, parameters: Size = 0,
     precision: str | None = None, on_stream: bool = False, gathered: bool = False, gradient: Sequence[Operation] = (),
 ) -> Operation:  # fmt: skip
-    """Return an operation other than a matrix product, which moves `moved` bytes. `parameters`: bytes of the parameter
-    gradients it creates. `kinds.py` sets its group to that of its layer."""
+    """Return an operation other than a matrix product, which moves `moved` bytes. `scratch`: bytes allocated only while
+    it runs; `parameters`: bytes of the parameter gradients it creates. `kinds.py` sets its group to that of its layer.
+    """
     return Operation(
         name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
-        saved_bytes=saved, temporary_bytes=temporary, frees_saved_bytes=frees_saved,
-        frees_temporary_bytes=frees_temporary, gradient_bytes=parameters, on_stream=on_stream, gathered=gathered,
-        gradient=tuple(gradient),
+        saved_bytes=saved, temporary_bytes=temporary + scratch, frees_saved_bytes=frees_saved,
+        frees_temporary_bytes=frees_temporary + scratch, gradient_bytes=parameters, on_stream=on_stream,
+        gathered=gathered, gradient=tuple(gradient),
     )  # fmt: skip
 
 
@@ -103,6 +104,11 @@ def product(
         call(name, kernel, 0, element_bytes * batch * (m * k + k * n + m * n) if moved is None else moved, **memory),
         kind=Kind.MATMUL, matmul=shape, batch=batch, flops=2 * batch * m * n * k if flops is None else flops,
     )  # fmt: skip
+
+
+def without_work(op: Operation, **memory: Size) -> Operation:
+    """Return `op` with other memory, and no work or time."""
+    return fast_replace(op, repeat=0, flops=None, matmul=None, attention=None, **memory)
 
 
 def differentiate(operations: Sequence[Operation]) -> list[Operation]:

@@ -105,16 +105,15 @@ def leaves_no_matrix(model: Dimensions, config: OptimizerConfig) -> bool:
 
 
 def _assignment(parameter: Parameter, config: OptimizerConfig, matrix: bool) -> Assignment:
-    groups = [g for g in config.groups if fnmatchcase(parameter.name, g.pattern)]
-    group = groups[0] if groups else None
-    if group is not None and group.weight_decay is not None:
-        return Assignment(group.lr_scale, group.weight_decay, matrix)
+    group = next((g for g in config.groups if fnmatchcase(parameter.name, g.pattern)), None)
+    scale = group.lr_scale if group else config.adapter_lr_scale if ".adapters." in parameter.name else 1.0
+    if group and group.weight_decay is not None:
+        return Assignment(scale, group.weight_decay, matrix)
     if config.no_decay is None:
-        kept = parameter.is_small or parameter.embedding  # no decay: they set scales, not functions
+        exempt = parameter.is_small or parameter.embedding  # they set scales, not functions
     else:
-        kept = any(fnmatchcase(parameter.name, pattern) for pattern in config.no_decay)
-    scale = config.adapter_lr_scale if ".adapters." in parameter.name else 1.0
-    return Assignment(group.lr_scale if group else scale, 0.0 if kept else config.weight_decay, matrix)
+        exempt = any(fnmatchcase(parameter.name, pattern) for pattern in config.no_decay)
+    return Assignment(scale, 0.0 if exempt else config.weight_decay, matrix)
 
 
 def check_patterns(names: Sequence[str], config: OptimizerConfig) -> None:
@@ -130,11 +129,9 @@ def check_patterns(names: Sequence[str], config: OptimizerConfig) -> None:
 
 def state_bytes(parameters: Sequence[Parameter], config: OptimizerConfig) -> int:
     """Return the exact bytes of all state tensors after the first update."""
-    total = 0
-    quantized = False
-    for parameter, matrix in zip(parameters, of_matrices(parameters, config), strict=True):
-        total += tensor_state_bytes(parameter.shape, config, matrix=matrix)
-        quantized |= config.name in QUANTIZED and parameter.elements >= QUANTIZED_FROM_ELEMENTS
+    matrices = of_matrices(parameters, config)
+    total = sum(tensor_state_bytes(p.shape, config, matrix=m) for p, m in zip(parameters, matrices, strict=True))
+    quantized = config.name in QUANTIZED and any(p.elements >= QUANTIZED_FROM_ELEMENTS for p in parameters)
     return total + (QUANTIZED_MAPS_BYTES if quantized else 0)
 
 
@@ -174,33 +171,28 @@ def update_temporary_bytes(parameters: Sequence[Parameter], config: OptimizerCon
     """
     if config.name in QUANTIZED:  # on a CPU both moments are unpacked and packed again
         return 0 if cuda else 5 * FP32 * max((p.elements for p in parameters), default=0)
-    if config.name not in (*MATRIX_OPTIMIZERS, *_CALLS):
+    if config.name in _FUSED:
         return 0
-    assigned = list(zip(parameters, assign(parameters, config), strict=True))
-    if config.name == "galore":
-        return max((_galore_temporaries(p.shape, config.rank) for p, to in assigned if to.matrix), default=0)
-    if config.name == "muon":
-        return max((_muon_temporaries(p.shape) for p, to in assigned if to.matrix), default=0)
-    held = [_loop_temporaries(p, to, config.name) for p, to in assigned]
-    return sum(held) if cuda else max(held)
+    assigned = zip(parameters, assign(parameters, config), strict=True)
+    sizes = [_temporary_bytes(parameter.shape, config, to) for parameter, to in assigned]
+    return sum(sizes) if cuda and config.name in _CALLS else max(sizes, default=0)
 
 
-def _loop_temporaries(parameter: Parameter, to: Assignment, name: OptimizerName) -> int:
-    size = parameter.elements * FP32
-    if name == "rmsprop":  # the root mean square; with decay also the decayed gradient
-        return size * (2 if to.weight_decay else 1)
-    return size * (1 if len(parameter.shape) > 1 else 2)  # adafactor: the update; for vectors also the squared gradient
-
-
-def _galore_temporaries(shape: tuple[int, ...], rank: int) -> int:
-    """The full-size update, the projected update and its denominator."""
-    return (shape[0] * shape[1] + 2 * max(shape) * rank) * FP32
-
-
-def _muon_temporaries(shape: tuple[int, ...]) -> int:
-    """The averaged gradient; in bf16 the iterate, the next one, the Gram matrix and the polynomial of that matrix."""
-    size, gram = shape[0] * shape[1], min(shape) ** 2
-    return size * FP32 + 2 * (size + gram) * BF16
+def _temporary_bytes(shape: tuple[int, ...], config: OptimizerConfig, to: Assignment) -> int:
+    """Return the bytes of temporaries in the update of one tensor."""
+    size = math.prod(shape) * FP32
+    match config.name:
+        case "rmsprop":  # the root mean square; with decay also the decayed gradient
+            return size * (2 if to.weight_decay else 1)
+        case "adafactor":  # the update; for vectors also the squared gradient
+            return size * (1 if len(shape) > 1 else 2)
+        case "galore" if to.matrix:  # the full-size update, the projected update and its denominator
+            return size + 2 * max(shape) * config.rank * FP32
+        case "muon" if to.matrix:
+            # The averaged gradient; in bf16 the iterate, the next one, the Gram matrix and the polynomial of that.
+            return size + 2 * (math.prod(shape) + min(shape) ** 2) * BF16
+        case _:
+            return 0
 
 
 def update_operations(
@@ -210,26 +202,28 @@ def update_operations(
     elements = sum(parameter.elements for parameter in parameters)
     matrices = [p for p, matrix in zip(parameters, of_matrices(parameters, config), strict=True) if matrix]
     rest = elements - sum(parameter.elements for parameter in matrices)
-    # The norm reads every gradient; the scaling reads and writes it.
-    operations = [streamed("clip", "clip", elements, 3)]
     if config.name in MATRIX_OPTIMIZERS:
-        if rest:
-            operations.append(streamed(config.name, "adamw", rest, 7))
+        updates = [streamed(config.name, "adamw", rest, 7)] if rest else []
         for shape in sorted({parameter.shape for parameter in matrices}):
             count = sum(parameter.shape == shape for parameter in matrices)
-            operations += muon_update(shape, count) if config.name == "muon" else _galore(shape, count, config)
+            updates += muon_update(shape, count) if config.name == "muon" else _galore(shape, count, config)
     else:
-        operations += elementwise_update(config.name, elements, cuda)
-    # The cost of clipping and updating per tensor, independent of its size.
-    operations.append(streamed(config.name, "update_tensors", len(parameters), 0))
-    return operations + accumulate(elements, accumulation)
+        updates = elementwise_update(config.name, elements, cuda)
+    return _whole_update(config.name, updates, elements, len(parameters), accumulation)
 
 
 def adamw_operations(elements: int, tensors: int, *, accumulation: int = 1) -> list[Operation]:
     """Return the operations of a step of fused AdamW (arXiv 1711.05101) on `tensors` tensors with `elements` in all."""
-    operations = [streamed("clip", "clip", elements, 3), *elementwise_update("adamw", elements, cuda=False)]
-    operations.append(streamed("adamw", "update_tensors", tensors, 0))
-    return operations + accumulate(elements, accumulation)
+    updates = elementwise_update("adamw", elements, cuda=False)
+    return _whole_update("adamw", updates, elements, tensors, accumulation)
+
+
+def _whole_update(
+    name: str, updates: list[Operation], elements: int, tensors: int, accumulation: int
+) -> list[Operation]:
+    """Return updates with the clipping before, and the cost of both per tensor, independent of its size."""
+    clip = streamed("clip", "clip", elements, 3)  # the norm reads every gradient; the scaling reads and writes it
+    return [clip, *updates, streamed(name, "update_tensors", tensors, 0), *accumulate(elements, accumulation)]
 
 
 def accumulate(elements: int, accumulation: int) -> list[Operation]:

@@ -25,16 +25,15 @@ from ironlaw.model.parameters import Parameter, model_parameters, of_blocks
 from ironlaw.workload.blocks import FP32, INDEX, BlockAdapters, Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
-from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.kinds import both_passes, has_experts, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, fast_replace, with_memory
-from ironlaw.workload.optimizers import BF16, PAGED, adamw_operations, check_patterns, state_bytes, update_operations
+from ironlaw.workload.optimizers import PAGED, adamw_operations, check_patterns, state_bytes, update_operations
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import freed_after_backward, freed_after_forward, recomputed_operations, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
-from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, of_site, shard_of, stage_parameters
+from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, of_site, shard_of
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
@@ -148,12 +147,13 @@ def step(
         if stage not in wanted:
             stages.append(Stage(layers))
             continue
-        if recipe.adapters:
-            adapted = _adapted(recipe.adapters, model, per_site, recipe, stage, numbers)
-            parameters, shards, frozen[stage] = adapted
-        else:
-            parameters = stage_parameters(model, per_site, stage)
-            shards = local_parameters(model, per_site, parameters)
+        parameters = recipe.parameters(model, per_site, stage, numbers)
+        shards = local_parameters(model, per_site, [p for p in parameters if p.trained])
+        if recipe.adapters:  # their frozen tensors are divided only by ZeRO 3
+            ranks = per_site.sharing if per_site.zero == 3 else 1
+            held = (shard_of(p, model, per_site.ep, ranks) for p in recipe.frozen(model, per_site, stage))
+            scales = recipe.adapters.scale_bytes(of_blocks(model, numbers), per_site)
+            frozen[stage] = scales + sum(p.bytes for p in held)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip
@@ -175,21 +175,6 @@ def step(
         ),
         model, batch, recipe, shape,
     )  # fmt: skip
-
-
-def _adapted(
-    adapters: Adapters, model: ModelConfig, layout: Layout, recipe: Recipe, stage: int, layers: Sequence[int]
-) -> tuple[list[Parameter], list[Parameter], int]:
-    """Return a stage's tensors under FSDP or DDP, this rank's part of the trained ones, and the bytes of frozen ones,
-    which only ZeRO 3 divides."""
-    trained = adapters.trained(model, layers, layout)
-    product_bytes = FP32 if recipe.precision == "fp32" else BF16
-    frozen = list(adapters.frozen(stage_parameters(model, layout, stage, fused=True), product_bytes))
-    scales, ranks = adapters.scale_bytes(of_blocks(model, layers), layout), layout.sharing
-    shards = [shard_of(p, model, layout.ep, ranks) for p in trained]
-    if layout.zero < 3:
-        return trained, shards, scales + sum(p.bytes for p in frozen)
-    return [*trained, *frozen], shards, scales + sum(shard_of(p, model, layout.ep, ranks).bytes for p in frozen)
 
 
 def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None = None, cpu: bool = False) -> Program:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ironlaw.workload.blocks import Policy, Precision
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.parameters import Parameter
+from ironlaw.workload.blocks import FP32, Policy, Precision
 from ironlaw.workload.finetune import Adapters
-from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.optimizers import BF16, OptimizerConfig
 from ironlaw.workload.sections import CommunicationConfig
+from ironlaw.workload.sharding import stage_parameters
 
 Offload = Literal["none", "activations", "optimizer", "both"]
 
@@ -47,6 +52,25 @@ class Recipe:
     adapters: Adapters | None = None  # the trained tensors; None: the whole model
     native: bool = False  # Ironlaw's own CPU kernel computes causal attention instead of PyTorch's fused one
     compiled: bool = False  # blocks are compiled: their kernels have the names of `kinds.compiled_key`
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of a number in a matrix product."""
+        return FP32 if self.precision == "fp32" else BF16
+
+    def parameters(self, model: ModelConfig, layout: Layout, stage: int, layers: Sequence[int]) -> list[Parameter]:
+        """Return a stage's tensors under FSDP or DDP, as held by a tensor parallel rank: trained ones, and under ZeRO 3
+        also the frozen ones of a model with adapters."""
+        if self.adapters is None:
+            return stage_parameters(model, layout, stage)
+        trained = self.adapters.trained(model, layers, layout)
+        return trained + (self.frozen(model, layout, stage) if layout.zero == 3 else [])
+
+    def frozen(self, model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
+        """Return a stage's frozen tensors as a tensor parallel rank stores them."""
+        if self.adapters is None:
+            return []
+        return list(self.adapters.frozen(stage_parameters(model, layout, stage, fused=True), self.product_bytes))
 
     @property
     def offloads_activations(self) -> bool:

@@ -15,7 +15,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
-from ironlaw.workload.operations import Operation, with_memory
+from ironlaw.workload.operations import Operation, with_memory, without_work
 from ironlaw.workload.sections import KEEPABLE, Recompute
 from ironlaw.workload.sizes import any_of
 
@@ -73,10 +73,8 @@ def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "blo
         op = replace(op, name=f"{op.name}{RECOMPUTED_SUFFIX}", phase=Phase.BACKWARD)
         if exists:
             # The result exists: it stays saved if the backward pass needs it, and becomes temporary otherwise.
-            op = replace(
-                op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
-                frees_saved_bytes=0 if any_of(op.saved_bytes) else op.temporary_bytes,
-            )  # fmt: skip
+            freed = 0 if any_of(op.saved_bytes) else op.temporary_bytes
+            op = without_work(op, saved_bytes=0, frees_saved_bytes=freed)
         result.append(op)
     left = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
     result[-1] = with_memory(result[-1], frees_temporary=left)

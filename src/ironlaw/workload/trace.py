@@ -18,7 +18,7 @@ import re
 import site
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -154,35 +154,36 @@ def _traced(
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        size = None if parameters is None else _bytes(parameters)
+        size = None if parameters is None else _bytes(parameters.values())
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
         raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    own = _unique(parameters.values())
+    trained = [p for p in own if p.requires_grad]
     found = ModuleTrace(
         operations=operations_of(recorder),
         name=type(module).__name__,
-        parameters=sum(p.numel() for p in _unique(parameters)),
-        trained_parameters=sum(p.numel() for p in _unique(trained)),
-        trained_tensors=len(_unique(trained)),
-        parameter_bytes=_bytes(parameters),
+        parameters=sum(p.numel() for p in own),
+        trained_parameters=sum(p.numel() for p in trained),
+        trained_tensors=len(trained),
+        parameter_bytes=_bytes(own),
         trained_bytes=_bytes(trained),
-        buffer_bytes=_bytes(buffers),
-        input_bytes=_bytes(dict(enumerate(_tensors(given)))),
+        buffer_bytes=_bytes(buffers.values()),
+        input_bytes=_bytes(_tensors(given)),
         unit_bytes=_units(parameters),
         inputs=described(given),
         assumptions=(*notes, *assumed),
-        has_complex=any(p.is_complex() for p in trained.values()),
+        has_complex=any(p.is_complex() for p in trained),
     )
     return found, stack
 
 
-def _unique(named: Mapping[Any, Tensor]) -> list[Tensor]:
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns the tensors, shared ones once."""
-    return list({id(tensor): tensor for tensor in named.values()}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _bytes(named: Mapping[Any, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _unique(named))
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _unique(tensors))
 
 
 def _units(parameters: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -213,11 +214,8 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
         except Exception as error:
             if mode.real:
                 raise
-            mode.real = True
-            try:
+            with mode.real_tensors():
                 module = source()
-            finally:
-                mode.real = False
             reason = f"construction without values fails: {type(error).__name__}"
             notes = [("weights", "built in memory", reason, "")]
     if not isinstance(module, nn.Module):
@@ -231,15 +229,11 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
 
 def _sized(source: Source, inputs: Inputs, mode: TraceMode) -> nn.Module:
     """Returns the module with values, after a forward pass, in which its lazy layers get their sizes for good."""
-    before, mode.real = mode.real, True
-    try:
+    with mode.real_tensors(), torch.no_grad():
         module = source if isinstance(source, nn.Module) else source()
         given, _ = as_tensors(named_inputs(inputs), mode.unknown, lambda t: t, True, None)
         args, kwargs = arguments(module, given)
-        with torch.no_grad():
-            module(*args, **kwargs)
-    finally:
-        mode.real = before
+        module(*args, **kwargs)
     return module
 
 
@@ -248,7 +242,7 @@ def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], d
     gradients and statistics do not change. Shared tensors stay shared."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    made = {id(tensor): _placed(tensor, mode) for tensor in _unique(parameters | buffers)}
+    made = {id(tensor): _placed(tensor, mode) for tensor in _unique((*parameters.values(), *buffers.values()))}
     return {k: made[id(p)] for k, p in parameters.items()}, {k: made[id(b)] for k, b in buffers.items()}
 
 
@@ -373,8 +367,6 @@ def explained(
     advice = "check the names, shapes, dtypes and values of its inputs"
     if where == CONSTRUCTION:
         advice = "check that it can be built by calling it in Python"
-    if "uninitialized parameter" in message:
-        advice = "give lazy layers their sizes, as nn.Linear for nn.LazyLinear"
     if "FlexAttention" in message:  # it trains on accelerators only, and a trace is of a CPU
         advice = "put scaled_dot_product_attention in its place for the plan: its products are those of all scores"
     return Untraceable(reason, install_advice(error) or advice, parameter_bytes)

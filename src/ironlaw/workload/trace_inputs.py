@@ -40,15 +40,15 @@ def named_inputs(inputs: Inputs) -> dict[str, Any]:
             if not isinstance(place, dict):
                 raise UserError(f"input {name} is part of {part}, which is an input itself: give one of the two")
         place[last] = value
-    return {name: _listed(value, isinstance(inputs, Mapping)) for name, value in tree.items()}
+    return {name: _listed(value) for name, value in tree.items()}
 
 
-def _listed(value: Any, given: bool) -> Any:
+def _listed(value: Any) -> Any:
     """Converts dicts with numeric keys to lists, recursively."""
-    if not isinstance(value, dict) or (given and not all(str(key).isdigit() for key in value)):
+    if not isinstance(value, dict):
         return value
-    inner = {key: _listed(item, given) for key, item in value.items()}
-    if inner and all(key.isdigit() for key in inner):
+    inner = {key: _listed(item) for key, item in value.items()}
+    if inner and all(str(key).isdigit() for key in inner):
         return [inner[key] for key in sorted(inner, key=int)]
     return inner
 

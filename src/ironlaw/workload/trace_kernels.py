@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,11 +98,16 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     return [part.untyped_storage() for part in parts]
 
 
-def touched_bytes(tensor: Tensor) -> int:
-    """Returns the bytes touched when a whole tensor is read: broadcast dimensions count once."""
-    if tensor.layout is not torch.strided:
-        return sum(storage.nbytes() for storage in storages(tensor))
-    return math.prod(s for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
+def touched_bytes(*values: Any) -> int:
+    """Returns the bytes touched when whole tensors are read: broadcast dimensions count once."""
+    total = 0
+    for tensor in tensors(values):
+        if tensor.layout is torch.strided:
+            read = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+            total += read * tensor.element_size()
+        else:
+            total += sum(storage.nbytes() for storage in storages(tensor))
+    return total
 
 
 def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
@@ -118,7 +123,7 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return _lstm(args, backward=name.endswith("_backward"))
     dense = all(t.layout is torch.strided for t in tensors((args, out)))
     if dense and name in ("mm", "addmm", "bmm", "baddbmm"):
-        return [_matmul(func, name, args, kwargs, out)]
+        return [_matmul(name, args, out)]
     if name == "_grouped_mm":
         return [_grouped(args, kwargs, out)]
     formula = flop_registry.get(func._overloadpacket) if dense else None  # torch's formulas are for dense tensors
@@ -146,30 +151,34 @@ def _kernel(name: str, kwargs: dict[str, Any], out: Any) -> str:
 
 def _traffic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Returns the bytes of inputs, read once, and outputs, written once. A lookup reads only its rows."""
-    written = sum(touched_bytes(t) for t in tensors(out))
+    written = touched_bytes(out)
     if name == "embedding":
-        return 2 * written + sum(touched_bytes(t) for t in tensors(args[1:]))
+        return 2 * written + touched_bytes(args[1:])
     if name in _PICKS:
         return 3 * touched_bytes(args[1])
-    read = {id(t): touched_bytes(t) for t in tensors((args, kwargs))}  # an operand that occurs twice is read once
-    if name in _OVERWRITES and isinstance(args[0], Tensor):
+    read = {id(t): t for t in tensors((args, kwargs))}  # an operand that occurs twice is read once
+    if name in _OVERWRITES:
         read.pop(id(args[0]), None)
-    return written + sum(read.values())
+    return written + touched_bytes(read)
 
 
-def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedOperation:
-    """Returns a matrix product with (m, n, k) and its batch size."""
+def _product(
+    kernel: str, shape: tuple[int, int, int], batch: int, elements: int, moved: int, like: Tensor
+) -> TracedOperation:
+    """Returns `batch` products C[m, n] = A[m, k] B[k, n] of a shape (m, n, k)."""
+    flops = 2 * math.prod(shape) * batch
+    return _call(Kind.MATMUL, kernel, elements, moved, like, flops=flops, matmul=shape, batch=batch)
+
+
+def _matmul(name: str, args: tuple[Any, ...], out: Tensor) -> TracedOperation:
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     m, k = left.shape[-2:]
     n = right.shape[-1]
     # Only the gradient of a weight has a transposed left operand.
     transposed = left.dim() == 2 and left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1
     kernel = "matmul_bias" if name == "addmm" else "matmul_weight_gradient" if transposed else "matmul"
-    moved = sum(touched_bytes(t) for t in (left, right, out))
-    flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-    batch = out.numel() // max(1, int(m) * int(n))
-    shape = (int(m), int(n), int(k))
-    return _call(Kind.MATMUL, kernel, out.numel(), moved, out, flops=flops, matmul=shape, batch=batch)
+    batch = out.numel() // max(1, m * n)
+    return _product(kernel, (m, n, k), batch, out.numel(), touched_bytes(left, right, out), out)
 
 
 def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, ...]:
@@ -189,49 +198,46 @@ def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Trac
     groups = next((t.shape[0] for t in (right, left) if t.dim() == 3), None) or offs.shape[0]
     m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
     flops = 2 * m * n * k * (groups if left.dim() == right.dim() == 3 else 1)
-    gradient = left.dim() == right.dim() == 2
-    if gradient:  # gradient of the weights: the summed rows are divided among groups
-        k = k // groups
+    kernel = "matmul"
+    if left.dim() == right.dim() == 2:  # gradient of the weights: the summed rows are divided among groups
+        kernel, k = "matmul_weight_gradient", k // groups
     elif left.dim() == 2:
         m = m // groups
     elif right.dim() == 2:
         n = n // groups
-    moved = sum(touched_bytes(t) for t in (left, right, out))
-    kernel = "matmul_weight_gradient" if gradient else "matmul"
-    shape = (max(1, int(m)), max(1, int(n)), max(1, int(k)))
-    return _call(Kind.MATMUL, kernel, out.numel(), moved, out, flops=int(flops), matmul=shape, batch=int(groups))
+    shape = (max(1, m), max(1, n), max(1, k))
+    product = _product(kernel, shape, groups, out.numel(), touched_bytes(left, right, out), out)
+    return replace(product, flops=flops)
+
+
+def _positions(images: Tensor) -> int:
+    """Returns the pixels of a batch of images (N, C, ...), each with all channels."""
+    return images.numel() // images.shape[1]
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> TracedOperation:
     """Returns the implicit matrix product: positions x output channels x (input channels x kernel), per group."""
     x, weight = args[:2]
-    transposed, groups = bool(args[6]), int(args[8])
-    flops = int(flop_registry[torch.ops.aten.convolution](*args, out_val=out))
-    if transposed:  # weight (in, out / groups, kernel): a product of each input position and kernel element
-        m, n = x.shape[0] * math.prod(x.shape[2:]), weight.shape[1] * math.prod(weight.shape[2:])
-        shape = (m, n, weight.shape[0] // groups)
-    else:
-        m, n = out.shape[0] * math.prod(out.shape[2:]), weight.shape[0] // groups
-        shape = (m, n, weight.shape[1] * math.prod(weight.shape[2:]))
-    moved = sum(touched_bytes(t) for t in (x, weight, out))
-    return _call(Kind.MATMUL, "convolution", out.numel(), moved, out, flops=flops, matmul=shape, batch=groups)
+    transposed, groups = bool(args[6]), args[8]
+    outer, inner = weight.shape[0] // groups, math.prod(weight.shape[1:])
+    # A transposed weight is (in, out / groups, kernel): a product of each input position and kernel element.
+    shape = (_positions(x), inner, outer) if transposed else (_positions(out), outer, inner)
+    return _product("convolution", shape, groups, out.numel(), touched_bytes(x, weight, out), out)
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> list[TracedOperation]:
     """Returns the gradients of the input and of the weight as one product each, and the sum for the bias."""
     dy, x, weight = args[:3]
-    transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
-    small = x if transposed else dy  # the product has the positions of the smaller image
-    positions = small.shape[0] * math.prod(small.shape[2:])
-    outer, inner = weight.shape[0] // groups, weight.shape[1] * math.prod(weight.shape[2:])
-    moved = sum(touched_bytes(t) for t in (dy, x, weight))
+    transposed, groups, mask = bool(args[7]), args[9], args[10]
+    positions = _positions(x if transposed else dy)  # the product has the positions of the smaller image
+    outer, inner = weight.shape[0] // groups, math.prod(weight.shape[1:])
     of_input = (positions, outer, inner) if transposed else (positions, inner, outer)
+    moved = touched_bytes(dy, x, weight)
     calls = [
-        _call(Kind.MATMUL, f"convolution_{of}_gradient", result.numel(), moved, dy, matmul=shape, batch=groups,
-              flops=2 * positions * outer * inner * groups)
-        for of, result, shape in (("input", x, of_input), ("weight", weight, (outer, inner, positions)))
-    ]  # fmt: skip
-    calls.append(_call(Kind.ELEMENTWISE, "sum_rows", dy.numel(), touched_bytes(dy), dy))
+        _product("convolution_input_gradient", of_input, groups, x.numel(), moved, dy),
+        _product("convolution_weight_gradient", (outer, inner, positions), groups, weight.numel(), moved, dy),
+        _call(Kind.ELEMENTWISE, "sum_rows", dy.numel(), touched_bytes(dy), dy),
+    ]
     return [call for call, wanted in zip(calls, mask, strict=True) if wanted]
 
 
@@ -242,8 +248,8 @@ def _lstm(args: tuple[Any, ...], backward: bool) -> list[TracedOperation]:
     rows, gates, inputs, hidden = layer.tokens * layer.batch, 4 * layer.hidden, layer.inputs, layer.hidden
 
     def product(kernel: str, m: int, n: int, k: int, batch: int = 1) -> TracedOperation:
-        moved, flops = (m * k + k * n + m * n) * batch * x.itemsize, 2 * m * n * k * batch
-        return _call(Kind.MATMUL, kernel, m * n * batch, moved, x, flops=flops, matmul=(m, n, k), batch=batch)
+        moved = (m * k + k * n + m * n) * batch * x.itemsize
+        return _product(kernel, (m, n, k), batch, m * n * batch, moved, x)
 
     def each(kernel: str, touched: int) -> TracedOperation:
         return _call(Kind.ELEMENTWISE, kernel, rows * gates, touched * rows * hidden * x.itemsize, x)
@@ -267,8 +273,7 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     pairs = attention_score_pairs(tokens, keys) if causal else 2 * tokens * keys  # twice the unmasked scores
     products = 2 if backward else 1  # for each of QK^T and PV
     flops = products * batch * heads * pairs * (size + value.shape[-1])
-    inputs = sum(touched_bytes(t) for t in (query, key, value))
-    outputs = touched_bytes(args[4]) if backward else touched_bytes(out[0])
+    inputs, outputs = touched_bytes(query, key, value), touched_bytes(args[4] if backward else out[0])
     moved = 2 * inputs + 2 * outputs if backward else inputs + outputs
     kernel, shape = f"attention_{'backward' if backward else 'forward'}", (batch, tokens, heads, key.shape[1], size)
     return _call(Kind.ATTENTION, kernel, batch * heads * pairs // 2, moved, query, flops=flops, attention=shape)
@@ -278,7 +283,7 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 _PROMOTES = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 _IN_ROWS = ("native_layer_norm", "_softmax", "_log_softmax")  # copy what does not lie in rows
-BLOCK, LEAST_READ = (16, 16) if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else (8, 4)
+BLOCK, MIN_BLOCKED_CHANNELS = (16, 16) if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else (8, 4)
 """Channels in a block of oneDNN's image layout on this processor, as many as a register holds fp32 numbers, and the
 fewest channels of an input image that oneDNN copies into this layout (measured with AVX-512 and AVX2)."""
 
@@ -318,24 +323,26 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
     with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.is_available()):  # a trace disables oneDNN
         library = torch._C._select_conv_backend(x, weight, None, stride, *others, [y.shape[1]]).name
     if library not in ("Mkldnn", "???"):  # oneDNN's transposed convolutions have no name
-        window, positions = math.prod(weight.shape[2:]), (x if transposed else y)[:, :1].numel()
-        columns = positions * weight.shape[1] * window * x.itemsize  # for one group
+        window = math.prod(weight.shape[2:])
+        columns = _positions(x if transposed else y) * weight.shape[1] * window * x.itemsize  # for one group
         return columns if library.startswith("Slow") and window > 1 else 0
     block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients use no blocks
     last = _channels_last(x)  # images of this layout are not copied
     blocks_x, blocks_y = (0 if last else _in_blocks(image, block) for image in (x, y))
-    read_x, read_y = (size if image.shape[1] >= LEAST_READ else 0 for image, size in ((x, blocks_x), (y, blocks_y)))
+    read_x, read_y = (
+        size if image.shape[1] >= MIN_BLOCKED_CHANNELS else 0 for image, size in ((x, blocks_x), (y, blocks_y))
+    )
     if not backward:
         return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
     copies = (y.nbytes if _channels_last(y) != last else 0) + (weight.nbytes if last else 0)  # in the layout of x
     of_input = 0 if out[0] is None else blocks_y + blocks_x - x.nbytes
     groups = others[4]
-    of_weight = _wide_scratch(x, weight, y, groups) if weight.shape[-1] > WIDEST else read_x + read_y
+    of_weight = _wide_scratch(x, weight, y, groups) if weight.shape[-1] > MAX_DIRECT_WIDTH else read_x + read_y
     results = weight.nbytes + (_weight_in_blocks(weight, groups) if last else 0)
     return copies + max(of_input, 0 if out[1] is None else max(of_weight, results))
 
 
-WIDEST, WIDEST_OF_ONE = 14, 3
+MAX_DIRECT_WIDTH, MAX_SINGLE_WIDTH = 14, 3
 """The widest kernel of oneDNN's own weight gradients: of wider ones they are products of images' columns. And the
 widest for which it takes a channel by itself where images are in channels-last layout."""
 
@@ -343,7 +350,7 @@ widest for which it takes a channel by itself where images are in channels-last 
 def _weight_in_blocks(weight: Tensor, groups: int) -> int:
     """Returns the bytes of a weight with the input and output channels of each group padded to blocks."""
     outputs, inputs = len(weight) // groups, weight.shape[1]
-    if outputs == inputs == 1 and weight.shape[-1] <= WIDEST_OF_ONE:
+    if outputs == inputs == 1 and weight.shape[-1] <= MAX_SINGLE_WIDTH:
         return weight.nbytes
     blocks = math.ceil(outputs / BLOCK) * math.ceil(inputs / BLOCK)
     return weight.nbytes // (outputs * inputs) * BLOCK**2 * blocks

@@ -106,12 +106,12 @@ class Recorder(TorchDispatchMode):
 
     def ignore(self, value: Any) -> None:
         """Exclude storages that exist before the step: parameters, buffers, inputs, constants of a module."""
-        for storage in (s for tensor in tensors(value) for s in storages(tensor)):
+        for storage in _storages(value):
             self._remember(storage, None)
 
     def mark(self, value: Any, attribute: str) -> None:
         """Set a flag in the lifetimes of these tensors' storages."""
-        for storage in (s for tensor in tensors(value) for s in storages(tensor)):
+        for storage in _storages(value):
             known = self._alive.get(storage._cdata)
             if known is not None and known[1] is not None:
                 setattr(known[1], attribute, True)
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
             self.ignore((args, kwargs))  # storages not made by a recorded call are constants of the module
         origin = self._origin()  # before the call: fake tensors may use up sequence numbers inside
         out = func(*args, **kwargs)
-        written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]
+        written = [storage for storage in _storages(out) if storage._cdata not in self._alive]
         if not written and not func._schema.is_mutable:
             return out  # a view
         # Autograd writes over the earlier gradient, or over zeros, unless that is a view, of its base's storage.
@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
         return replace(call, flops=call.flops * (whole - life.padding) // whole)
 
     def _lifetime(self, tensor: Tensor) -> Lifetime | None:
-        known = next((self._alive.get(s._cdata) for s in storages(tensor)), None)
+        known = next((self._alive.get(storage._cdata) for storage in storages(tensor)), None)
         return known[1] if known else None
 
     def _remember(self, storage: torch.UntypedStorage, lifetime: Lifetime | None) -> bool:
@@ -233,6 +233,10 @@ class Recorder(TorchDispatchMode):
 
         self._alive[key] = (weakref.ref(storage, freed), lifetime)
         return True
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    return (storage for tensor in tensors(value) for storage in storages(tensor))
 
 
 def _zeros_at_the_end(func: Any, args: tuple[Any, ...]) -> int:

@@ -53,6 +53,15 @@ class TraceMode(FakeTensorMode):
         """A fake tensor refers to its mode, which must be the same after layers are copied (nn.Transformer)."""
         return self
 
+    @contextmanager
+    def real_tensors(self) -> Iterator[None]:
+        """Context in which nothing is fake."""
+        before, self.real = self.real, True
+        try:
+            yield
+        finally:
+            self.real = before
+
     def knows(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has valid values."""
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":

@@ -36,7 +36,7 @@ TEMPORARIES: dict[str, tuple[float, float, float, float]] = {
 }  # fmt: skip
 """Class -> temporary tensors of an unfused update, each without and with weight decay: in a loop over tensors, in
 multiples of the largest one; with `foreach`, in multiples of all tensors. Measured, torch 2.13."""
-OTHERS_HOLD = (2.0, 2.0, 1.0, 1.0)  # other classes, assumed
+OTHER_TEMPORARIES = (2.0, 2.0, 1.0, 1.0)  # other classes, assumed
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,9 @@ class Update:
         """Return an update's peak bytes of temporaries, in addition to weights, gradients and state."""
         if self.fused:
             return 0
-        looped, looped_decayed, foreach, foreach_decayed = TEMPORARIES.get(self.optimizer, OTHERS_HOLD)
-        if self.foreach:
-            held = (foreach_decayed if self.decays else foreach) * self.elements
-        else:
-            largest = max((math.prod(shape) for shape, _ in self.shapes), default=0)
-            held = (looped_decayed if self.decays else looped) * largest
-        return int(held * self.element_bytes)
+        tensors = TEMPORARIES.get(self.optimizer, OTHER_TEMPORARIES)[2 * self.foreach + self.decays]
+        largest = max((math.prod(shape) for shape, _ in self.shapes), default=0)
+        return int(tensors * (self.elements if self.foreach else largest) * self.element_bytes)
 
     def operations(self, cuda: bool) -> list[Operation]:
         """Return the kernels of one update."""
