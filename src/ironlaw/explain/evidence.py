@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ironlaw.explain.gap import Gap, OperationRow
+from ironlaw.explain.gap import Gap
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.interference import MAX_OTHER_LOAD
 from ironlaw.units import percent
 
-LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
 NOTICED = 0.001  # the value of what is named though it costs nothing here
-CLEARLY_OVER = 1.15  # times the plan
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,6 @@ class RunEvidence:
             return None
         return self._share([0.0, *(row.measured for row in self.gap.operations if row.bound == bound)])
 
-    def bound_calls(self, bound: str) -> int:
-        """Calls per step of the operations with this bound, as planned."""
-        lines = (line for line in self.plan.select(bound=bound) if line.kind is not Kind.HOST)
-        return sum(line.count or 0 for line in lines)
-
     def wall_share(self, *names: str) -> float | None:
         """Of the wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
         wall = self.run.facts.get("wall_seconds") or {}
@@ -107,16 +100,14 @@ class RunEvidence:
         flops = [line.flops for line in self.plan.select(kind=kind) if line.flops is not None]
         return float(sum(flops)) if flops else None
 
-    def lawful_seconds(self, kind: Kind) -> float | None:
+    def _explained_seconds(self, kind: Kind) -> float | None:
         """Seconds of a kind that its shapes explain: measured, but no more than planned for the machine's speed.
 
         What the measurement exceeds the plan by is another matter (`off_plan`), with another remedy.
         """
         row = next((row for row in self.gap.kinds if row.name == str(kind)), None)
-        if row is None or row.measured is None:
-            return None
-        if row.planned is None:
-            return row.measured
+        if row is None or row.measured is None or row.planned is None:
+            return None if row is None else row.measured
         return min(row.measured, row.planned / (self.machine_speed or 1.0))
 
     def peak_rate(self) -> float | None:
@@ -127,51 +118,15 @@ class RunEvidence:
 
     def rate(self, kind: Kind) -> float | None:
         """FLOP/s that a kind attains by its shapes."""
-        flops, seconds = self.planned_flops(kind), self.lawful_seconds(kind)
+        flops, seconds = self.planned_flops(kind), self._explained_seconds(kind)
         return flops / seconds if flops is not None and seconds else None
 
     def excess_share(self, kind: Kind, reference_rate: float | None) -> float | None:
         """Time of a kind above what its FLOPs would take at a reference rate, as a share of the step."""
-        flops, seconds = self.planned_flops(kind), self.lawful_seconds(kind)
+        flops, seconds = self.planned_flops(kind), self._explained_seconds(kind)
         if flops is None or seconds is None or not reference_rate or self.step is None:
             return None
         return max(0.0, seconds - flops / reference_rate) / self.step
-
-    def most_off_plan(self) -> tuple[str, float, float] | None:
-        """(kind, measured, planned at the machine's speed) of the kind with the most seconds the plan lacks."""
-        if self.plan_is_of_another_machine:
-            return None
-        speed = self.machine_speed or 1.0
-        both = [
-            (row.name, row.measured, row.planned / speed)
-            for row in self.gap.kinds
-            if row.measured is not None and row.planned is not None and row.name not in self._not_ours
-        ]
-        return max(both, key=lambda item: item[1] - item[2], default=None)
-
-    @property
-    def _not_ours(self) -> tuple[str, ...]:
-        """Kinds that the loop does in its own way: an update that is not fused is counted in passes, not measured."""
-        return (str(Kind.OPTIMIZER),) if self.run.facts.get("source") == "observe" else ()
-
-    def slower_throughout(self) -> tuple[float, float] | None:
-        """(measured, planned at the machine's speed) seconds of the step when every kind that matters is over plan.
-
-        0 above the plan when some kind is not: then the cause is not the machine as a whole.
-        """
-        planned, speed = self.gap.step.planned, self.machine_speed or 1.0
-        if planned is None or self.step is None or self.plan_is_of_another_machine:
-            return None
-        large = [row for row in self.gap.kinds if (row.planned or 0.0) > LARGE_KIND * planned]
-        ratios = [row.measured * speed / row.planned for row in large if row.measured is not None and row.planned]
-        if not ratios:
-            return None
-        everywhere = len(ratios) >= 2 and min(ratios) > CLEARLY_OVER
-        return self.step, planned / speed if everywhere else self.step
-
-    def slowest_of(self, bound: str) -> OperationRow | None:
-        timed = [row for row in self.gap.operations if row.bound == bound and row.measured is not None]
-        return max(timed, key=lambda row: row.measured or 0.0, default=None)
 
     def _timed(self) -> bool:
         return any(row.measured is not None for row in self.gap.operations)

@@ -12,19 +12,30 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MAX_OTHER_LOAD
 from ironlaw.units import count, percent, rate, seconds
 
+LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
+CLEARLY_OVER = 1.15  # times the plan
 LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
 
 
 def _off_plan(e: RunEvidence) -> Reading | None:
-    worst = e.most_off_plan()
-    if worst is None or e.step is None:
+    """The kind of operation with the most seconds that the plan lacks.
+
+    Nobody fitted the plan to a module that is not ours: then it is a notice. An update that is not fused is counted in
+    passes there, not measured, and is left out.
+    """
+    speed, is_observed = e.machine_speed or 1.0, e.tolerance > 0
+    known = [
+        (row.measured - row.planned / speed, row.name, row.measured, row.planned / speed)
+        for row in e.gap.kinds
+        if row.measured is not None and row.planned is not None and not (is_observed and row.name == Kind.OPTIMIZER)
+    ]
+    if not known or e.step is None or e.plan_is_of_another_machine:
         return None
-    kind, measured, planned = worst
-    over = max(0.0, measured - planned - e.tolerance * measured) / e.step
+    over, kind, measured, planned = max(known)
     figure = f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"
     times = f"{measured / planned:.2f} times what this machine was measured to need for them" if planned else ""
-    words = {"kind": kind, "times": times or "time that was not planned"}
-    return Reading(over, [figure], words, is_notice=e.tolerance > 0)  # nobody fitted the plan to another's module
+    share = max(0.0, over - e.tolerance * measured) / e.step
+    return Reading(share, [figure], {"kind": kind, "times": times or "time that was not planned"}, is_observed)
 
 
 def _evaluations(e: RunEvidence) -> Reading | None:
@@ -37,13 +48,19 @@ def _evaluations(e: RunEvidence) -> Reading | None:
 
 
 def _throughout(e: RunEvidence) -> Reading | None:
-    both = e.slower_throughout()
-    if both is None:
+    """The step above its plan at the machine's speed, when every kind that matters is over; 0 when some kind is not:
+    then the cause is not the machine as a whole."""
+    planned, speed = e.gap.step.planned, e.machine_speed or 1.0
+    if planned is None or e.step is None or e.plan_is_of_another_machine:
         return None
-    measured, planned = both
-    figure = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
-    share = max(0.0, (measured - planned) / measured - e.tolerance)
-    return Reading(share, [figure, *_others(e)], {"times": f"{measured / planned:.2f}"})
+    large = [row for row in e.gap.kinds if (row.planned or 0.0) > LARGE_KIND * planned]
+    ratios = [row.measured * speed / row.planned for row in large if row.measured is not None and row.planned]
+    if not ratios:
+        return None
+    planned = planned / speed if len(ratios) >= 2 and min(ratios) > CLEARLY_OVER else e.step
+    figure = f"step {seconds(e.step)}, planned {seconds(planned)} at the speed seen; every kind is over"
+    share = max(0.0, (e.step - planned) / e.step - e.tolerance)
+    return Reading(share, [figure, *_others(e)], {"times": f"{e.step / planned:.2f}"})
 
 
 def _slow(e: RunEvidence, neighbours: bool) -> Reading | None:
@@ -134,8 +151,9 @@ def _host_figures(e: RunEvidence) -> list[str]:
 
 
 def _overhead_figures(e: RunEvidence) -> list[str]:
-    calls = count(e.bound_calls("overhead"))
-    return [f"{calls} calls per step that take about as long as calling them", *e.line_figures(Phase.FORWARD)]
+    calls = sum(line.count or 0 for line in e.plan.select(bound="overhead") if line.kind is not Kind.HOST)
+    figure = f"{count(calls)} calls per step that take about as long as calling them"
+    return [figure, *e.line_figures(Phase.FORWARD)]
 
 
 def _module_again(e: RunEvidence) -> float | None:
@@ -176,9 +194,10 @@ def _compute_figures(e: RunEvidence) -> list[str]:
 
 
 def _memory_figures(e: RunEvidence) -> list[str]:
-    slowest, share = e.slowest_of("memory"), percent(e.bound_share("memory"))
-    largest = f"; the largest is {slowest.name} ({slowest.phase}) with {seconds(slowest.measured)}" if slowest else ""
-    return [f"operations limited by memory bandwidth: {share} of the step{largest}"]
+    timed = [(row.measured, row) for row in e.gap.operations if row.bound == "memory" and row.measured is not None]
+    took, slowest = max(timed, key=lambda one: one[0], default=(None, None))
+    largest = f"; the largest is {slowest.name} ({slowest.phase}) with {seconds(took)}" if slowest else ""
+    return [f"operations limited by memory bandwidth: {percent(e.bound_share('memory'))} of the step{largest}"]
 
 
 def _phase_seconds(e: RunEvidence, phase: Phase) -> str:
