@@ -12,7 +12,7 @@ from ironlaw.explain.grades import Grade, graded_pair
 from ironlaw.explain.noise import sample, threshold
 from ironlaw.ledger import Ledger
 
-NAMED = 3  # causes in the sentence
+MAX_CAUSES = 3  # causes in the sentence
 COMPARED_FACTS = (
     "machine", "threads", "precision", "compile", "accumulation", "batch", "sequence", "data_workers", "versions",
     "machine_speed", "source", "model", "autocast",
@@ -49,7 +49,7 @@ class Comparison:
             )
         slower = "slower" if self.change > 0 else "faster"
         doubt = "" if self.real else " (too few steps to know the noise)"
-        causes = [f"{name} {_signed(seconds)}" for name, seconds in self.causes()[:NAMED]]
+        causes = [f"{name} {_signed(seconds)}" for name, seconds in self.causes()[:MAX_CAUSES]]
         because = f": {', '.join(causes)} per step" if causes else ""
         return f"B is {units.percent(abs(self.change))} {slower} per {unit}{doubt}{because}."
 
@@ -99,13 +99,13 @@ def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:
     for of, (one, other) in {"config": configs, "run": [_facts(e.run) for e in both]}.items():
         for key in dict.fromkeys([*one, *other]):
             a, b = one.get(key), other.get(key)
-            alike = of == "run" and isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_ALIKE
+            alike = of == "run" and isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_TOLERANCE
             if a != b and not alike:
                 changed.append({"name": key, "before": a, "after": b, "of": of})
     return changed
 
 
-FLOAT_ALIKE = 0.02
+FLOAT_TOLERANCE = 0.02
 
 
 def _facts(run: Ledger) -> dict[str, Any]:

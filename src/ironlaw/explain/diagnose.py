@@ -12,7 +12,7 @@ from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules import RULES
 
 MIN_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
-EXPLAINS = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
+SYMPTOM_WEIGHT = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
 MAX_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
 
@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def weight(self) -> float:
-        return self.share * (EXPLAINS if self.cause.symptom else 1.0)
+        return self.share * (SYMPTOM_WEIGHT if self.cause.symptom else 1.0)
 
     def to_json(self) -> dict[str, Any]:
         cause = self.cause
@@ -102,13 +102,13 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
         elif reading.share >= rule.minimum:
             findings.append(Finding(rule, reading.share, *rule.describe(evidence, reading)))
 
-    def place(finding: Finding) -> tuple[Any, ...]:
+    def order(finding: Finding) -> tuple[Any, ...]:
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)
         eased = finding.slight or finding.cause.noticed is None  # what is a notice when slight is a fault otherwise
         ahead = next(eases, finding) if eased else finding
         return ahead.tier, ahead.slight, ahead.slight and ahead.cause.symptom, -ahead.weight, ahead is not finding
 
-    return sorted(findings, key=place), not_tested
+    return sorted(findings, key=order), not_tested
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:

@@ -24,7 +24,7 @@ from ironlaw.ledger import Ledger, relative_error
 from ironlaw.machine.profile import Profile, load_profile
 
 SCHEMA_VERSION = 1
-MEASURES = ("loss", "train_loss", "validation_loss", "lr", "grad_norm", "tokens")  # of a step, and all seconds
+NUMBERS = ("loss", "train_loss", "validation_loss", "lr", "grad_norm", "tokens")  # of a step, and all seconds
 NOT_PLANNED = "No remedy was planned"
 # What Ironlaw holds itself to, and reports when it falls short.
 STEP_TIME_LIMIT, PEAK_MEMORY_LIMIT, UNATTRIBUTED_LIMIT = 0.10, 0.05, 0.05
@@ -164,12 +164,12 @@ class Explanation:
             | {"all": None if None in met else all(met)},
             "remedies": [remedy.to_json() for remedy in self.remedies], "remedies_note": self.remedies_note,
             "notes": self.notes,
-            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN}},
+            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in OWN_KEYS}},
         }  # fmt: skip
 
 
 # Facts that have keys of their own in the document.
-DRAWN = ("timeline", "memory_groups", "memory_curve", "by_rank", "spread")
+OWN_KEYS = ("timeline", "memory_groups", "memory_curve", "by_rank", "spread")
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 
@@ -248,7 +248,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     entries = [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
     for entry in entries:
         for name, value in entry.items():
-            if (name in MEASURES or name.endswith("seconds")) and not _is_number(value):
+            if (name in NUMBERS or name.endswith("seconds")) and not _is_number(value):
                 raise UserError(
                     f"step {entry['step']} of {path} is damaged: {name} holds {shortened(repr(value), 40)}, no number; "
                     "remove the line"

@@ -9,7 +9,8 @@ from typing import Any
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, relative_error, subtract, summed
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
-RUN_AGAIN = (RECOMPUTED_SUFFIX, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
+# End the name of a forward operation that the backward pass runs again.
+RECOMPUTED_SUFFIXES = (RECOMPUTED_SUFFIX, "_recomputed")
 MIN_HOST = 0.1  # of the host's profiled seconds: some calling there always is
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
@@ -137,7 +138,7 @@ def _profiled(run: Ledger, of_host: bool) -> dict[Phase, float | None]:
 def recomputed_seconds(run: Ledger) -> float:
     """Per step: of the operations that run again, or with the Python between them where a recording tells."""
     lines, scale = reconcile(run)
-    operations = sum(line.seconds or 0.0 for line in lines.lines if line.operation.endswith(RUN_AGAIN))
+    operations = sum(line.seconds or 0.0 for line in lines.lines if line.operation.endswith(RECOMPUTED_SUFFIXES))
     whole = run.facts.get("recomputed_seconds") or 0.0
     return max(operations, float(whole) * scale.get(Phase.BACKWARD, 1.0))
 

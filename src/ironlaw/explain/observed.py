@@ -24,8 +24,8 @@ from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
 
-ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
-WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
+WAITING_PHASES = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
+OWN_PHASES = (*WAITING_PHASES, Phase.FORWARD)  # without waiting for other ranks
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
 
 
@@ -38,7 +38,7 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     run = Ledger.load(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
     if plan.lines:
-        _share_keys(plan, run)
+        _add_missing_keys(plan, run)
     _add_rates(plan, run)
     _add_ranks(run_dir, run)
     if not run.facts.get("machine_speed"):
@@ -49,7 +49,7 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     return explained(run_dir, plan, run, gap, (remedies, note), REMEDIES)
 
 
-def _share_keys(plan: Ledger, run: Ledger) -> None:
+def _add_missing_keys(plan: Ledger, run: Ledger) -> None:
     """What the loop does beside its module, the plan has the keys of, and no figures."""
     known = {line.key for line in plan.lines}
     plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
@@ -105,14 +105,14 @@ def _add_ranks(run_dir: Path, run: Ledger) -> None:
         return
     # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
     apart = all(Phase.COMMUNICATION in r.phase_seconds for r in ranks)
-    phases: tuple[Phase, ...] = ALONE
+    phases: tuple[Phase, ...] = OWN_PHASES
     if apart:
         phases = tuple(phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION)
     own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
     run.facts["rank_delayed_seconds"] = [float(r.facts.get("delayed_seconds") or 0.0) for r in ranks]
     if _share_cores(ranks):
-        phases = WAITING
+        phases = WAITING_PHASES
     run.facts["rank_removable_seconds"] = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
 
 

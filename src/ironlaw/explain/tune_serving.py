@@ -41,11 +41,11 @@ def tune_serving(
     """Candidates in turn, as `tune.search`; `given`: settings that stay; `base`: those and all others, unchanged."""
     left = iter(one for one in tried if not one.settings.keys() & given.keys())
 
-    def following(result: Tuned) -> Change | None:
+    def next_change(result: Tuned) -> Change | None:
         return next((one for one in left if not one.settings.items() <= (base | result.config).items()), None)
 
     return search(
-        given, following, measure, lambda config, settings: config | settings,
+        given, next_change, measure, lambda config, settings: config | settings,
         lambda start: f"{1 / start.seconds_per_token:,.0f} output tokens/s", budget_seconds=budget_seconds, say=say,
         clock=clock, keep=keep,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from ironlaw.observe.trace_file import TraceFile
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
 _USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
 _OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}  # tensors that a product takes
-CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the trace ended
+MIN_STEP_SHARE = 0.2  # of the usual length: shorter steps were still running when the trace ended
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Traced:
             span.phase = _phase_of(span)
         self.main = _main_thread(self.spans)
         self.on_device = any(event.where == DEVICE for event in events)
-        self.steps, self.how = _steps(events, self.spans)
+        self.steps, self.steps_inferred = _steps(events, self.spans)
         self.launchers = _launchers(events, self.spans)
         for step in self.steps:
             step.pieces = _device_pieces(step, self) if self.on_device else _thread_pieces(step, self)
@@ -77,7 +77,7 @@ def trace_ledger(trace: TraceFile) -> Ledger:
     middle = seconds[len(seconds) // 2]
     step_seconds = sum(s.end - s.begin for s in steps) / len(steps) / 1e9
     low, high = (seconds[i].end - seconds[i].begin for i in (0, -1))
-    how = f"mean of {len(steps)} steps under the profiler ({traced.how})"
+    how = f"mean of {len(steps)} steps under the profiler ({traced.steps_inferred})"
     ledger.totals["step_seconds"] = Estimate(step_seconds, Origin.MEASURED, how, low / 1e9, high / 1e9)
     for phase in Phase:
         mean = sum(step.seconds(phase) for step in steps) / len(steps)
@@ -85,14 +85,14 @@ def trace_ledger(trace: TraceFile) -> Ledger:
             ledger.phase_seconds[phase] = mean
     segments = middle.pieces + operation_segments(spans, events, traced.main, middle.begin, middle.end)
     ledger.facts = {
-        "source": "trace", "steps_done": len(steps), "steps_inferred": traced.how,
+        "source": "trace", "steps_done": len(steps), "steps_inferred": traced.steps_inferred,
         "device": "cuda" if traced.on_device else "cpu", "machine": _device_name(trace),
         "timeline": timeline(segments, middle.begin, middle.end), "launches_per_step": _launches(traced),
         "sync_points": _sync_points(traced), "model": {"name": "a traced training step"},
         "shapes_recorded": any("Input Dims" in event.details for event in events),
         "stacks_recorded": any(_USER_LINE.match(event.name) for event in events),
         "precision": _precision(events), "world_size": _world_size(trace, events),
-        "unfused_attention": _unfused(spans),
+        "unfused_attention": _has_unfused_attention(spans),
     }  # fmt: skip
     return ledger
 
@@ -113,7 +113,7 @@ def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedS
     marked = [e for e in events if e.name.startswith("ProfilerStep#") and e.where == CPU]
     if marked:
         usual = sorted(e.end - e.start for e in marked)[len(marked) // 2]
-        whole = [e for e in marked if e.end - e.start > CUT_OFF * usual]
+        whole = [e for e in marked if e.end - e.start > MIN_STEP_SHARE * usual]
         return [TracedStep(e.start, e.end) for e in whole], "marked by profiler.step()"
     ends = [s.event.end for s in spans if s.event.name.startswith("Optimizer.step#")]
     if len(ends) >= 2:
@@ -308,7 +308,7 @@ def _precision(events: Iterable[Event]) -> str | None:
     return max(seen, key=lambda name: seen[name]) if seen else None
 
 
-def _unfused(spans: Sequence[Span]) -> bool:
+def _has_unfused_attention(spans: Sequence[Span]) -> bool:
     """Products and a softmax inside `scaled_dot_product_attention`, or between two batched products of a module."""
     inside = any(s.attention and s.event.name in ("aten::_softmax", "aten::_safe_softmax") for s in spans)
     batched = sum(s.event.name == "aten::bmm" for s in spans)

@@ -32,8 +32,8 @@ from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
     clipping_line,
     files_of,
+    find_holder,
     growing_line,
-    holder_of,
     line_calling,
     padding_line,
     user_line,
@@ -445,7 +445,7 @@ class Habits:
         size = len(settled) // 4
         middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
         grown, rises = middles[-1] - middles[0], [after - before for before, after in itertools.pairwise(middles)]
-        name, weight = holder_of(len(self._resident), self._graphs) or (None, 0.0)
+        name, weight = find_holder(len(self._resident), self._graphs) or (None, 0.0)
         name = name if weight >= EVEN * grown else None
         doubt = 1 if name else UNNAMED
         is_even = (

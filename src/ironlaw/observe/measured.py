@@ -133,7 +133,7 @@ def measured_ledger(
         totals["resident_bytes"] = Estimate(resident, Origin.MEASURED, basis)
     if observed.profile is not None:
         lines = named_as(observed.profile.lines, planned.lines)
-        ledger.lines = _idle_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines
+        ledger.lines = _dispatch_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
@@ -142,22 +142,18 @@ def measured_ledger(
     return ledger
 
 
-def _idle_by_the_clock(lines: list[Line], phase_seconds: Mapping[Phase, float]) -> list[Line]:
+def _dispatch_by_the_clock(lines: list[Line], phase_seconds: Mapping[Phase, float]) -> list[Line]:
     """Kernels take no longer under a profiler, but the host does: dispatch is what they leave of the phases as timed
     without one."""
-    busy = {
-        p: sum(line.seconds or 0.0 for line in lines if line.phase is p and not _waits(line)) for p in phase_seconds
-    }
+    left = dict(phase_seconds)
+    dispatch = [line.kind is Kind.HOST and line.operation == "dispatch" and line.phase in left for line in lines]
+    for line, is_dispatch in zip(lines, dispatch, strict=True):
+        if line.phase in left and not is_dispatch:
+            left[line.phase] -= line.seconds or 0.0
     return [
-        replace(line, seconds=max(0.0, phase_seconds[line.phase] - busy[line.phase]))
-        if _waits(line) and line.phase in busy
-        else line
-        for line in lines
+        replace(line, seconds=max(0.0, left[line.phase])) if is_dispatch else line
+        for line, is_dispatch in zip(lines, dispatch, strict=True)
     ]
-
-
-def _waits(line: Line) -> bool:
-    return line.kind is Kind.HOST and line.operation == "dispatch"
 
 
 def machine_speed(planned: Ledger, run: Ledger) -> float | None:

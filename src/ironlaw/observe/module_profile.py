@@ -111,7 +111,7 @@ def _recomputed(spans: Sequence[Span], steps: int) -> float:
     """Of the outermost modules that run again, with the Python between their calls; of the quickest step."""
     seconds = [0] * steps
     for span in spans:
-        if span.step >= 0 and span.again and not (span.parent is not None and span.parent.again):
+        if span.step >= 0 and span.is_recomputed and not (span.parent is not None and span.parent.is_recomputed):
             seconds[span.step] += span.event.end - span.event.start
     return min(seconds) / 1e9
 

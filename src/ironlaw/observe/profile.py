@@ -200,7 +200,7 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
             # A node with a hook of FSDP's has no sequence number; it is the last one of what the mark names.
             around.scope = _LAST_OF_UNIT.get(name.rpartition("(")[2].rstrip(")").rpartition(".")[2], "")
     elif name == RECOMPUTE_SCOPE:
-        span.scope, span.again = "Block", True
+        span.scope, span.is_recomputed = "Block", True
     elif span.scope == FROZEN and span.phase is Phase.FORWARD:
         pass  # one operation, though it may be the trained model's own layers
     elif name.startswith(MODULE_SCOPE):
@@ -253,7 +253,7 @@ def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> lis
 
 def _key(span: Span, phase: Phase) -> Key:
     kind, operation = _classify(span)
-    return phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation
+    return phase, kind, f"{operation} again" if span.is_recomputed and kind is not Kind.HOST else operation
 
 
 def _classify(span: Span) -> tuple[Kind, str]:

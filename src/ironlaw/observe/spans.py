@@ -48,7 +48,7 @@ class Span:
     self_ns: int = 0
     scope: str = ""  # path of the module, ending in "!" when it has no children
     attention: bool = False  # inside scaled_dot_product_attention
-    again: bool = False  # a forward pass within the backward pass: recomputation
+    is_recomputed: bool = False  # a forward pass within the backward pass: recomputation
     backward: bool = False  # inside a node of the autograd engine
     outer: str = ""  # the optimizer, data loader or profiler step around it
     kernel: Event | None = None  # the operation that this is part of
@@ -113,7 +113,7 @@ def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = 
         if parent is not None:
             parent.self_ns -= span.self_ns
             span.scope, span.attention, span.backward = parent.scope, parent.attention, parent.backward
-            span.outer, span.kernel, span.again = parent.outer, parent.kernel, parent.again
+            span.outer, span.kernel, span.is_recomputed = parent.outer, parent.kernel, parent.is_recomputed
             span.phase = parent.phase
         place(span, forward)
         stack.append(span)
@@ -139,7 +139,7 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
     event, name = span.event, span.event.name
     if name.startswith(MODULE_SCOPE):
         span.scope, span.attention = name.removeprefix(MODULE_SCOPE), False
-        span.again = span.backward
+        span.is_recomputed = span.backward
     elif name.startswith(BACKWARD_NODE):
         span.backward = True
         span.scope, span.attention = forward.get(event.sequence, ("", False))
@@ -159,7 +159,7 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
             span.kernel = event
     elif span.kernel is None and name.startswith(("nccl:", "gloo:", "c10d::", "mpi:")):
         span.kernel = event
-    if (span.again or not span.backward) and event.sequence >= 0 and name.startswith("aten::"):
+    if (span.is_recomputed or not span.backward) and event.sequence >= 0 and name.startswith("aten::"):
         forward[event.sequence] = (span.scope, span.attention)
 
 
@@ -200,7 +200,7 @@ def kind_of(operation: str) -> Kind:
 
 
 def operation_name(span: Span) -> str:
-    return _name(span) + (RECOMPUTED if span.again else "")
+    return _name(span) + (RECOMPUTED if span.is_recomputed else "")
 
 
 def _name(span: Span) -> str:
@@ -231,7 +231,7 @@ def span_key(span: Span, phase: Phase) -> Key:
         _, stepped, whose = span.outer.partition("Optimizer.step#")
         return phase, Kind.OPTIMIZER, whose.partition(".")[0].lower() if stepped else "clip"
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
-        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
+        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.is_recomputed else "")
     return phase, kind_of(span.kernel.name), operation_name(span)
 
 

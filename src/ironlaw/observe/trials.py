@@ -77,7 +77,7 @@ class ModuleCall:
         return both_ways
 
 
-def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> list[list[float]]:
+def time_in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> list[list[float]]:
     """Seconds of each way, tried one after the other, for so many turns or as many as there is time for."""
     seconds: list[list[float]] = [[] for _ in works]
     until = time.perf_counter() + MAX_SECONDS
@@ -90,13 +90,13 @@ def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> lis
 
 
 def median_seconds(works: Sequence[Callable[[], Any]]) -> list[float]:
-    """As `in_turn`, the median of all turns but the first."""
-    return [statistics.median(seconds[1:]) for seconds in in_turn(works)]
+    """As `time_in_turn`, the median of all turns but the first."""
+    return [statistics.median(seconds[1:]) for seconds in time_in_turn(works)]
 
 
 def share_saved(now: Callable[[], Any], then: Callable[[], Any], turns: int = TURNS) -> float:
     """Share of the time that the second way saves."""
-    shares = [1 - other / one for one, other in zip(*in_turn((now, then), turns), strict=True)]
+    shares = [1 - other / one for one, other in zip(*time_in_turn((now, then), turns), strict=True)]
     return max(0.0, statistics.median(shares))
 
 
@@ -104,7 +104,7 @@ def _rows_and_type(rows: int | None, precision: str | None) -> tuple[int, torch.
     return min(max(rows or 0, MIN_ROWS), MAX_ROWS), _DTYPES.get(precision or "", torch.float32)
 
 
-def threads_unlike_cores(
+def thread_gain(
     module: nn.Module, threads: int, cores: int, rows: int | None, precision: str | None
 ) -> dict[str, float] | None:
     """Kind of work -> share of its time that as many threads as cores save; None where there are as many.
@@ -193,7 +193,7 @@ def fused_calls(document: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 2**26) -> dict[str, Any] | None:
+def time_fused_update(optimizers: Sequence[torch.optim.Optimizer], most: int = 2**26) -> dict[str, Any] | None:
     """Seconds of an update now and with `fused=True`, both in turn on tensors of the parameters' sizes; None where it
     is fused, cannot be, or has more than `most` elements to try it with."""
     now = then = 0.0
