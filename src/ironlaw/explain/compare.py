@@ -1,4 +1,4 @@
-"""Why one run is faster or slower than another: by phase, by operation, by what was configured differently."""
+"""Compares two runs: why one is slower, by phase, by operation, by what was configured differently."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Comparison:
         return f"B is {units.percent(abs(self.change))} {slower} per {unit}{doubt}{because}."
 
     def causes(self) -> list[tuple[str, float]]:
-        """Phases by how much they changed, those first that changed in the direction of the step."""
+        """Returns the phases that changed in the direction of the step, the largest change first."""
         direction = 1 if (self.gap.step.missing or 0.0) >= 0 else -1
         changed = [(row.name, (row.measured or 0.0) - (row.planned or 0.0)) for row in self.gap.phases]
         noise = (self.noise or 0.0) * (self.gap.step.planned or 0.0) / 4
@@ -93,7 +93,7 @@ def compare(before: Explanation, after: Explanation) -> Comparison:
 
 
 def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:
-    """What was set, or was there, differently: keys of the configs, then facts of the runs."""
+    """Returns what differs: keys of the configs, then facts of the runs."""
     both, changed = (before, after), []
     configs = [_flat(e.config.model_dump(mode="json")) if e.config is not None else {} for e in both]
     for of, (one, other) in {"config": configs, "run": [_facts(e.run) for e in both]}.items():

@@ -1,4 +1,4 @@
-"""The bottleneck in one sentence, with its evidence; or none, and why."""
+"""Names the bottleneck in one sentence, with its evidence; or none, and why."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:
-    """Why no verdict may be given, if so."""
+    """Returns why no verdict may be given, None if it may."""
     if evidence.step is None:
         return "the step was not timed"
     if all(row.measured is None for row in evidence.gap.phases):

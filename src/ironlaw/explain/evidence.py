@@ -1,4 +1,4 @@
-"""What a diagnosis may look at: shares and rates drawn from a plan, a run and their gap. Unknown stays None."""
+"""Evidence of a diagnosis: shares and rates computed from a plan, a run and their gap. Unknown values are None."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class RunEvidence:
 
     @property
     def machine_speed(self) -> float | None:
-        """1.0: as fast as the plan expects this machine to be typically; 0.87: slower during the run."""
+        """Speed relative to what the plan expects of this machine; below 1 it was slower during the run."""
         return self.run.facts.get("machine_speed")
 
     @property
     def tolerance(self) -> float:
-        """Of a plan by tracing: it was not fitted to this module, so that more must be off before it tells."""
+        """Share by which a plan may be off: one by tracing was not fitted to this module."""
         return 0.25 if self.run.facts.get("source") == "observe" else 0.0
 
     @property
     def plan_is_of_another_machine(self) -> bool:
-        """What exceeds it means nothing: ranks on one processor share its cores, and each one's plan has them all; with
-        more threads than cores the plan is of as many as there are; other programs take turns with a loop."""
+        """Whether exceeding the plan means nothing. Ranks on one processor share its cores, and each one's plan has all
+        of them; with more threads than cores the plan has as many as cores; other programs slow a loop."""
         ranks, threads, cores = (self.fact(name) or 1 for name in ("world_size", "threads", "cores"))
         shared = self.fact("source") == "observe" and (self.fact("other_load") or 0.0) > MAX_OTHER_LOAD
         crowded = ranks > 1 or (self.fact("cores") is not None and threads > cores)
@@ -69,11 +69,11 @@ class RunEvidence:
         return self.found(fact, max(gain or 0.0, NOTICED)) if fact else gain
 
     def lines(self, phase: Phase) -> list[tuple[str, float]]:
-        """Of the user's code, with the share of the phase that passes there; the most first."""
+        """Returns lines of the user's code with their share of the phase, the largest first."""
         return [(place, share) for place, share in (self.fact("lines") or {}).get(str(phase), []) if place != "?"]
 
     def line_figures(self, phase: Phase) -> list[str]:
-        """Those that take a tenth of the phase and more."""
+        """Returns the lines that take a tenth of the phase and more, as figures."""
         return [f"{place}: {percent(share, 0)} of it" for place, share in self.lines(phase) if share >= 0.1]
 
     def phase_share(self, phase: Phase) -> float | None:
@@ -83,13 +83,13 @@ class RunEvidence:
         return self._share(row.measured for row in self.gap.kinds if row.name == str(kind))
 
     def bound_share(self, bound: str) -> float | None:
-        """Of the operations whose time this ceiling sets. None when no operation was timed."""
+        """Returns the share of operations whose time this ceiling sets; None if no operation was timed."""
         if not self._timed():
             return None
         return self._share([0.0, *(row.measured for row in self.gap.operations if row.bound == bound)])
 
     def wall_share(self, *names: str) -> float | None:
-        """Of the wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
+        """Returns the share of wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
         wall = self.run.facts.get("wall_seconds") or {}
         loop = [wall[name] for name in ("training", "evaluation", "checkpoint") if wall.get(name) is not None]
         if any(wall.get(name) is None for name in names) or not sum(loop):
@@ -101,7 +101,7 @@ class RunEvidence:
         return float(sum(flops)) if flops else None
 
     def _explained_seconds(self, kind: Kind) -> float | None:
-        """Seconds of a kind that its shapes explain: measured, but no more than planned for the machine's speed.
+        """Returns seconds of a kind that its shapes explain: measured, at most as planned for the machine's speed.
 
         What the measurement exceeds the plan by is another matter (`off_plan`), with another remedy.
         """
@@ -111,18 +111,18 @@ class RunEvidence:
         return min(row.measured, row.planned / (self.machine_speed or 1.0))
 
     def peak_rate(self) -> float | None:
-        """FLOP/s of large matrix products at the run's precision, at the machine's speed during the run."""
+        """Returns FLOP/s of large matrix products at the run's precision and the machine's speed during the run."""
         peak = self.plan.facts.get("matmul_peak_flops_per_second")
         typical_slowdown = (self.plan.facts.get("slowdown") or {}).get("compute", 1.0)
         return None if peak is None else float(peak) * (self.machine_speed or 1.0) / typical_slowdown
 
     def rate(self, kind: Kind) -> float | None:
-        """FLOP/s that a kind attains by its shapes."""
+        """Returns FLOP/s that a kind attains by its shapes."""
         flops, seconds = self.planned_flops(kind), self._explained_seconds(kind)
         return flops / seconds if flops is not None and seconds else None
 
     def excess_share(self, kind: Kind, reference_rate: float | None) -> float | None:
-        """Time of a kind above what its FLOPs would take at a reference rate, as a share of the step."""
+        """Returns time of a kind above what its FLOPs take at a reference rate, as a share of the step."""
         flops, seconds = self.planned_flops(kind), self._explained_seconds(kind)
         if flops is None or seconds is None or not reference_rate or self.step is None:
             return None

@@ -1,4 +1,4 @@
-"""A run explained: read its directory, subtract plan from measurement, name the bottleneck, propose what to change."""
+"""Explains a run: reads its directory, subtracts plan from measurement, names the bottleneck, proposes changes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Explanation:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know to read the figures right."""
+        """Notes that a reader needs to interpret the figures."""
         notes = list(self.run.facts.get("unknown", []))
         if self.run.facts.get("not_planned"):
             notes.append(f"There is no plan beside this run: {self.run.facts['not_planned']}.")
@@ -220,7 +220,7 @@ def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
 
 
 def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | None) -> tuple[list[Remedy], str]:
-    """The remedies that pay and a sentence about them; without a profile of the run's machine, only the sentence."""
+    """Returns the remedies that pay and a sentence about them; without a profile of the run's machine, the sentence."""
     try:
         profile = profile or load_profile()
     except UserError as error:
@@ -244,7 +244,7 @@ def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | N
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run. A half-written last line (an interruption) is passed over; a missing file is no steps."""
+    """Returns the steps of a run. A half-written last line (an interruption) is skipped; a missing file is no steps."""
     entries = [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
     for entry in entries:
         for name, value in entry.items():

@@ -1,5 +1,5 @@
-"""What to change in a loop that is the user's own: code, not config. Gains come from the plans of the module as it
-could be run, from what was measured, or from a small experiment at the end of the run; `basis` says which.
+"""Remedies for a user's own loop: changes of code, not of a config. Gains come from plans of the module, from what was
+measured, or from a small experiment at the end of the run; `basis` says which.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _left_on(now: ObservedPlans) -> list[Proposal]:
 
 
 def _retype(fact: str, how: str) -> Callable[[ObservedPlans], list[Proposal]]:
-    """Numbers of another type: the share of the passes that they were found to save."""
+    """Another number type, by the share of the passes that it saved."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
         found = now.fact(fact)
@@ -131,8 +131,8 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
 
 
 def _attention(now: ObservedPlans) -> list[Proposal]:
-    """Scores that are written out: everything that the module does itself between its linear layers (products, masks,
-    softmax, scales, casts) against the fused kernel of the same shape."""
+    """Compares attention that writes its scores with the fused kernel of the same shape. Its time is all that the
+    module does between its linear layers: products, masks, softmax, scales, casts."""
     names, timed = {line.operation for line in now.timed}, now.fact("attention_seconds")
     roots = {name.removesuffix(".softmax") for name in names if name.endswith(".softmax")}
     roots = {root for root in roots if f"{root}.bmm" in names}

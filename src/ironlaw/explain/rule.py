@@ -1,4 +1,4 @@
-"""What a rule of diagnosis is: one entry with a measure, a threshold, and the words for what it found."""
+"""Defines a rule of diagnosis: a measure, a threshold, and the words for what it finds."""
 
 from __future__ import annotations
 

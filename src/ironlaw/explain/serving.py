@@ -1,4 +1,4 @@
-"""A measured server beside its plan: where the time of an engine step went, what binds, and what to change.
+"""Compares a measured server with its plan: where the time of an engine step went, what binds, what to change.
 
 The run is what `ironlaw bench --out` wrote: `ledger.json` and `steps.jsonl`. The plan has the phases that an engine of
 ours has on this machine (`plan/serving/here.py`); what it does not know is absent, never 0.
@@ -81,7 +81,7 @@ def is_serving_run(path: Path) -> bool:
 
 
 def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplanation:
-    """UserError where the run has no engine steps: `bench` reads them from Ironlaw's own server alone."""
+    """Raises UserError if the run has no engine steps: `bench` reads them from Ironlaw's own server only."""
     run = Ledger.load(path / "ledger.json")
     steps = read_json_lines(path / "steps.jsonl")
     if not steps or not run.phase_seconds:
@@ -93,8 +93,8 @@ def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplan
 def _planned(
     run: Ledger, steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]], profile: Profile | None
 ) -> tuple[dict[Phase, float], dict[str, float], str]:
-    """The mean step's passes and the load's totals by the plan; nothing where the model or the machine cannot be
-    planned, and why."""
+    """Returns seconds of a mean step by phase, the load's totals, and a note by the plan; only the reason in the note
+    if the model or the machine cannot be planned."""
     try:
         profile, facts = profile or load_profile(), run.facts
         passes, weights = facts.get("passes") or (), str(facts.get("weights", "fp32"))
@@ -122,8 +122,8 @@ def _planned(
 def _play_load(
     clock: MeasuredClock, facts: dict[str, Any], steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
 ) -> dict[str, float]:
-    """What clients would feel if the same requests arrivals to an engine that keeps the clock's time. Those that come
-    while the API takes in another one reach it with that one: both work in one interpreter, and the engine waits."""
+    """Returns what clients would measure if the same requests came to an engine that keeps the clock's time. Requests
+    that come while the API takes in another one reach the engine with it: both work in one interpreter."""
     if not requests:
         return {}
     new = sum(step["prefill_tokens"] for step in steps) / sum(one["prompt_tokens"] for one in requests)

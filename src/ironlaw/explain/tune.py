@@ -196,7 +196,7 @@ def search(
 
 
 def _record_trial(result: Tuned, change: Change, after: Measured, control: Measured, say: Say) -> bool:
-    """Whether the change stays; and a line about it."""
+    """Record a trial and log a line about it. Returns whether the change is kept."""
     gain, noise, reason = judge(result.best, after, control)
     worse = loss_difference(result.best, after)
     if not reason and change.effect > Effect.NONE and worse > LOSS_TOLERANCE:
@@ -215,7 +215,7 @@ def _record_trial(result: Tuned, change: Change, after: Measured, control: Measu
 
 
 def _combined_remedies(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None:
-    """The plan's best: remedies one upon the other, each planned on the config that the ones before it leave."""
+    """Returns the plan's best: several remedies, each planned on the config with those before it."""
     steps: list[Remedy] = []
     now, left = config, 1.0
     while len(steps) < 4:
@@ -239,7 +239,7 @@ MIN_COMPOSED = 0.02
 
 
 def _next_remedy(config: RunConfig, profile: Profile, tried: set[tuple[Any, ...]], exact: bool) -> Remedy | None:
-    """The remedy with the largest planned gain that was not tried and is allowed."""
+    """Returns the allowed remedy with the largest planned gain that was not tried."""
     try:
         now = situation(config, profile, Ledger("run"))
     except UserError:
@@ -255,7 +255,7 @@ def _key(remedy: Remedy) -> tuple[Any, ...]:
 
 
 def loss_difference(before: Measured, after: Measured) -> float:
-    """Nats per token after as many steps of both, over the last five of them: a quicker run has taken more."""
+    """Returns nats per token over the last five of as many steps of both: a quicker run has taken more steps."""
     common = min(len(before.losses), len(after.losses))
     if not common:
         return 0.0
@@ -264,7 +264,7 @@ def loss_difference(before: Measured, after: Measured) -> float:
 
 
 def judge(before: Measured, after: Measured, control: Measured) -> tuple[float, float, str]:
-    """(gain, noise, why it is none): `after` against the same config measured before and after it."""
+    """Returns (gain, noise, why it is none) of `after` against the same config measured before and after it."""
     controls = (before.seconds_per_token, control.seconds_per_token)
     middle = statistics.mean(controls)
     noise = max(MIN_NOISE, abs(controls[0] - controls[1]) / middle)
@@ -295,7 +295,7 @@ class TrialRunner:
         return Measured(typical / config.tokens_per_step, typical, losses, str(out))
 
     def _short(self, config: RunConfig) -> RunConfig:
-        """The same training, ended early: no evaluation, no checkpoint, nothing recorded."""
+        """Returns the config of a short run: no evaluation, no checkpoint, nothing recorded."""
         step = plan_run(config, self.profile).totals["step_seconds"].value
         steps = min(MAX_STEPS, max(MIN_STEPS, round(self.trial_seconds / step)), max(config.train.steps, MIN_STEPS))
         return with_settings(
@@ -306,6 +306,6 @@ class TrialRunner:
 
 
 def _median_step(out: Path) -> float:
-    """Of the quieter half: neighbours on the machine only add."""
+    """Returns the median of the quicker half: other load on the machine only adds."""
     seconds = sorted(m["seconds"] for m in read_metrics(out / "metrics.jsonl")[4:] if not m.get("recorded"))
     return float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))

@@ -1,4 +1,4 @@
-"""From the hardware's ceiling to what was attained: each second of the step above the ideal one gets one name.
+"""Descends from the hardware's ceiling to what was attained: each second above the ideal step gets one name.
 
     ideal = model FLOPs / peak                      the whole step, were there nothing else: 100%
     + shape, memory, launch, communication, ...     seconds that a cause adds

@@ -1,4 +1,4 @@
-"""Anybody's trace as a ledger: steps and phases inferred, every instant of a step in one phase.
+"""Makes a ledger of any trace. Steps and phases are inferred; every instant of a step is in one phase.
 
 On a device the instant belongs to the first of: a kernel that computes, a collective, a copy from the host; and when
 the device does nothing, to what the host does: wait for data, launch, or nothing that the trace shows. Without a device
@@ -123,7 +123,7 @@ def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedS
 
 
 def _phase_of(span: Span) -> Phase | None:
-    """None: it says nothing of a phase (a step's own mark, a Python function)."""
+    """Returns None for spans of no phase (a step's own mark, a Python function)."""
     name = span.event.name
     if span.outer.startswith("Optimizer."):
         return Phase.OPTIMIZER
@@ -142,7 +142,7 @@ def _phase_of(span: Span) -> Phase | None:
 
 
 def _thread_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
-    """The main thread's outermost spans that tell a phase, and what lies between them."""
+    """Returns the main thread's outermost spans with a phase, and what lies between them."""
     pieces: list[Segment] = []
     now, last = step.begin, None
     for span in traced.spans:
@@ -163,7 +163,7 @@ def _thread_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
 
 
 def _device_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
-    """By priority: compute, communication, copies from the host, then what the host does while the device idles."""
+    """Returns pieces by priority: compute, communication, copies from the host, then what the host does meanwhile."""
     layers: list[list[Segment]] = [[], [], [], [], []]
 
     def add(layer: int, phase: Phase, event: Event) -> None:
@@ -260,7 +260,7 @@ def _lines(traced: _Traced) -> list[Line]:
 
 
 def _flops(event: Event) -> int:
-    """Of a matrix product whose shapes the trace has."""
+    """Returns FLOPs of a matrix product whose shapes were recorded, else 0."""
     shapes = event.details.get("Input Dims", [])[: _OPERANDS.get(event.name, 0)]
     try:
         return int(flop_registry[getattr(torch.ops.aten, event.name[6:])](*shapes)) if shapes else 0
@@ -275,7 +275,7 @@ def _launches(traced: _Traced) -> int:
 
 
 def _sync_points(traced: _Traced) -> list[dict[str, Any]]:
-    """Where the host waited for a value: with the line of the user's code when stacks were recorded."""
+    """Returns where the host waited for a value, with the line of the user's code if stacks were recorded."""
     found: SyncPoints = defaultdict(list)
     for span in traced.spans:
         if span.event.name in ("aten::item", "aten::is_nonzero") and traced.inside(span.event):
@@ -297,7 +297,7 @@ def _line_of(span: Span) -> str:
 
 
 def _precision(events: Iterable[Event]) -> str | None:
-    """What most matrix products take in, where shapes were recorded."""
+    """Returns the type of most matrix products' inputs, if shapes were recorded."""
     names = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
     seen: dict[str, int] = defaultdict(int)
     for event in events:

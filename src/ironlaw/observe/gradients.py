@@ -1,4 +1,4 @@
-"""Which gradients of a step an update reads, and which rows of embeddings had any."""
+"""Finds gradients that no update reads, and rows of embeddings that had none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _is_clipping() -> bool:
 
 @dataclass
 class _Call:
-    """One call of a module with weights: where, which, and whether a gradient could go on behind it."""
+    """One call of a module with weights: its line, its weights, and whether its inputs have gradients too."""
 
     place: str
     parameters: set[int]
@@ -32,7 +32,7 @@ class _Call:
 
 @dataclass
 class _Pass:
-    """One backward pass: where it began and the calls before it, and what it wrote, in order."""
+    """One backward pass: its line, the calls before it, weights whose gradients it wrote in order, and those read."""
 
     place: str
     calls: list[_Call]
@@ -41,9 +41,9 @@ class _Pass:
 
 
 class GradientUse:
-    """Looks at one step between `begin` and `end`; whether gradients are read shows until the `facts` are asked for.
+    """Watches one step between `begin` and `end`. Whether its gradients are read may show later, until `facts`.
 
-    Of any module: a teacher beside the model that is observed has its gradients computed too.
+    All modules count: a teacher beside the observed model has its gradients computed too.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -84,7 +84,7 @@ class GradientUse:
         self._owner_of_address = {p.grad.data_ptr(): id(p) for p in strided if p.grad is not None}
 
     def operation_called(self, name: str, operands: Any) -> None:
-        """Gradients that the loop itself computes with are read, but for filling them with zeros."""
+        """Gradients that the loop itself computes with are read, unless it fills them with zeros."""
         if not self._unread or any(word in name for word in _NOT_READING):
             return
         addresses = {t.data_ptr() for t in tensors(operands) if t.layout is torch.strided}
@@ -108,14 +108,14 @@ class GradientUse:
             self._unread.setdefault(id(parameter), (parameter, []))[1].append(self._passes[-1])
 
     def _forget_cleared(self) -> None:
-        """Gradients that are gone before any update came to read them."""
+        """Drop gradients that were cleared before any update read them."""
         gone = [i for i, (p, _) in self._unread.items() if p.grad is None or not bool(p.grad.any())]
         for parameter in gone:
             del self._unread[parameter]
 
     def facts(self, files: Sequence[str]) -> dict[str, Any]:
-        """Parts of the elements of all gradients of the step: `gradients_idle` no update read, `rows_untouched` are
-        rows of embeddings that no token of the batch was, zeros that an optimizer goes through all the same."""
+        """Parts of the elements of all gradients of the step: `gradients_idle` were read by no update; `rows_untouched`
+        are zeros of embedding rows that no token of the batch used, which an optimizer still goes through."""
         names = tuple(type(optimizer).__name__ for optimizer in self._optimizers)
         owned = _updated(self._optimizers)
         for parameter, (_, passes) in self._unread.items() if self._passes else ():
@@ -155,7 +155,7 @@ def _updated(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
 
 
 def graph_of(roots: Any) -> list[Any]:
-    """The nodes that a backward pass from here comes through."""
+    """Returns the nodes of autograd's graph that a backward pass from these roots visits."""
     nodes = [t.grad_fn for t in tensors(roots) if t.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:  # which grows meanwhile
@@ -166,17 +166,16 @@ def graph_of(roots: Any) -> list[Any]:
 
 
 def _leaves(roots: Any) -> list[Tensor]:
-    """Whatever a backward pass from here writes gradients of."""
+    """Returns the tensors whose gradients a backward pass from these roots writes."""
     return [node.variable for node in graph_of(roots) if hasattr(node, "variable")]
 
 
 def _idle_elements(one: _Pass, owned: set[int], not_owned: set[int]) -> tuple[float, list[str]]:
-    """Elements of gradients that nothing read, and the lines of the calls they belong to, then of the pass.
+    """Returns elements of gradients that nothing reads, and the lines of the calls they belong to, then of the pass.
 
-    What a pass computes behind the last gradient that is read, it computes for nothing, and so what it computes of a
-    module behind which nothing is learned. Elsewhere gradients of activations are needed, and those of weights, half of
-    the work, are not: that counts where no optimizer has the weight at all, and not for a discriminator through which a
-    generator learns.
+    All that a pass computes after the last gradient that is read is wasted, and so is all of a module whose inputs have
+    no gradients. Elsewhere gradients of activations are needed, and those of weights, half of the work, are not: these
+    count if no optimizer has the weight at all, and not for a discriminator through which a generator learns.
     """
     last = max((n for n, p in enumerate(one.written) if id(p) in one.read), default=-1)
     unread = {id(p) for p in one.written if id(p) not in one.read}

@@ -1,5 +1,4 @@
-"""What the main thread does while it waits for data or does something of its own: looked at a thousand times a second,
-in recorded steps only."""
+"""Samples the stack of the main thread a thousand times a second in recorded steps: what it waits for or does."""
 
 from __future__ import annotations
 
@@ -34,8 +33,11 @@ _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_
 
 
 class StackSampler:
-    """The wait for data has a stage: "workers" (a loader's processes), "lock" (for a thread of this process that is at
-    work), "tokenise", or "read". A fraction is of the time in no phase."""
+    """Samples stacks while active.
+
+    The wait for data has a stage: "workers" (a loader's processes), "lock" (for a thread of this process that is at
+    work), "tokenise", or "read". Fractions are of the time in no phase.
+    """
 
     def __init__(self, partition: Partition) -> None:
         self._partition, self._thread_id, self._loop = partition, threading.get_ident(), LoopLines()
@@ -93,8 +95,8 @@ class StackSampler:
             self._places[place] += 1
 
     def _module_called(self, module: nn.Module, args: Any) -> None:
-        """Beside the observed model: the same tensors and weights as the last time give the same, so that once would
-        do."""
+        """Count calls of a module beside the observed model with the same tensors and weights as the last time: the
+        result is the same, so that one call would do."""
         if torch.is_grad_enabled() or self._partition.running is not None:
             return
         given, before = [*tensors(args), *module.parameters()], self._last_inputs.get(id(module), [])
@@ -104,8 +106,8 @@ class StackSampler:
         self._last_inputs[id(module)] = [(weakref.ref(t), t._version) for t in given]
 
     def lines(self, steps: Sequence[Sequence[Interval]] = ()) -> dict[str, list[tuple[str, float]]]:
-        """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time, of
-        these steps, the lines of the loop, with what was found most within them."""
+        """Returns the user's lines in which each phase spends most time, with their shares of it. For the loop's own
+        time in these steps they are lines of the loop, with the line that was found most within each."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
         within: dict[str, Counter[str]] = defaultdict(Counter)
         for interval, (inner, *_), outer, _ in self._samples:
@@ -126,7 +128,7 @@ class StackSampler:
         }
 
     def busy_thread(self) -> dict[str, Any] | None:
-        """The line of the thread beside the loop's that computed most, and the part of a core that it had."""
+        """Returns the line of the busiest thread beside the loop's, and the part of a core that it used."""
         part, thread = self._busiest
         places = [place for place, _ in self._other_threads[thread].most_common() if place != "?"]
         return {"place": places[0] if places else None, "part": part} if part >= MIN_BUSY else None
@@ -150,7 +152,7 @@ def _most(counts: Counter[str]) -> str | None:
 
 
 def _computed_seconds() -> dict[int, float]:
-    """Processor time of every thread of Python's, where the system tells (Linux)."""
+    """Returns processor time of every Python thread, if the system reports it (Linux)."""
     found = {}
     for thread in threading.enumerate():
         with suppress(OSError, ValueError):  # one that has ended since
@@ -160,7 +162,7 @@ def _computed_seconds() -> dict[int, float]:
 
 
 def data_stage_of(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple[str, str]:
-    """By the names on the stack; the place is the user's line.
+    """Returns the stage of a wait for data, by the names on the stack, and the user's line.
 
     `others`: the stacks of the other threads. Where the loop waits for one that is at work in Python, the two take
     turns under the interpreter's lock, and that thread's line is the place.
@@ -183,7 +185,7 @@ def data_stage_of(frame: FrameType | None, others: Sequence[FrameType] = ()) -> 
 
 
 def activity_of(frame: FrameType | None) -> str:
-    """By what is anywhere on the stack: "logs", "module" (it computes), or nothing that is known."""
+    """Returns "logs" or "module" (it computes) if either is anywhere on the stack, else nothing."""
     while frame is not None:
         if _is_of_logger(frame.f_code.co_filename):
             return "logs"
@@ -199,5 +201,5 @@ def _is_of_logger(file: str) -> bool:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    """For another thread, at a lock, a queue or an event; the wait for a worker process looks through a pipe."""
+    """Whether it waits for another thread, at a lock, a queue or an event; a wait for worker processes is at a pipe."""
     return frame.f_code.co_filename in (threading.__file__, queue.__file__)

@@ -1,4 +1,4 @@
-"""Events nested into each other: whose time is whose, in which module, and what kind of work.
+"""Nests events into each other: their own time, their module, and their kind of work.
 
 An operation's own kernel is the outermost call below it that is not composed of others (PyTorch says which are); what
 that calls belongs to it. A backward operation has the module of the forward operation with the same sequence number.
@@ -122,7 +122,7 @@ def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = 
 
 
 def innermost(spans: Sequence[Span]) -> Callable[[float], Span | None]:
-    """Of a moment: the last of these spans of one thread, in order, that lies around it."""
+    """Returns a function from a moment to the innermost of these spans, of one thread and in order, around it."""
     starts = [span.event.start for span in spans]
 
     def at(moment: float) -> Span | None:
@@ -186,7 +186,7 @@ def composed(operation: str) -> bool:
 
 
 def kind_of(operation: str) -> Kind:
-    """Kind of work of an ATen operation, a collective or a device kernel that was launched outside of any."""
+    """Returns the kind of work of an ATen operation, a collective or a device kernel launched outside of any."""
     if operation.startswith(("nccl:", "gloo:", "c10d::", "mpi:")):
         return Kind.COLLECTIVE
     bare = operation.removeprefix("aten::")
@@ -204,7 +204,7 @@ def operation_name(span: Span) -> str:
 
 
 def _name(span: Span) -> str:
-    """As a plan by tracing names it: the module's path, then the function unless that is all the module does."""
+    """Returns the name in a plan by tracing: the module's path, and the function unless it is all the module does."""
     assert span.kernel is not None
     name = "fused" if span.kernel.name.startswith(FUSED) else span.kernel.name.removeprefix("aten::")
     path, leaf = span.scope.removesuffix(LEAF), span.scope.endswith(LEAF)
@@ -225,7 +225,7 @@ def group_of(scope: str) -> str:
 
 
 def span_key(span: Span, phase: Phase) -> Key:
-    """Where the span's own time counts."""
+    """Returns the key under which the span's own time counts."""
     if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         # PyTorch marks it so, as in Optimizer.step#SGD.step.
         _, stepped, whose = span.outer.partition("Optimizer.step#")
@@ -236,7 +236,7 @@ def span_key(span: Span, phase: Phase) -> Key:
 
 
 class StepSums:
-    """Nanoseconds and calls by key, of some recorded steps."""
+    """Sums nanoseconds and calls of recorded steps by key."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -248,7 +248,7 @@ class StepSums:
         self.counts[key] += count
 
     def lines(self) -> list[Line]:
-        """Per key the quickest of the steps: stalls, and the pages that the profiler's own events cost, only add.
+        """Returns per key the quickest step: stalls, and pages that the profiler's own events cost, only add.
 
         Whoever compares them with phases timed without a profiler scales them to those.
         """
@@ -272,12 +272,12 @@ _DEVICE_KINDS = (
 
 
 def device_kind(kernel: str) -> Kind:
-    """Kind of work of a kernel, by its name."""
+    """Returns the kind of work of a kernel, by its name."""
     return next((kind for kind, pattern in _DEVICE_KINDS if pattern.search(kernel)), Kind.ELEMENTWISE)
 
 
 def device_key(event: Event, launcher: Span | None, phase: Phase) -> Key:
-    """Where a kernel or copy of a device counts: by the operation that launched it, else by its name."""
+    """Returns the key of a kernel or copy of a device: by the operation that launched it, else by its name."""
     kind, name = device_kind(event.name), _short(event.name)
     if launcher is not None and launcher.kernel is not None:
         kind, name = kind_of(launcher.kernel.name), operation_name(launcher)

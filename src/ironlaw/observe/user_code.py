@@ -1,4 +1,4 @@
-"""Lines of the user's code: the one that runs, the one that calls something, the one where something grows."""
+"""Finds lines of the user's code: the one that runs, the one that calls something, the one where something grows."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def user_line(frame: FrameType | None = None, of: Collection[CodeType] = ()) -> 
 
 @contextmanager
 def stacks() -> Iterator[dict[int, FrameType]]:
-    """The innermost frame of each thread, by its number; other threads' are only to be read in this context. CPython
-    3.11 may collect garbage within `f_back`, and what is called then lets another thread run, whose frame ends while
-    it is looked at: a segmentation fault."""
+    """Gives the innermost frame of each thread, by its number. Read frames of other threads only within this context:
+    CPython 3.11 may collect garbage within `f_back`, which may let another thread run, and reading a frame that ends
+    meanwhile is a segmentation fault."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +67,7 @@ def stacks() -> Iterator[dict[int, FrameType]]:
 
 
 def files_of(module: nn.Module) -> list[str]:
-    """Files of the loop that is running, of the script and of the module."""
+    """Returns the user's files: of the loop that is running, of the script and of the module."""
     files = [frame.f_code.co_filename for frame in user_frames()]
     files.append(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     for child in module.modules():
@@ -168,7 +168,7 @@ def growing_line(name: str, files: Sequence[str]) -> str | None:
 
 
 def _names(node: ast.AST) -> tuple[str | None, ...]:
-    """Of `losses` that, of `history["loss"]` both."""
+    """Returns `losses` of `losses`, and both names of `history["loss"]`."""
     if isinstance(node, ast.Subscript):
         return _last_name(node.slice), *_names(node.value)
     return (_last_name(node),)
