@@ -49,7 +49,7 @@ class Comparison:
             )
         slower = "slower" if self.change > 0 else "faster"
         doubt = "" if self.real else " (too few steps to know the noise)"
-        causes = [f"{name} {_signed(seconds)}" for name, seconds in self.causes()[:MAX_CAUSES]]
+        causes = [f"{name} {'+' if s >= 0 else '−'}{units.seconds(abs(s))}" for name, s in self.causes()[:MAX_CAUSES]]
         because = f": {', '.join(causes)} per step" if causes else ""
         return f"B is {units.percent(abs(self.change))} {slower} per {unit}{doubt}{because}."
 
@@ -124,7 +124,3 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _pair(row: Any) -> dict[str, Any]:
     return {"name": row.name, "before": row.planned, "after": row.measured, "difference": row.missing}
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '−'}{units.seconds(abs(seconds))}"

@@ -187,36 +187,27 @@ def explained(
 
 def explain_run(run_dir: Path, profile: Profile | None = None) -> Explanation:
     """Read a finished run and explain it. `profile`: the machine to plan remedies on; this machine's by default."""
-    config, config_text = _config(run_dir)
-    plan, run = _ledgers(run_dir)
-    found = _remedies(config, plan, run, profile)
-    tried = () if found[1].startswith(NOT_PLANNED) else REMEDIES
-    return explained(run_dir, plan, run, subtract_ledgers(plan, run), found, tried, (config, config_text))
-
-
-def _config(run_dir: Path) -> tuple[RunConfig, str]:
     if not run_dir.is_dir():
         raise UserError(f"no run directory at {run_dir}: give the one that `ironlaw train` printed, like runs/NAME")
-    path = run_dir / "config.toml"
-    if not path.is_file():
+    config_path, plan_path, run_path = (run_dir / name for name in ("config.toml", "plan.json", "ledger.json"))
+    if not config_path.is_file():
         raise UserError(f"{run_dir} has no config.toml, so it is not a run: give the directory `ironlaw train` printed")
-    config = load_config(path)
-    return config, read_text(path)
-
-
-def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
-    plan_path, run_path = run_dir / "plan.json", run_dir / "ledger.json"
+    config = load_config(config_path)
     if not run_path.is_file():
         raise UserError(
             f"{run_dir} is not finished (no ledger.json): finish it with "
-            f"`ironlaw train {run_dir / 'config.toml'} --out {run_dir} --resume`"
+            f"`ironlaw train {config_path} --out {run_dir} --resume`"
         )
     if not plan_path.is_file():
         raise UserError(
             f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
-            f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
+            f"`ironlaw train {config_path} --out NEW_DIR`"
         )
-    return Ledger.load(plan_path), Ledger.load(run_path)
+    plan, run = Ledger.load(plan_path), Ledger.load(run_path)
+    found = _remedies(config, plan, run, profile)
+    tried = () if found[1].startswith(NOT_PLANNED) else REMEDIES
+    gap = subtract_ledgers(plan, run)
+    return explained(run_dir, plan, run, gap, found, tried, (config, read_text(config_path)))
 
 
 def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | None) -> tuple[list[Remedy], str]:

@@ -23,7 +23,6 @@ class Sample:
     seconds: float
     error: float
     drift: float  # relative
-    steps: int
 
 
 def sample(metrics: Sequence[Mapping[str, Any]], typical: float | None = None) -> Sample | None:
@@ -38,7 +37,7 @@ def sample(metrics: Sequence[Mapping[str, Any]], typical: float | None = None) -
     error = statistics.stdev(blocks) / len(blocks) ** 0.5
     half = len(seconds) // 2
     first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
-    return Sample(middle, error, abs(second - first) / middle, len(seconds))
+    return Sample(middle, error, abs(second - first) / middle)
 
 
 def threshold(before: Sample | None, after: Sample | None) -> float | None:

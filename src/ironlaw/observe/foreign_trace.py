@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -299,13 +299,10 @@ def _line_of(span: Span) -> str:
 def _precision(events: Iterable[Event]) -> str | None:
     """Returns the type of most matrix products' inputs, if shapes were recorded."""
     names = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
-    seen: dict[str, int] = defaultdict(int)
-    for event in events:
-        if event.name in ("aten::mm", "aten::addmm", "aten::bmm"):
-            types = [t for t in event.details.get("Input type", []) if t in names]
-            if types:
-                seen[names[types[-1]]] += 1
-    return max(seen, key=lambda name: seen[name]) if seen else None
+    products = (event for event in events if event.name in ("aten::mm", "aten::addmm", "aten::bmm"))
+    types = ([t for t in event.details.get("Input type", []) if t in names] for event in products)
+    most = Counter(names[known[-1]] for known in types if known).most_common(1)
+    return most[0][0] if most else None
 
 
 def _has_unfused_attention(spans: Sequence[Span]) -> bool:

@@ -32,7 +32,6 @@ class TraceFile:
 
     events: list[Event]
     header: dict[str, Any] = field(default_factory=dict)
-    unread: int = 0  # events of kinds that say nothing here
 
 
 def read_trace(path: Path) -> TraceFile:
@@ -42,12 +41,8 @@ def read_trace(path: Path) -> TraceFile:
         with open_file(path) as raw_file:
             stream: Any = gzip.GzipFile(fileobj=raw_file) if path.suffix == ".gz" else raw_file
             file = io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
-            for raw in _raw_events(file, result.header):
-                event = _event(raw)
-                if event is None:
-                    result.unread += 1
-                else:
-                    result.events.append(event)
+            read = map(_event, _raw_events(file, result.header))
+            result.events = [event for event in read if event is not None]
     except UserError:
         raise
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
