@@ -22,7 +22,7 @@ def _is_clipping() -> bool:
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """One call of a module with weights: its line, its weights, and whether its inputs have gradients too."""
 
     place: str
@@ -31,11 +31,11 @@ class _Call:
 
 
 @dataclass
-class _Pass:
+class _BackwardPass:
     """One backward pass: its line, the calls before it, weights whose gradients it wrote in order, and those read."""
 
     place: str
-    calls: list[_Call]
+    calls: list[_ModuleCall]
     written: list[Tensor] = field(default_factory=list)
     read: set[int] = field(default_factory=set)
 
@@ -49,9 +49,9 @@ class GradientUse:
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
         self._handles: dict[int, Any] = {}
-        self._passes: list[_Pass] = []
-        self._calls: list[_Call] = []
-        self._unread: dict[int, tuple[Tensor, list[_Pass]]] = {}
+        self._passes: list[_BackwardPass] = []
+        self._calls: list[_ModuleCall] = []
+        self._unread: dict[int, tuple[Tensor, list[_BackwardPass]]] = {}
         self._owner_of_address: dict[int, int] = {}  # address of a gradient that waits -> id of its parameter
         self._untouched: float | None = None
 
@@ -66,12 +66,12 @@ class GradientUse:
     def _module_called(self, module: nn.Module, args: Any) -> None:
         own = {id(p) for p in module.parameters() if p.requires_grad} if torch.is_grad_enabled() else None
         if own:
-            self._calls.append(_Call(user_line(), own, any(t.requires_grad for t in tensors(args))))
+            self._calls.append(_ModuleCall(user_line(), own, any(t.requires_grad for t in tensors(args))))
 
     def backward_begins(self, roots: Any) -> None:
         self._forget_cleared()
         if self._handles:
-            self._passes.append(_Pass(user_line(), self._calls))
+            self._passes.append(_BackwardPass(user_line(), self._calls))
             self._calls = []
             for leaf in _leaves(roots):
                 if id(leaf) not in self._handles:
@@ -170,7 +170,7 @@ def _leaves(roots: Any) -> list[Tensor]:
     return [node.variable for node in graph_of(roots) if hasattr(node, "variable")]
 
 
-def _idle_elements(one: _Pass, owned: set[int], not_owned: set[int]) -> tuple[float, list[str]]:
+def _idle_elements(one: _BackwardPass, owned: set[int], not_owned: set[int]) -> tuple[float, list[str]]:
     """Returns elements of gradients that nothing reads, and the lines of the calls they belong to, then of the pass.
 
     All that a pass computes after the last gradient that is read is wasted, and so is all of a module whose inputs have
