@@ -141,8 +141,8 @@ def test_a_loop_over_tokens_is_known_from_short_sequences(
 
     original = trace_of.__dict__["_traced"]
     monkeypatch.setattr(trace_of, "_traced", counted)
-    monkeypatch.setattr(trace_of, "ROWS", 100)
-    monkeypatch.setattr(trace_of, "SHORTEST", 10)
+    monkeypatch.setattr(trace_of, "MAX_KERNELS", 100)
+    monkeypatch.setattr(trace_of, "MIN_EXTRAPOLATED_TOKENS", 10)
     found = trace(lambda: Recurrence(window), inputs, repeated=True)
     assert replace(found, assumptions=()) == whole
     assert traced == [5 if short else 1]  # too long, then four lengths; the whole where a window lies between

@@ -79,7 +79,7 @@ def keep_freed_memory() -> bool:
 
 _STAT = Path("/proc/stat")
 _SCHEDULE = Path("/proc/thread-self/schedstat")
-LEAST_SECONDS = 0.5  # shortest interval, as the system counts hundredths of a second
+MIN_SECONDS = 0.5  # shortest interval, as the system counts hundredths of a second
 _BUSY = (1, 2, 3, 6, 7)  # user, nice, system, irq, softirq; not idle, disk wait, or time stolen by a neighbour
 
 
@@ -95,10 +95,10 @@ class OtherLoad:
         self._share: float | None = None
 
     def share(self) -> float | None:
-        """Return the share, or the previous one within `LEAST_SECONDS`; None if the system does not report it."""
+        """Return the share, or the previous one within `MIN_SECONDS`; None if the system does not report it."""
         now, before = self._now(), self._last
         busy, own, wall = (a - b for a, b in zip(now, before, strict=True))
-        if wall < LEAST_SECONDS:
+        if wall < MIN_SECONDS:
             return self._share
         known = now[0] >= 0 and before[0] >= 0
         self._last, self._share = now, max(0.0, busy - own) / (wall * len(_cores())) if known else None

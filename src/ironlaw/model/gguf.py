@@ -73,7 +73,7 @@ def write_gguf(
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.layers)
     known = None if tokenizer is None else tokenizer_fields(tokenizer, config.vocab)
-    of_matrices, of_ends, of_file = TYPES[dtype]
+    uses_matrix_update, of_ends, of_file = TYPES[dtype]
     there, scales_there = _huggingface_weights(config, weights), _huggingface_weights(config, scales or {})
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     _write_shape(writer, config)
@@ -86,7 +86,7 @@ def write_gguf(
     for theirs, tensor in there.items():
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
-        wanted = of_ends if name in WIDE else of_matrices
+        wanted = of_ends if name in WIDE else uses_matrix_update
         if tensor.dim() == 1 or name.startswith("position_embd"):
             wanted = "F32"
         elif wanted.startswith("Q") and tensor.shape[1] % BLOCK:

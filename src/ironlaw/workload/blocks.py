@@ -12,7 +12,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation, call, fast_replace
-from ironlaw.workload.sizes import Size, divided, several, smaller
+from ironlaw.workload.sizes import Size, above_one, divided, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -32,7 +32,7 @@ class Division:
     @property
     def divides_attention(self) -> bool:
         """Whether several ranks compute one micro-batch's attention."""
-        return several(self.tp) or several(self.cp)
+        return above_one(self.tp) or above_one(self.cp)
 
     @property
     def is_whole(self) -> bool:
@@ -160,7 +160,7 @@ class Shape:
     @property
     def keeps_stream(self) -> bool:
         """Whether the residual stream is saved for the backward pass: not if only a copy of it is read."""
-        return self.model.norm_place != "post" or not (self.casts or several(self.stream_parts))
+        return self.model.norm_place != "post" or not (self.casts or above_one(self.stream_parts))
 
     @property
     def stream_parts(self) -> Size:

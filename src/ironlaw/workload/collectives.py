@@ -38,9 +38,9 @@ from ironlaw.workload.sharding import (
     bucket_bytes,
     expert_dp,
     is_plain,
-    of_site,
     parameter_groups,
     shard_of,
+    site_layout,
 )
 
 
@@ -54,7 +54,7 @@ def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Rec
 
     `world` stays separate: its time shows how long ranks wait for the slowest.
     """
-    inner = of_site(layout, recipe.communication)
+    inner = site_layout(layout, recipe.communication)
     names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
     groups = {name: group_of(inner, name) for name in names}
     groups["site"] = layout.dp // inner.dp, inner.accelerators
@@ -130,7 +130,7 @@ def collectives(
     from `layout`. Gradients under PowerSGD are those from its start step on. Sites do not meet within a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
     counting = counted_together(layout, batch)
-    everybody, layout = layout, of_site(layout, recipe.communication)
+    everybody, layout = layout, site_layout(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     layers, together = list[int](), counting * layout.cp
     for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):

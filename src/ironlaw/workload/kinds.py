@@ -37,7 +37,7 @@ from ironlaw.workload.operations import (
     line_name,
     with_memory,
 )
-from ironlaw.workload.sizes import several
+from ironlaw.workload.sizes import above_one
 
 
 def layer_groups(model: ModelConfig, narrow: int | None = None) -> list[str]:
@@ -119,14 +119,14 @@ def _full_layer(shape: Shape, kind: str) -> list[Operation]:
     if has_experts(kind):
         return moe_block(shape)
     if shape.model.parallel_norms:
-        return side_by_side(shape)
-    return block(shape) if shape.model.norm_place == "pre" else norms_after(shape)
+        return parallel_block(shape)
+    return block(shape) if shape.model.norm_place == "pre" else post_norm_block(shape)
 
 
 # -- blocks in other orders --------------------------------------------------------------------------------------------
 
 
-def norms_after(shape: Shape) -> list[Operation]:
+def post_norm_block(shape: Shape) -> list[Operation]:
     """A block with a norm after each branch, and for "sandwich" also before it."""
     model, narrow = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
     kept = not (shape.casts or shape.conventions.fused)
@@ -143,7 +143,7 @@ def _branch_with_input(shape: Shape, name: str, reader: str, branch: list[Operat
     if shape.model.norm_place == "sandwich":
         return after_norm(shape, name, reader, branch)
     read = [*input_cast(shape, reader), *branch]
-    if several(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
+    if above_one(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
         full = shape.tokens * shape.model.hidden * FP32
         dies = full * shape.casts
         gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
@@ -183,7 +183,7 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
     return [*operations, *joins, joined]
 
 
-def side_by_side(shape: Shape) -> list[Operation]:
+def parallel_block(shape: Shape) -> list[Operation]:
     """A block with parallel branches that read the same stream. The stream between the branches is not saved."""
     model, elements = shape.model, shape.stream_tokens * shape.model.hidden
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes

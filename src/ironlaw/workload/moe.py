@@ -19,7 +19,7 @@ from ironlaw.workload.conventions import OURS
 from ironlaw.workload.forward import activated, attention_half, branch_gradient, feed_forward, network_reader
 from ironlaw.workload.layers import joining, linear, norm, product_gradients, quantising, residual, weight_cast
 from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, product
-from ironlaw.workload.sizes import Size, any_of, divided, is_array, larger, smaller
+from ironlaw.workload.sizes import Size, divided, is_array, is_nonzero, larger, smaller
 
 GROUP = "moe_block"
 
@@ -140,7 +140,7 @@ def _route(shape: Shape) -> list[Operation]:
         small("route", "multiply", choices, 4 * choices * FP32, saved=choices * FP32 + normalised,
               frees_temporary=size, gradient=[of_weights]),
     ]  # fmt: skip
-    if any_of(balance):
+    if is_nonzero(balance):
         operations.append(small("route", "add", scores, size, saved=balance))
     # Sorting, and the row of each choice: two index tables; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)

@@ -33,7 +33,7 @@ from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import freed_after_backward, freed_after_forward, recomputed_operations, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
-from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, of_site, shard_of
+from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, shard_of, site_layout
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
@@ -134,7 +134,7 @@ def step(
         whole = recipe.adapters.trained(model, range(model.layers)) if recipe.adapters else model_parameters(model)
         check_patterns([parameter.name for parameter in whole], recipe.optimizer)
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
-    count, per_site = layout.pp * layout.virtual_stages, of_site(layout, recipe.communication)
+    count, per_site = layout.pp * layout.virtual_stages, site_layout(layout, recipe.communication)
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), per_site)
     embedded, *blocks, output = _known_layers(shape)
     stages, frozen = [], [0] * count

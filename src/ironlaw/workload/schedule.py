@@ -51,7 +51,7 @@ def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
     return [rank + pp * chunk for chunk in range(virtual)]
 
 
-def unfilled(schedule: str, pp: int, virtual: int, micro_batches: int) -> str | None:
+def reason_unfilled(schedule: str, pp: int, virtual: int, micro_batches: int) -> str | None:
     """Return why a schedule cannot run this number of micro-batches, or None."""
     if virtual > 1 and schedule not in V_SHAPED and micro_batches % pp:
         return f"interleaving needs the {micro_batches} micro-batches divisible by pp = {pp}"

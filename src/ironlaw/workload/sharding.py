@@ -20,7 +20,7 @@ FP32 = 4
 EXPERTS = ".experts"  # suffix of the FSDP unit of a block's experts if ep divides them
 
 
-def of_site(layout: Layout, communication: CommunicationConfig) -> Layout:
+def site_layout(layout: Layout, communication: CommunicationConfig) -> Layout:
     """Return the layout of one site with local steps; the whole layout without local steps."""
     if not communication.local_steps:
         return layout

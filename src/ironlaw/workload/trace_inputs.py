@@ -82,13 +82,13 @@ def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...]
     return tuple(given.values()), {}
 
 
-def as_tensors(
-    given: dict[str, Any], unknown: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
+def make_tensors(
+    given: dict[str, Any], without_values: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
 ) -> tuple[dict[str, Any], list[Assumed]]:
     """Returns the inputs with tensors in place of `Input`s, converted by `place`, and the assumptions on their values.
 
-    `unknown` makes a tensor without values of a shape and type. With `real`, every tensor has values, and token ids are
-    drawn from the `vocabulary` if given.
+    `without_values` makes a tensor of a shape and type. With `real`, every tensor has values, and token ids are drawn
+    from the `vocabulary` if given.
     """
     assumed: list[Assumed] = []
 
@@ -97,7 +97,7 @@ def as_tensors(
             name = name or value.name
             values = value.values or _assumed_values(name, value, vocabulary if real else None)
             if values is None and not real:
-                return unknown(value.shape, getattr(torch, value.dtype))
+                return without_values(value.shape, getattr(torch, value.dtype))
             if values is not None and not value.values:
                 size = described(value, name)[name]
                 words = _WORDS.get(values, f"drawn below {values}")

@@ -110,7 +110,7 @@ def touched_bytes(*values: Any) -> int:
     return total
 
 
-def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
+def kernels_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
     """Returns the kernels of one ATen call; several for a convolution's backward pass."""
     name = base_name(func)
     if name.startswith(_ATTENTION):
@@ -288,7 +288,7 @@ BLOCK, MIN_BLOCKED_CHANNELS = (16, 16) if torch.backends.cpu.get_cpu_capability(
 fewest channels of an input image that oneDNN copies into this layout (measured with AVX-512 and AVX2)."""
 
 
-def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Returns the bytes that a CPU kernel allocates besides its results (measured with torch 2.13's profiler):
     operands cast to their common type or laid in rows, images in oneDNN's layout, or image patches as columns."""
     name = base_name(func)

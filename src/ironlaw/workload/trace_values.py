@@ -47,7 +47,7 @@ class TraceMode(FakeTensorMode):
         self.real = real
         self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # in the running `Module._apply`, to keep sharing
         self._imagining = False
-        self._unknown: dict[int, Any] = {}  # storages that a fake tensor was written into
+        self._overwritten: dict[int, Any] = {}  # storages that a fake tensor was written into
 
     def __deepcopy__(self, memo: object) -> TraceMode:
         """A fake tensor refers to its mode, which must be the same after layers are copied (nn.Transformer)."""
@@ -62,17 +62,17 @@ class TraceMode(FakeTensorMode):
         finally:
             self.real = before
 
-    def knows(self, tensor: Tensor) -> bool:
+    def has_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has valid values."""
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return False
-        return not self._unknown or tensor.untyped_storage()._cdata not in self._unknown
+        return not self._overwritten or tensor.untyped_storage()._cdata not in self._overwritten
 
-    def keeps(self, tensor: Tensor) -> bool:
+    def keeps_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor's values are kept; those of large floating-point tensors are not."""
-        return self.knows(tensor) and (not tensor.is_floating_point() or self._small(tensor))
+        return self.has_values(tensor) and (not tensor.is_floating_point() or self._small(tensor))
 
-    def unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def without_values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor without values."""
         empty = torch.ops.aten.empty.memory_format
         with _disable_current_modes():
@@ -82,8 +82,8 @@ class TraceMode(FakeTensorMode):
     def _sparse_rows(self, gradient: Tensor, touched: int, rows: int) -> Tensor:
         """Returns the sparse gradient of a table of which a batch reads `touched` rows."""
         width = gradient.shape[-1]
-        places = self.unknown((1, touched), torch.int64)
-        values = self.unknown((touched, width), gradient.dtype)
+        places = self.without_values((1, touched), torch.int64)
+        values = self.without_values((touched, width), gradient.dtype)
         with self:
             return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
                 1, 1, (rows, width), places, values, dtype=values.dtype, layout=torch.sparse_coo, device="cpu"
@@ -95,10 +95,10 @@ class TraceMode(FakeTensorMode):
             x, *weights, hidden, cell = (args[n] for n in (0, 1, 2, 5, 6))
             biases = [(args[1].shape[0],)] * 2
             shapes = [x.shape, *[w.shape for w in weights], *biases, hidden.shape, cell.shape]
-            return tuple(self.unknown(shape, torch.float32) for shape in shapes)
+            return tuple(self.without_values(shape, torch.float32) for shape in shapes)
         results = self._imagined(func, types, args, kwargs)[:3]
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
-        return *results, self.unknown((kept,), torch.uint8)
+        return *results, self.without_values((kept,), torch.uint8)
 
     def _in_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
         """Returns a batch norm's results with the images in PyTorch's order: that of the input only if it is one of
@@ -109,25 +109,25 @@ class TraceMode(FakeTensorMode):
         with self:
             return (torch.empty_like(out[0], memory_format=order), *out[1:])
 
-    def forget(self, value: Any) -> None:
+    def forget_values(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
                 # Forget only until it is freed, as the address may be reused; a strong reference would count as saved.
-                known_again = partial(self._unknown.pop, storage._cdata)
-                self._unknown[storage._cdata] = weakref.ref(storage, known_again)
+                known_again = partial(self._overwritten.pop, storage._cdata)
+                self._overwritten[storage._cdata] = weakref.ref(storage, known_again)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._imagining:
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = list(tensors((args, kwargs)))
-        if all(self.knows(t) for t in given) and (self.real or _stays_small(func, args, kwargs, given)):
+        if all(self.has_values(t) for t in given) and (self.real or _stays_small(func, args, kwargs, given)):
             if self.real:
                 _check_memory(func, args, kwargs, given)
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule is for the CUDA kernel: bf16 only
-            return self.unknown(grouped_shape(*args, **kwargs), kwargs.get("out_dtype") or args[0].dtype)
+            return self.without_values(grouped_shape(*args, **kwargs), kwargs.get("out_dtype") or args[0].dtype)
         if func is torch.ops.aten._embedding_bag_backward.default and args[9]:  # torch's own rule returns no rows
             return self._sparse_rows(args[0], args[1].numel(), args[6])
         if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
@@ -145,9 +145,9 @@ class TraceMode(FakeTensorMode):
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
         if written:
-            self.forget(written)
+            self.forget_values(written)
             return written[0] if len(written) == 1 and isinstance(out, Tensor) else out
-        if all(self.knows(t) for t in given) and self._small(out):
+        if all(self.has_values(t) for t in given) and self._small(out):
             return func(*args, **kwargs)
         return out
 
@@ -163,7 +163,7 @@ class TraceMode(FakeTensorMode):
         """Replace known boolean masks among the indices by the positions that they select, whose number is known."""
         places: list[Any] = []
         for index in args[1]:
-            known = index is not None and index.dtype is torch.bool and self.knows(index)
+            known = index is not None and index.dtype is torch.bool and self.has_values(index)
             places += index.nonzero().unbind(1) if known else [index]
         return (args[0], places, *args[2:])
 
@@ -244,7 +244,7 @@ def _fake_construction(mode: TraceMode) -> Iterator[None]:
 
     def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Draw only with known values: without them, rejected samples cannot be found and drawn again."""
-        return draw(tensor, *args, **kwargs) if mode.knows(tensor) else tensor
+        return draw(tensor, *args, **kwargs) if mode.has_values(tensor) else tensor
 
     nn.Module._apply = _applied(mode, cast)  # type: ignore[method-assign]
     nn.init._no_grad_trunc_normal_ = drawn
