@@ -96,6 +96,16 @@ class Shape:
         return divided(self.tokens, self.stream_shards)
 
     @property
+    def elements(self) -> Size:
+        """Elements of the hidden states (T, H)."""
+        return self.tokens * self.model.hidden
+
+    @property
+    def stream_elements(self) -> Size:
+        """Elements of the residual stream that a rank holds between layers."""
+        return self.stream_tokens * self.model.hidden
+
+    @property
     def stream_bytes(self) -> int:
         """Bytes per element of the residual stream and of norm outputs."""
         return FP32 if self.conventions.autocast else self.matmul_bytes
@@ -119,7 +129,7 @@ class Shape:
     @property
     def normed_bytes(self) -> Size:
         """Bytes of a norm's output that linear layers save: gathered over tp, or only the rank's own part."""
-        held = self.tokens * self.model.hidden
+        held = self.elements
         if self.conventions.autocast:
             return held * FP32
         gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
@@ -258,8 +268,7 @@ def dropout(shape: Shape) -> list[Operation]:
     """
     if not shape.model.dropout:
         return []
-    elements = shape.tokens * shape.model.hidden
-    branch = elements * shape.matmul_bytes
+    elements, branch = shape.elements, shape.elements * shape.matmul_bytes
     kept = elements if shape.fused_rmsnorm else branch
     # The stream's gradient stays alive beside the branch's; in reduced precision its cast copy is freed.
     back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=kept,
@@ -291,6 +300,11 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
 def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: float, **memory: Any) -> Operation:
     """`call` with traffic of `tensors` tensors of `elements` each, read or written in the products' precision."""
     return call(name, kernel, elements, tensors * elements * shape.matmul_bytes, **memory)
+
+
+def gradient_sum(shape: Shape, name: str, elements: Size, frees: Size) -> Operation:
+    """The addition in place of two gradients of one tensor, which frees `frees` bytes of one of them."""
+    return elementwise(shape, name, "add_in_place", elements, 3, frees_temporary=frees)
 
 
 def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memory: Any) -> Operation:

@@ -85,7 +85,7 @@ class _Rank:
         self.tp, self.cp, self.split = above_one(division.tp), division.cp, division.split_qkv
         self.divides_sequence, self.sp = above_one(division.cp), self.tp and division.sp
         self.parts = division.tp if self.sp else 1  # of the residual stream
-        self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
+        self.full, self.cast = shape.elements * FP32, shape.elements * w
         self.remote_bytes = self.full - self.full // self.parts  # bytes of the stream that other ranks hold
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w

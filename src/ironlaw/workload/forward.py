@@ -23,6 +23,7 @@ from ironlaw.workload.blocks import (
     cast,
     elementwise,
     gate_product,
+    gradient_sum,
     noise,
     norm_saved_bytes,
     qk_norm_saved_bytes,
@@ -42,10 +43,10 @@ from ironlaw.workload.sizes import Size
 
 
 def embedding(shape: Shape) -> list[Operation]:
-    model, elements, kind = shape.model, shape.tokens * shape.model.hidden, Kind.EMBEDDING
+    model, elements, kind = shape.model, shape.elements, Kind.EMBEDDING
     full, table = elements * FP32, model.vocab * model.hidden * FP32
     if shape.conventions.fused:
-        stream = shape.stream_tokens * model.hidden
+        stream = shape.stream_elements
         added = elementwise(shape, "embedding", "embedding_backward", stream, 4, kind=kind)
         return [elementwise(shape, "embedding", "embedding_forward", stream, 2, kind=kind, gradient=[added])]
     # A tied table already has the head's gradient: the embedding's is a second copy until both are added.
@@ -93,7 +94,7 @@ def embedding(shape: Shape) -> list[Operation]:
 
 def scaled(shape: Shape, name: str) -> Operation:
     """The residual stream times a constant, replacing the stream; the same for its gradient."""
-    full = shape.tokens * shape.model.hidden * FP32
+    full = shape.elements * FP32
     back = call(name, "multiply", full // FP32, 2 * full, scratch=full)
     return replace(back, gradient=(back,))
 
@@ -133,7 +134,7 @@ def branch_gradient(shape: Shape) -> Size:
     precision, and after dropout or a factor, the branch has its own copy.
     """
     own = shape.casts or shape.model.dropout or shape.model.residual_scale != 1.0
-    return shape.tokens * shape.model.hidden * shape.matmul_bytes if own else 0
+    return shape.elements * shape.matmul_bytes if own else 0
 
 
 def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = None) -> list[Operation]:
@@ -166,7 +167,7 @@ def projections(shape: Shape) -> list[Operation]:
     size = tokens * qkv * w
     operations = linear(
         shape, "qkv", model.hidden, qkv, keep=shape.keeps_qkv or model.qkv_clip is not None, bias=model.has_qkv_bias,
-        frees=tokens * model.hidden * w,
+        frees=shape.elements * w,
     )  # fmt: skip
     if model.qkv_clip is not None:  # saves its input
         back = elementwise(shape, "qkv_clip", "clamp_backward", tokens * qkv, 3, scratch=size, frees_saved=size)
@@ -214,7 +215,7 @@ def feed_forward(
     frees its input. `summed`: tensor parallel ranks sum its results here, not together with other results.
     """
     model, w, bias = shape.model, shape.matmul_bytes, shape.model.has_ffn_bias
-    inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    inner, normed = shape.tokens * width, shape.elements * w
     if shape.conventions.fused:
         both = 2 * width if model.gated_ffn else width
         operations = linear(shape, f"{name}_up", model.hidden, both, keep=True, bias=bias)
@@ -229,12 +230,9 @@ def feed_forward(
     )  # fmt: skip
     operations.append(activation(shape, inner, made=made, frees=inner * w if relu else 0))
     if model.gated_ffn:
-        stream = shape.tokens * model.hidden
-        operations = gradient_last(
-            operations, elementwise(shape, "ffn_norm", "add_in_place", stream, 3, frees_temporary=normed)
-        )
+        operations = gradient_last(operations, gradient_sum(shape, "ffn_norm", shape.elements, normed))
         if shape.casts:  # autocast does not cache the gate's cast of the same input
-            operations.append(elementwise(shape, f"{name}_up_cast", "cast", stream, 3, saved=normed))
+            operations.append(elementwise(shape, f"{name}_up_cast", "cast", shape.elements, 3, saved=normed))
         operations += linear(shape, f"{name}_up", model.hidden, width, keep=True, bias=bias,
                              frees=normed if shape.casts else 0)  # fmt: skip
         operations.append(gate_product(shape, inner, kept=1 if relu else 2))
@@ -272,7 +270,7 @@ def final_norm(shape: Shape) -> list[Operation]:
     if shape.model.logit_scale != 1.0:
         operations.insert(1, scaled(shape, "logit_scale"))
     if not shape.keeps_stream:  # no operation before this norm saves the stream
-        stream = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
+        stream = shape.elements * FP32 // shape.stream_parts
         operations[0] = with_memory(operations[0], saved=stream, frees_temporary=stream)
     return operations
 
@@ -283,7 +281,7 @@ def full_head(shape: Shape) -> list[Operation]:
     operations = [] if fused else final_norm(shape)
     operations += linear(
         shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
-        frees=0 if fused or shape.head_is_frozen else tokens * model.hidden * w,
+        frees=0 if fused or shape.head_is_frozen else shape.elements * w,
     )  # fmt: skip
     if fused:  # the logits' cast to fp32 and log-sum-exp; backward, their gradient in the products' precision
         back, there = (
@@ -312,7 +310,7 @@ def chunked_head(shape: Shape) -> list[Operation]:
     them in place and makes the weight's the parameter's gradient.
     """
     model, w = shape.model, shape.matmul_bytes
-    hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
+    hidden, table = shape.elements, model.vocab * model.hidden
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
     operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]

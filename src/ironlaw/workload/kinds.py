@@ -20,7 +20,7 @@ from dataclasses import replace
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.adapted import frozen
-from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, gradient_sum, norm_saved_bytes
 from ironlaw.workload.conventions import Casts
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import after_norm, attention_branch, block, embedding, feed_forward, head, network_reader
@@ -128,7 +128,7 @@ def _full_layer(shape: Shape, kind: str) -> list[Operation]:
 
 def post_norm_block(shape: Shape) -> list[Operation]:
     """A block with a norm after each branch, and for "sandwich" also before it."""
-    model, narrow = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
+    model, narrow = shape.model, shape.stream_elements * shape.matmul_bytes
     kept = not (shape.casts or shape.conventions.fused)
     attention = attention_branch(shape, keep=kept, consumes=narrow)
     network = feed_forward(shape, model.ffn_size, "ffn", keep=kept, consumes=narrow)
@@ -144,7 +144,7 @@ def _branch_with_input(shape: Shape, name: str, reader: str, branch: list[Operat
         return after_norm(shape, name, reader, branch)
     read = [*input_cast(shape, reader), *branch]
     if above_one(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
-        full = shape.tokens * shape.model.hidden * FP32
+        full = shape.elements * FP32
         dies = full * shape.casts
         gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
         read = [fast_replace(gathered, repeat=0), *read[:-1], with_memory(read[-1], frees_temporary=dies)]
@@ -156,7 +156,7 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
 
     In the backward pass the stream's gradient stays alive, and the branch's is computed from it.
     """
-    elements, joins = shape.stream_tokens * shape.model.hidden, joining(shape)
+    elements, joins = shape.stream_elements, joining(shape)
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
     # A composed RMSNorm's intermediates; in other blocks they are below the peak.
@@ -185,7 +185,7 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
 
 def parallel_block(shape: Shape) -> list[Operation]:
     """A block with parallel branches that read the same stream. The stream between the branches is not saved."""
-    model, elements = shape.model, shape.stream_tokens * shape.model.hidden
+    model, elements = shape.model, shape.stream_elements
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     one, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
     operations = norm(shape, "attention_norm", reader="qkv")
@@ -193,8 +193,7 @@ def parallel_block(shape: Shape) -> list[Operation]:
         if shape.casts:  # keep it for the feed-forward network
             operations[-1] = fast_replace(operations[-1], frees_temporary_bytes=0)
         # The gradients of both branches are added before the norm's backward pass.
-        met = elementwise(shape, "attention_norm", "add_in_place", elements, 3, frees_temporary=full)
-        operations[:1] = gradient_first(operations[:1], met)
+        operations[:1] = gradient_first(operations[:1], gradient_sum(shape, "attention_norm", elements, full))
     between = residual(shape)
     operations += attention_branch(shape) + joining(shape)
     operations.append(fast_replace(between, saved_bytes=0, temporary_bytes=full))

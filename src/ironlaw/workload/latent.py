@@ -10,7 +10,7 @@ from __future__ import annotations
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
-from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes, rotary_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, gradient_sum, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
 from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, with_memory
 from ironlaw.workload.sizes import Size
@@ -29,7 +29,7 @@ def projections(shape: Shape) -> list[Operation]:
     model, latent, tokens, w = shape.model, _of(shape.model), shape.tokens, shape.matmul_bytes
     keep = not shape.casts  # in reduced precision a norm saves an fp32 copy of its input
     fused = shape.conventions.fused
-    stream, own, narrow = tokens * model.hidden, narrow_tokens(shape), tokens * latent.down_size
+    stream, own, narrow = shape.elements, narrow_tokens(shape), tokens * latent.down_size
     normed = stream * w
     queries, keys, ups = (tokens * size * w for size in _sizes(model))
     operations: list[Operation] = []
@@ -45,8 +45,7 @@ def projections(shape: Shape) -> list[Operation]:
         up = gradient_first(up, turned)
     operations += up
     if not fused:
-        met = elementwise(shape, "attention_norm", "add_in_place", stream, 3, frees_temporary=normed)
-        operations = gradient_last(operations, met)
+        operations = gradient_last(operations, gradient_sum(shape, "attention_norm", stream, normed))
     if shape.casts:  # autocast does not cache the query layer's cast of the same input
         operations.append(elementwise(shape, "latent_down_cast", "cast", stream, 3, saved=normed))
     rank, width = latent.key_value_rank, latent.up_size(model.heads)

@@ -97,7 +97,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     Its backward pass computes dx from dy and, with `residual`, adds the gradient of the residual connection.
     `owns_input`: its backward pass frees x, the residual stream at this point.
     """
-    elements = shape.stream_tokens * shape.model.hidden
+    elements = shape.stream_elements
     full = elements * shape.stream_bytes
     statistics = norm_saved_bytes(shape, shape.stream_tokens, shape.model.hidden)
     gradients = [
@@ -124,14 +124,14 @@ def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
     """The cast of a linear layer's input from the stream's width; the layer saves the copy. `frees`: bytes freed."""
     if not shape.casts:
         return []
-    elements = shape.stream_tokens * shape.model.hidden
+    elements = shape.stream_elements
     saved = 0 if shape.head_is_frozen and reader == "head" else elements * shape.matmul_bytes
     return [cast(shape, f"{reader}_cast", elements, saved=saved, frees_temporary=frees)]
 
 
 def joined_gradient(shape: Shape) -> Operation:
     """The addition of the residual connection's gradient to a branch's input gradient."""
-    elements = shape.stream_tokens * shape.model.hidden
+    elements = shape.stream_elements
     full = elements * shape.stream_bytes
     tensors = 2 if shape.conventions.fused else 3
     return call("residual", "add_in_place", elements, tensors * full, frees_temporary=full, on_stream=True)
@@ -139,10 +139,10 @@ def joined_gradient(shape: Shape) -> Operation:
 
 def residual(shape: Shape) -> Operation:
     """x + f(x): the next norm saves the sum; f(x) is freed. The sum's gradient, cast, is also that of the branch."""
-    elements, width, w = shape.stream_tokens * shape.model.hidden, shape.stream_bytes, shape.matmul_bytes
+    elements, width, w = shape.stream_elements, shape.stream_bytes, shape.matmul_bytes
     gradient = []
     if shape.casts:
-        every = shape.tokens * shape.model.hidden
+        every = shape.elements
         gradient = [call("residual_cast", "cast", every, every * (FP32 + w), temporary=every * w, on_stream=True)]
     return call(
         "residual", "add", elements, elements * (2 * width + w), frees_temporary=elements * w,
@@ -158,7 +158,7 @@ def joining(shape: Shape) -> list[Operation]:
     dropped = dropout(shape)
     if shape.model.residual_scale == 1.0:
         return dropped
-    elements, pre = shape.tokens * shape.model.hidden, shape.model.norm_place == "pre"
+    elements, pre = shape.elements, shape.model.norm_place == "pre"
     branch = elements * (shape.matmul_bytes if pre else FP32)  # norms output fp32, and their gradient is the stream's
     freed = 0 if not dropped and not (shape.casts and pre) else branch
     back = elementwise(shape, "residual_scale", "multiply", elements, 2, temporary=branch, frees_temporary=freed)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ironlaw.ledger import Phase
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product
+from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product, gradient_sum
 from ironlaw.workload.conventions import OURS
 from ironlaw.workload.forward import activated, attention_half, branch_gradient, feed_forward, network_reader
 from ironlaw.workload.layers import joining, linear, norm, product_gradients, quantising, residual, weight_cast
@@ -110,7 +110,7 @@ def _route(shape: Shape) -> list[Operation]:
     of the dispatch."""
     model, moe, tokens = shape.model, _of(shape), shape.stream_tokens
     scores, choices, normalised = _sizes(shape)
-    of, full, size = (tokens, moe.experts, model.hidden), tokens * model.hidden * FP32, scores * FP32
+    of, full, size = (tokens, moe.experts, model.hidden), shape.stream_elements * FP32, scores * FP32
     moved = full + (moe.experts * model.hidden + scores) * FP32
     fp32 = replace(shape, precision="fp32", conventions=OURS)
     to_input, to_weight = product_gradients(fp32, "router", of, moved=moved, frees=full)
@@ -121,7 +121,7 @@ def _route(shape: Shape) -> list[Operation]:
     def small(name: str, kernel: str, elements: Size, moved: Size, **memory: Any) -> Operation:
         return call(name, kernel, elements, moved, precision="fp32", **memory)
 
-    met = small("ffn_norm", "add_in_place", tokens * model.hidden, 3 * full, frees_temporary=full)
+    summed = small("ffn_norm", "add_in_place", shape.stream_elements, 3 * full, frees_temporary=full)
     gradients = [replace(to_input, precision="fp32"), replace(to_weight, precision="fp32")]
     router = product("router", of, FP32, moved=moved, precision="fp32")
     if shape.conventions.fused:
@@ -132,7 +132,7 @@ def _route(shape: Shape) -> list[Operation]:
                       frees_temporary=choices * FP32)  # fmt: skip
     of_weights = small("route", "multiply", choices, 4 * choices * FP32, frees_saved=normalised)
     operations = [
-        replace(router, temporary_bytes=size, gradient=(*gradients, met)),
+        replace(router, temporary_bytes=size, gradient=(*gradients, summed)),
         small("route", "softmax", scores, 2 * size, saved=size, gradient=[of_scores]),
         small("route", "topk", scores, size + choices * (FP32 + INDEX), saved=choices * INDEX,
               scratch=choices * FP32, gradient=[of_choice]),
@@ -191,7 +191,7 @@ def _experts(shape: Shape) -> list[Operation]:
     """Dispatch, the experts' networks, and combine."""
     model, moe, w = shape.model, _of(shape), shape.matmul_bytes
     count, width = rows(shape), model.expert_ffn_size
-    stream, inner, wide = shape.tokens * model.hidden, count * width, count * model.hidden * w
+    stream, inner, wide = shape.elements, count * width, count * model.hidden * w
     together = model.activation == "clamped_swiglu"  # activation and gate product are one, and save their inputs
     operations = _dispatch(shape)
     first = "expert_gate" if model.gated_ffn else "expert_up"
@@ -199,30 +199,28 @@ def _experts(shape: Shape) -> list[Operation]:
     if not together:
         network.append(activation(shape, inner))
     if model.gated_ffn:
-        met = elementwise(shape, "dispatch", "add_in_place", count * model.hidden, 3, frees_temporary=wide)
-        network = gradient_last(network, met)
+        network = gradient_last(network, gradient_sum(shape, "dispatch", count * model.hidden, wide))
         network += _grouped(shape, "expert_up", model.hidden, width, keep=True, frees=0, consumes=inner * w)
         network.append(gate_product(shape, inner, scratch=5 * inner * w if together else 0))  # its factors, one by one
     # `combine` saves the experts' outputs.
     network += _grouped(shape, "expert_down", width, model.hidden, keep=True, frees=inner * w, consumes=wide)
     operations += network + _combine(shape)
     if moe.shared_experts:
-        met = elementwise(shape, "ffn_norm", "add_in_place", stream, 3, frees_temporary=stream * FP32)
-        operations = gradient_last(operations, met)
+        operations = gradient_last(operations, gradient_sum(shape, "ffn_norm", stream, stream * FP32))
     return operations
 
 
 def _dispatch(shape: Shape) -> list[Operation]:
     """Gather tokens into rows; the backward pass sums rows into tokens, choice by choice."""
     model, w, count = shape.model, shape.matmul_bytes, rows(shape)
-    k, stream, wide = _of(shape).experts_per_token, shape.tokens * model.hidden, count * model.hidden * w
+    k, stream, wide = _of(shape).experts_per_token, shape.elements, count * model.hidden * w
     copy = stream * w if shape.casts else 0
     operations = [cast(shape, "dispatch_cast", stream, temporary=copy)] if shape.casts else []
     gathered = elementwise(
         shape, "dispatch", "embedding_forward", k * stream, 2, temporary=2 * stream * w,
         frees_saved=shape.tokens * k * INDEX + _mask_bytes(shape),
     )  # fmt: skip
-    added = elementwise(shape, "dispatch", "add_in_place", k * stream, 3, frees_temporary=stream * w + wide)
+    added = gradient_sum(shape, "dispatch", k * stream, stream * w + wide)
     operations.append(
         elementwise(
             shape, "dispatch", "embedding_forward", count * model.hidden, 2, saved=wide, frees_temporary=copy,
@@ -235,7 +233,7 @@ def _dispatch(shape: Shape) -> list[Operation]:
 def _combine(shape: Shape) -> list[Operation]:
     """Gather, weight and sum the rows of all tokens, choice by choice."""
     model, w, count, k = shape.model, shape.matmul_bytes, rows(shape), _of(shape).experts_per_token
-    stream, wide, choices = shape.tokens * model.hidden, count * model.hidden * w, shape.tokens * k
+    stream, wide, choices = shape.elements, count * model.hidden * w, shape.tokens * k
     of_rows = count * (INDEX + FP32)  # the token of each row, and its weight
     gradient = [
         elementwise(shape, "combine", "embedding_forward", k * stream, 2, scratch=2 * stream * w),
@@ -278,7 +276,7 @@ def permuted_elements(shape: Shape) -> tuple[Size, Size]:
 
     If a rank has several experts, rows received per choice are sorted by expert once more, and back.
     """
-    moe, count, tokens = _of(shape), rows(shape) * shape.model.hidden, shape.tokens * shape.model.hidden
+    moe, count, tokens = _of(shape), rows(shape) * shape.model.hidden, shape.elements
     again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
     return 2 * count * (1 + again), 2 * count * again + count + tokens
 
@@ -292,7 +290,7 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     if shape.conventions.fused:
         gate = linear(shape, "shared_gate", model.hidden, 1, keep=True, bias=False) if gated else []
         return feed_forward(shape, model.shared_ffn_size, "shared_ffn") + gate
-    elements, size = shape.tokens * model.hidden, shape.tokens * model.hidden * w
+    elements, size = shape.elements, shape.elements * w
     name = f"shared_{network_reader(shape)}_cast"
     operations = [cast(shape, name, elements, saved=size)] if shape.casts else []
     # Without a gate the gradient of the sum is that of the branch, which `combine` still needs.
@@ -302,15 +300,15 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     if gated:
         # The product with the gate saves both factors: the shared experts' output is saved, not temporary.
         operations[-1] = replace(operations[-1], saved_bytes=size, temporary_bytes=0)
-        met = elementwise(shape, "ffn_norm", "add_in_place", elements, 3, frees_temporary=size)
-        operations = gradient_last(operations, met) + _shared_gate(shape, size)
+        summed = gradient_sum(shape, "ffn_norm", elements, size)
+        operations = gradient_last(operations, summed) + _shared_gate(shape, size)
     joined = elementwise(shape, "shared_sum", "add", elements, 3, temporary=size, frees_temporary=2 * size)
     return [*operations, joined]
 
 
 def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     """The gate of the shared experts: one factor per token on their result, of `size` bytes."""
-    hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.tokens * shape.model.hidden
+    hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.elements
     gate, held = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
     to_input, to_weight = product_gradients(shape, "shared_gate", (shape.tokens, 1, hidden), moved=size)
     to_weight = replace(

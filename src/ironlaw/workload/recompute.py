@@ -105,7 +105,7 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
 def freed_after_forward(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
     """The end of a block's forward pass: frees everything but the result, the results kept and the cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
-    result = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
+    result = shape.elements * FP32 // shape.stream_parts
     held = result + kept_bytes(shape, policy, kind) + weight_copies(shape, kind)
     held += GENERATOR_BYTES if shape.model.dropout else 0
     return _memory("drop", Phase.FORWARD, saved - held)
