@@ -114,7 +114,7 @@ def resolve(name: str) -> str:
     typed = _normalized(name)
     if typed in accelerator_names():
         return typed
-    if other := devices.taken(typed):
+    if other := devices.aliases().get(typed):
         return other[0]
     matches = [typed] if typed in devices.lines() else _forms_of(name)
     if len(matches) == 1:
@@ -126,7 +126,7 @@ def resolve(name: str) -> str:
 
 def alias_of(name: str) -> tuple[str, str] | None:
     """Return the catalogue's name for an alias, and why it was chosen among several; None if `name` is no alias."""
-    return devices.taken(_normalized(name))
+    return devices.aliases().get(_normalized(name))
 
 
 def closest(text: str) -> tuple[str, str | None]:

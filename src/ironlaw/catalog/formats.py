@@ -264,17 +264,16 @@ class PrecisionRecipe:
 
 @cache
 def precision_recipes() -> dict[str, PrecisionRecipe]:
-    return {name: _recipe(name, table) for name, table in read_toml("precision_recipes.toml").items()}
+    recipes = {}
+    for name, table in read_toml("precision_recipes.toml").items():
+        formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
+        recipes[name] = PrecisionRecipe(name=name, **{**table, **formats})
+    return recipes
 
 
 def precision_recipe(precision: str) -> PrecisionRecipe | None:
     """Return the recipe of a precision, or None if its products take the tensors as they are."""
     return precision_recipes().get(precision)
-
-
-def _recipe(name: str, table: dict[str, Any]) -> PrecisionRecipe:
-    formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
-    return PrecisionRecipe(name=name, **{**table, **formats})
 
 
 # -- targets of `ironlaw compress` and `train.qat` ---------------------------------------------------------------------

@@ -21,25 +21,24 @@ from ironlaw.cores import group_limits
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
+def _cpu_info(key: str) -> str:
+    """Return the first value of a key in /proc/cpuinfo; "" if the system has no such file or key."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
 def cpu_name() -> str:
     """Return the processor's marketing name if the system reports it, else its architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def is_virtual() -> bool | None:
     """Whether this is a virtual machine, which cannot see its neighbours on the same host; None if unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return "hypervisor" in flags.split() if flags else None
+    flags = _cpu_info("flags").split()
+    return "hypervisor" in flags if flags else None
 
 
 def memory_bytes() -> int:

@@ -87,11 +87,6 @@ class KernelSizes:
     cache_bytes: int  # total of a kernel's alternating inputs: above a core's share of the last cache
     copy_bytes: int
 
-    @property
-    def pool_elements(self) -> int:
-        """Numbers for three operands of the largest kernel."""
-        return max(3 * max(self.elements), *(m * k + n * k for m, n, k in self.shapes))
-
 
 CPU_SIZES = KernelSizes(
     CPU_SHAPES, (2**12, 2**16, 2**19, 2**21, 2**23), (64, 128, 256, 512, 1024), (16, 32, 64, 128), 1024, 256,
@@ -255,7 +250,8 @@ def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products
 def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler]:
     """Return samplers of everything that is timed."""
     sizes, cuda = sizes_of(device), device.type == "cuda"
-    pool = Pool(device, sizes.pool_elements)
+    # Numbers for three operands of the largest kernel.
+    pool = Pool(device, max(3 * max(sizes.elements), *(m * k + n * k for m, n, k in sizes.shapes)))
     onednn = fp32_products == "onednn"
     samplers = []
     for precision, dtype in PRECISIONS.items():

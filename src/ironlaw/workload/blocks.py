@@ -34,11 +34,6 @@ class Division:
         """Whether several ranks compute one micro-batch's attention."""
         return above_one(self.tp) or above_one(self.cp)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether a single rank computes the micro-batch with a fused qkv layer."""
-        return not (self.divides_attention or self.split_qkv)
-
 
 @dataclass(frozen=True)
 class BlockAdapters:

@@ -72,7 +72,7 @@ def is_sharded(zero: Size, replicas: Size, others: Size) -> Size:
 
 def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:
     """Return the operations with one rank's memory and work under `shape.division`."""
-    if shape.division.is_whole:
+    if not (shape.division.divides_attention or shape.division.split_qkv):
         return operations
     rank = _Rank(shape)
     return [rank.work(rank.operation(op)) for op in operations]

@@ -5,7 +5,7 @@ Symbols as in `forward.py`.
 
 from __future__ import annotations
 
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Kind
 from ironlaw.workload.blocks import FP32, Shape, cast, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.conventions import Casts, whole_tiles
 from ironlaw.workload.operations import Operation, call, fast_replace, product
@@ -32,15 +32,12 @@ def linear(
         )
     else:
         gradients[-1] = fast_replace(gradients[-1], frees_temporary_bytes=dy)
-    casts = quantising(shape, name, Phase.BACKWARD, tokens, inputs, outputs)
+    casts, casts_backward = quantising(shape, name, tokens, inputs, outputs)
     result = product(
         name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
-        saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts, *gradients],
+        saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts_backward, *gradients],
     )  # fmt: skip
-    return [
-        *quantising(shape, name, Phase.FORWARD, tokens, inputs, outputs),
-        *weight_cast(shape, name, inputs * outputs), fast_replace(result, summed=summed),
-    ]  # fmt: skip
+    return [*casts, *weight_cast(shape, name, inputs * outputs), fast_replace(result, summed=summed)]
 
 
 def product_gradients(
@@ -76,19 +73,17 @@ def weight_cast(shape: Shape, name: str, weights: Size) -> list[Operation]:
 
 
 def quantising(
-    shape: Shape, name: str, phase: Phase, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
-) -> list[Operation]:
-    """The casts of the operands of an 8- or 4-bit product; empty outside a block's linear layers."""
+    shape: Shape, name: str, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
+) -> tuple[list[Operation], list[Operation]]:
+    """The casts of the operands of an 8- or 4-bit product, forward and backward; none outside a block's linear layers."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
     wide = name in ("head", "router", "shared_gate") or not whole_tiles(shape.conventions.tile, inputs, outputs)
     if wide or casts == Casts():
-        return []
-    if phase is Phase.FORWARD:
-        moved = casts.inputs * rows * inputs * batch + casts.weights * weights
-    else:
-        moved = casts.gradients * rows * outputs * batch + casts.inputs_again * rows * inputs * batch
-        moved = moved + casts.weights_again * weights
-    return [call(f"{name}_cast", "quantise", 0, moved)]
+        return [], []
+    forward = casts.inputs * rows * inputs * batch + casts.weights * weights
+    backward = casts.gradients * rows * outputs * batch + casts.inputs_again * rows * inputs * batch
+    backward = backward + casts.weights_again * weights
+    return [call(f"{name}_cast", "quantise", 0, forward)], [call(f"{name}_cast", "quantise", 0, backward)]
 
 
 def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_input: bool = True) -> list[Operation]:

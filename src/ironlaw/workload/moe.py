@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.ledger import Phase
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product, gradient_sum
 from ironlaw.workload.conventions import OURS
@@ -168,13 +167,13 @@ def _grouped(
     moe, w, count = _of(shape), shape.matmul_bytes, rows(shape)
     (mean, batch), weights, out = _rows_by_expert(shape), moe.experts * inputs * outputs, count * outputs * w
     moved, biased = w * (count * inputs + count * outputs + weights), moe.bias and not shape.conventions.fused
-    casts = [quantising(shape, name, phase, mean, inputs, outputs, batch) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-    gradients = [*casts[1], *product_gradients(
+    casts, casts_backward = quantising(shape, name, mean, inputs, outputs, batch)
+    gradients = [*casts_backward, *product_gradients(
         shape, name, (mean, outputs, inputs), batch=batch, weights=weights, rows=count, frees=frees, moved=moved
     )]  # fmt: skip
     gradients[-1] = replace(gradients[-1], frees_temporary_bytes=consumes)
     operations = [
-        *casts[0], *weight_cast(shape, name, weights),
+        *casts, *weight_cast(shape, name, weights),
         product(
             name, (mean, outputs, inputs), w, batch=batch, flops=2 * count * inputs * outputs, moved=moved,
             saved=out if keep else 0, temporary=0 if keep else out,
