@@ -24,29 +24,28 @@ def linear(
     """
     w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     out_bytes, dy = tokens * outputs * w, tokens * outputs * w if consumes is None else consumes
-    gradients = product_gradients(shape, name, (tokens, outputs, inputs), frees=frees)
-    gradients = [fast_replace(op, summed=summed) for op in gradients]
-    if bias and not shape.conventions.fused:
+    of, sums_bias = (tokens, outputs, inputs), bias and not shape.conventions.fused
+    gradients = product_gradients(shape, name, of, frees=frees, consumes=0 if sums_bias else dy, summed=summed)
+    if sums_bias:
         gradients.append(
             call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
         )
-    else:
-        gradients[-1] = fast_replace(gradients[-1], frees_temporary_bytes=dy)
     casts, casts_backward = quantising(shape, name, tokens, inputs, outputs)
     result = product(
-        name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
-        saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts_backward, *gradients],
+        name, of, w, kernel="matmul_bias" if bias else "matmul", saved=out_bytes if keep else 0,
+        temporary=0 if keep else out_bytes, summed=summed, gradient=[*casts_backward, *gradients],
     )  # fmt: skip
-    return [*casts, *weight_cast(shape, name, inputs * outputs), fast_replace(result, summed=summed)]
+    return [*casts, *weight_cast(shape, name, inputs * outputs), result]
 
 
 def product_gradients(
     shape: Shape, name: str, of: tuple[Size, Size, Size], *, batch: Size = 1, weights: Size | None = None,
-    rows: Size | None = None, frees: Size = 0, moved: Size | None = None,
+    rows: Size | None = None, frees: Size = 0, consumes: Size = 0, moved: Size | None = None, summed: bool = False,
 ) -> list[Operation]:  # fmt: skip
     """dx = dy W and dW = dy^T x of a product `of` (tokens, outputs, inputs), each with the FLOPs of the product itself.
 
-    A batch of `batch` products has `weights` weight elements and `rows` rows in total.
+    A batch of `batch` products has `weights` weight elements and `rows` rows in total. `frees`, `consumes` and `summed`
+    are as in `linear`.
     """
     (tokens, outputs, inputs), w = of, shape.matmul_bytes
     count, rows = inputs * outputs if weights is None else weights, tokens if rows is None else rows
@@ -54,11 +53,13 @@ def product_gradients(
     moved = w * (rows * inputs + count + rows * outputs) if moved is None else moved
     return [
         product(
-            name, (tokens, inputs, outputs), w, batch=batch, flops=flops, moved=moved, temporary=rows * inputs * w
+            name, (tokens, inputs, outputs), w, batch=batch, flops=flops, moved=moved, temporary=rows * inputs * w,
+            summed=summed,
         ),
         product(
             name, (outputs, inputs, tokens), w, kernel="matmul_weight_gradient", batch=batch, flops=flops, moved=moved,
             parameters=0 if shape.casts else count * FP32, temporary=copy, frees_saved=frees + copy,
+            frees_temporary=consumes, summed=summed,
         ),
     ]  # fmt: skip
 
@@ -75,7 +76,7 @@ def weight_cast(shape: Shape, name: str, weights: Size) -> list[Operation]:
 def quantising(
     shape: Shape, name: str, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
 ) -> tuple[list[Operation], list[Operation]]:
-    """The casts of the operands of an 8- or 4-bit product, forward and backward; none outside a block's linear layers."""
+    """The casts of the operands of an 8- or 4-bit product, forward and backward; none outside a block's layers."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
     wide = name in ("head", "router", "shared_gate") or not whole_tiles(shape.conventions.tile, inputs, outputs)
     if wide or casts == Casts():

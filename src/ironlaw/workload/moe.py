@@ -112,10 +112,8 @@ def _route(shape: Shape) -> list[Operation]:
     of, full, size = (tokens, moe.experts, model.hidden), shape.stream_elements * FP32, scores * FP32
     moved = full + (moe.experts * model.hidden + scores) * FP32
     fp32 = replace(shape, precision="fp32", conventions=OURS)
-    to_input, to_weight = product_gradients(fp32, "router", of, moved=moved, frees=full)
-    to_weight = replace(
-        to_weight, frees_temporary_bytes=size, gradient_bytes=moe.experts * (model.hidden + moe.bias) * FP32
-    )
+    to_input, to_weight = product_gradients(fp32, "router", of, moved=moved, frees=full, consumes=size)
+    to_weight = replace(to_weight, gradient_bytes=moe.experts * (model.hidden + moe.bias) * FP32)
 
     def small(name: str, kernel: str, elements: Size, moved: Size, **memory: Any) -> Operation:
         return call(name, kernel, elements, moved, precision="fp32", **memory)
@@ -169,9 +167,9 @@ def _grouped(
     moved, biased = w * (count * inputs + count * outputs + weights), moe.bias and not shape.conventions.fused
     casts, casts_backward = quantising(shape, name, mean, inputs, outputs, batch)
     gradients = [*casts_backward, *product_gradients(
-        shape, name, (mean, outputs, inputs), batch=batch, weights=weights, rows=count, frees=frees, moved=moved
+        shape, name, (mean, outputs, inputs), batch=batch, weights=weights, rows=count, frees=frees,
+        consumes=consumes, moved=moved,
     )]  # fmt: skip
-    gradients[-1] = replace(gradients[-1], frees_temporary_bytes=consumes)
     operations = [
         *casts, *weight_cast(shape, name, weights),
         product(
@@ -309,16 +307,14 @@ def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     """The gate of the shared experts: one factor per token on their result, of `size` bytes."""
     hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.elements
     gate, held = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
-    to_input, to_weight = product_gradients(shape, "shared_gate", (shape.tokens, 1, hidden), moved=size)
-    to_weight = replace(
-        to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=held, frees_temporary_bytes=gate
-    )
+    of = (shape.tokens, 1, hidden)
+    to_input, to_weight = product_gradients(shape, "shared_gate", of, moved=size, consumes=gate)
+    to_weight = replace(to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=held)
     of_product = elementwise(shape, "shared_sum", "multiply_backward", elements, 4, temporary=2 * size + gate,
                              frees_saved=size, frees_temporary=size)  # fmt: skip
     of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, scratch=gate, frees_saved=gate)
     return [
-        product("shared_gate", (shape.tokens, 1, hidden), w, moved=size, saved=held, temporary=gate,
-                gradient=[to_input, to_weight]),
+        product("shared_gate", of, w, moved=size, saved=held, temporary=gate, gradient=[to_input, to_weight]),
         elementwise(shape, "shared_sum", "silu_forward", shape.tokens, 2, saved=gate, frees_temporary=gate,
                     gradient=[of_sigmoid]),
         elementwise(shape, "shared_sum", "multiply", elements, 2, temporary=size, gradient=[of_product]),
