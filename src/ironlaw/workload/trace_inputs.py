@@ -48,7 +48,7 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {key: _listed(item) for key, item in value.items()}
-    if inner and all(str(key).isdigit() for key in inner):
+    if inner and all(isinstance(key, str) and key.isdigit() for key in inner):
         return [inner[key] for key in sorted(inner, key=int)]
     return inner
 
@@ -72,12 +72,12 @@ def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...]
     known = [name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unnamed = [value for name, value in given.items() if name.startswith("#")]
     named = {name: value for name, value in given.items() if not name.startswith("#")}
-    strange = [name for name in named if name not in known]
-    if any_name or not strange:
+    unknown = [name for name in named if name not in known]
+    if any_name or not unknown:
         return tuple(unnamed), named
-    if len(strange) < len(named):
+    if len(unknown) < len(named):
         raise UserError(
-            f"{type(module).__name__}.forward has no argument '{strange[0]}': {did_you_mean(strange[0], known)}"
+            f"{type(module).__name__}.forward has no argument '{unknown[0]}': {did_you_mean(unknown[0], known)}"
         )
     return tuple(given.values()), {}
 
