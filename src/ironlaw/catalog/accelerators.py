@@ -143,9 +143,9 @@ def closest(text: str) -> tuple[str, str | None]:
         if not found:
             raise
         plain = [name for name in found if "power" not in _read(name)[2]]  # a power limit is never implied
-        taken = next((name for name in (*USUAL_FORMS, *plain) if name in found), found[0])
-        others = ", ".join(name for name in found if name != taken)
-        return taken, f"the form is not said; not {others}"
+        chosen = next((name for name in (*USUAL_FORMS, *plain) if name in found), found[0])
+        others = ", ".join(name for name in found if name != chosen)
+        return chosen, f"the form is not said; not {others}"
 
 
 def catalogued(text: str) -> str:

@@ -49,8 +49,8 @@ def memory_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the memory that can still be allocated, on the machine and within the control group."""
-    held = zip(group_limits("memory.max"), group_limits("memory.current"), strict=False)
-    free = [int(limit) - int(used) for (limit,), (used,) in held if limit != "max"]
+    limits = zip(group_limits("memory.max"), group_limits("memory.current"), strict=False)
+    free = [int(limit) - int(used) for (limit,), (used,) in limits if limit != "max"]
     return max(0, min([int(psutil.virtual_memory().available), *free]))
 
 
@@ -99,8 +99,8 @@ class OtherLoad:
         busy, own, wall = (a - b for a, b in zip(now, before, strict=True))
         if wall < MIN_SECONDS:
             return self._share
-        known = now[0] >= 0 and before[0] >= 0
-        self._last, self._share = now, max(0.0, busy - own) / (wall * len(_cores())) if known else None
+        is_known = now[0] >= 0 and before[0] >= 0
+        self._last, self._share = now, max(0.0, busy - own) / (wall * len(_cores())) if is_known else None
         return self._share
 
     def _now(self) -> tuple[float, float, float]:
@@ -138,10 +138,10 @@ class ThreadClock:
 
 def busy_seconds(stat: Path = _STAT) -> float:
     """Return the busy seconds of the usable cores since the system started; -1 if it does not report them."""
-    wanted = {f"cpu{core}" for core in _cores()}
+    cores = {f"cpu{core}" for core in _cores()}
     try:
         rows = [line.split() for line in stat.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]
-        ticks = [sum(int(row[column]) for column in _BUSY) for row in rows if row[0] in wanted]
+        ticks = [sum(int(row[column]) for column in _BUSY) for row in rows if row[0] in cores]
     except (OSError, ValueError, IndexError):
         return -1.0
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else -1.0

@@ -35,11 +35,11 @@ def history_path() -> Path:
 
 def append_observations(profile: Profile, observations: Iterable[Mapping[str, float]]) -> None:
     """Append one run's observations of the profile's machine, unless other programs disturbed all of them."""
-    seen = trimmed_mean(undisturbed(observations))
-    if seen is None:
+    mean = trimmed_mean(undisturbed(observations))
+    if mean is None:
         return
-    about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": reference_seconds(profile)}
-    append_json_line(history_path(), about | {"at": time.time()} | seen)
+    identity = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": reference_seconds(profile)}
+    append_json_line(history_path(), identity | {"at": time.time()} | mean)
 
 
 def undisturbed(observations: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -64,19 +64,19 @@ def disturbed(profile: Profile) -> float | None:
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Return the typical time over best time by kind of kernel: the median of this measurement and the last runs."""
     own, anchor = trimmed_mean(undisturbed(rounds(profile))), reference_seconds(profile)
-    seen = [own] if own is not None else []
+    slowdowns = [own] if own is not None else []
     now = time.time() if now is None else now
     for entry in reversed(read_json_lines(history_path())):
-        if len(seen) > RUNS_COUNTED:
+        if len(slowdowns) > RUNS_COUNTED:
             break
         try:
             same = (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds))
             if same and now - entry["at"] <= FORGOTTEN_AFTER_SECONDS:
                 # The entry's ratios refer to the best times known then; the present ones may be better.
-                seen.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
+                slowdowns.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
         except (KeyError, TypeError, ValueError):  # cut off, or from an earlier version
             continue
-    return {kind: median(s[kind] for s in seen) if seen else 1.0 for kind in KINDS}
+    return {kind: median(s[kind] for s in slowdowns) if slowdowns else 1.0 for kind in KINDS}
 
 
 def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -87,12 +87,12 @@ def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[s
 
 def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
     """Return the mean of the middle 80% by kind, like a run's typical step; None without observations."""
-    known = list(observations)
-    if not known:
+    rows = list(observations)
+    if not rows:
         return None
     result = {}
     for kind in KINDS:
-        values = sorted(observation[kind] for observation in known)
+        values = sorted(observation[kind] for observation in rows)
         cut = len(values) // 10
         result[kind] = fmean(values[cut : len(values) - cut])
     return result
@@ -100,8 +100,8 @@ def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float
 
 def other_load(observations: Iterable[Mapping[str, float]]) -> float | None:
     """Return the mean share of the cores used by other programs; None if the system does not report it."""
-    known = [observation[OTHERS] for observation in observations if observation.get(OTHERS) is not None]
-    return fmean(known) if known else None
+    shares = [observation[OTHERS] for observation in observations if observation.get(OTHERS) is not None]
+    return fmean(shares) if shares else None
 
 
 def reference_seconds(profile: Profile) -> dict[str, float]:

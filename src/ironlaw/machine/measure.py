@@ -141,11 +141,11 @@ class Sampler:
     def sample(self, device: torch.device) -> None:
         timed = self._time_on_cuda if device.type == "cuda" else self._time
         if not self.seconds:  # warm up, then choose the number of repeats
-            once = timed(1)
-            if once < SLOW_SECONDS:  # a longer call needs no warm-up
-                once = timed(1)
-            most = MAX_QUEUED if device.type == "cuda" else 100
-            self.repeats = max(1, min(most, int(self.sample_seconds / max(once, 1e-7))))
+            seconds = timed(1)
+            if seconds < SLOW_SECONDS:  # a longer call needs no warm-up
+                seconds = timed(1)
+            max_repeats = MAX_QUEUED if device.type == "cuda" else 100
+            self.repeats = max(1, min(max_repeats, int(self.sample_seconds / max(seconds, 1e-7))))
         self.seconds.append(timed(self.repeats))
 
     def _time(self, repeats: int) -> float:
@@ -193,41 +193,41 @@ def measure(
     `earlier`: the previous profile; if it is of the same machine, its best times are kept where they are better.
     """
     started = time.perf_counter()
-    say = progress or (lambda what, fraction: None)
-    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = progress or (lambda what, fraction: None)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host.keep_freed_memory()
     torch.set_num_threads(threads or usable_threads())
     torch.manual_seed(0)
 
-    say("storage and tokenizer", 0.0)
+    report("storage and tokenizer", 0.0)
     storage = _storage_read_rate()
     tokenizer = tokenizer_rate() if tokenizer_rate else None
-    runtime_bytes = _fresh_process_bytes() if chosen.type == "cpu" else 0
+    runtime_bytes = _fresh_process_bytes() if device.type == "cpu" else 0
 
-    say("preparing kernels", 0.1)
-    fp32_products = fastest_fp32_products(chosen)
-    samplers = _samplers(chosen, fp32_products)
+    report("preparing kernels", 0.1)
+    fp32_products = fastest_fp32_products(device)
+    samplers = _samplers(device, fp32_products)
     probe, load = Probe(fp32_products), OtherLoad()
     probed: list[dict[str, float]] = []
-    others: list[float] = []
+    other_loads: list[float] = []
     spent = seconds = time.perf_counter() - started
     # At least three rounds, and no round that would end after the budget.
     while len(probed) < 3 or seconds + (seconds - spent) / len(probed) <= budget_seconds:
         for sampler in samplers:
-            sampler.sample(chosen)
+            sampler.sample(device)
         probed.append(probe.seconds())
-        others.append(load.share() or 0.0)
+        other_loads.append(load.share() or 0.0)
         seconds = time.perf_counter() - started
-        say(f"round {len(probed)}", min(0.99, max(0.1, seconds / budget_seconds)))
+        report(f"round {len(probed)}", min(0.99, max(0.1, seconds / budget_seconds)))
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [times[kind] for times in probed]))
-    if chosen.type == "cuda":
-        runtime_bytes = host.context_bytes(chosen)
+    if device.type == "cuda":
+        runtime_bytes = host.context_bytes(device)
     profile = _profile(
-        chosen, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
+        device, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
         storage_bytes_per_second=storage, tokenizer_tokens_per_second=tokenizer,
     )  # fmt: skip
-    profile.interference[OTHERS] = others
+    profile.interference[OTHERS] = other_loads
     return profile
 
 

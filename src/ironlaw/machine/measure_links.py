@@ -68,14 +68,14 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
         seconds = np.minimum.accumulate([best[f"{kind} {size}"] for size in reversed(SIZES)])[::-1]
         seconds = seconds / (2 if kind == "send" else 1)
         curves[kind] = Curve(tuple(float(size) for size in SIZES), tuple(float(s) for s in seconds))
-    work = {
+    processor_seconds = {
         name: float(np.percentile([s for rank in found for s in rank["processor"][name]], QUANTILE))
         for name in found[0]["processor"]
     }
 
     def own(kind: str, plain: str, collectives: dict[str, int], calls: int) -> float:
-        talking = sum(count * work[f"{name} {SIZES[0]}"] for name, count in collectives.items())
-        return max(0.0, work[kind] - work[plain] - talking) / calls
+        talking = sum(count * processor_seconds[f"{name} {SIZES[0]}"] for name, count in collectives.items())
+        return max(0.0, processor_seconds[kind] - processor_seconds[plain] - talking) / calls
 
     return RankCosts(
         profile.machine, profile.created, found[0]["cores"], curves,

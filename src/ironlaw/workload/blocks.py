@@ -124,11 +124,11 @@ class Shape:
     @property
     def normed_bytes(self) -> Size:
         """Bytes of a norm's output that linear layers save: gathered over tp, or only the rank's own part."""
-        held = self.elements
+        elements = self.elements
         if self.conventions.autocast:
-            return held * FP32
+            return elements * FP32
         gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
-        return held * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
+        return elements * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -305,9 +305,9 @@ def gradient_sum(shape: Shape, name: str, elements: Size, frees: Size) -> Operat
 def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memory: Any) -> Operation:
     """A cast from fp32 to the products' precision, or back if `wide`; its gradient is cast the opposite way."""
     full, narrow = elements * FP32, elements * shape.matmul_bytes
-    made, gone = (narrow, full) if wide else (full, narrow)
-    alike = {key: memory[key] for key in ("kind", "on_stream") if key in memory}
-    back = call(name, "cast", elements, full + narrow, temporary=made, frees_temporary=gone, **alike)
+    allocated, freed = (narrow, full) if wide else (full, narrow)
+    shared = {key: memory[key] for key in ("kind", "on_stream") if key in memory}
+    back = call(name, "cast", elements, full + narrow, temporary=allocated, frees_temporary=freed, **shared)
     return call(name, "cast", elements, full + narrow, gradient=[back], **memory)
 
 

@@ -54,10 +54,10 @@ def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Rec
 
     `world` stays separate: its time shows how long ranks wait for the slowest.
     """
-    inner = site_layout(layout, recipe.communication)
+    site = site_layout(layout, recipe.communication)
     names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
-    groups = {name: group_of(inner, name) for name in names}
-    groups["site"] = layout.dp // inner.dp, inner.accelerators
+    groups = {name: group_of(site, name) for name in names}
+    groups["site"] = layout.dp // site.dp, site.accelerators
     if model.moe is not None:
         groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
     first: dict[tuple[int, int], str] = {}
@@ -267,13 +267,13 @@ class _Stage:
             return 1
         if layout.pp == 1:
             return self.micro_batches * (1 if root else 2)
-        rank, count, held = self.rank_of(self.stage), 0, False
+        rank, count, is_gathered = self.rank_of(self.stage), 0, False
         order = passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches, rank)
-        for one in order if not root else ():
+        for each in order if not root else ():
             # Of split backward passes, only the first needs weights; on stage 0 it is empty and the second is whole.
-            if one.stage == self.stage and one.kind != ("I" if self.first else "W"):
-                count += not held
-                held = one.kind != "F"
+            if each.stage == self.stage and each.kind != ("I" if self.first else "W"):
+                count += not is_gathered
+                is_gathered = each.kind != "F"
         return count or 1
 
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
@@ -332,11 +332,13 @@ class _Stage:
 
     def context_parallel(self) -> Iterable[Line]:
         m, layout = self.micro_batches, self.layout
-        ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.recipe.product_bytes, padded=True)
-        both = ways["all_gather"][0].bytes
+        messages = context_messages(
+            self.model, self.tokens, layout.tp, layout.cp, self.recipe.product_bytes, padded=True
+        )
+        buffer_bytes = messages["all_gather"][0].bytes
         gathers, reductions = (len(self.layers) + len(self.recomputed_layers)) * m, len(self.layers) * m
-        yield "cp", "all_gather", gathers, gathers * both
-        yield "cp", "reduce_scatter", reductions, reductions * both
+        yield "cp", "all_gather", gathers, gathers * buffer_bytes
+        yield "cp", "reduce_scatter", reductions, reductions * buffer_bytes
 
     def experts(self) -> Iterable[Line]:
         """Yield the exchange of rows with experts, forward and backward, and of loads counted together; per tp rank."""

@@ -37,8 +37,8 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
         if above_one(layout.ep):  # its share of the experts, which serve the tokens of ep ranks
             moe["experts"] = model.moe.experts // layout.ep
         if above_one(tp):
-            given = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
-            moe |= {name: width // tp for name, width in given.items() if width is not None}
+            widths = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
+            moe |= {name: width // tp for name, width in widths.items() if width is not None}
         if moe:
             update["moe"] = model.moe.model_copy(update=moe)
     if model.tied and above_one(layout.pp):  # the last stage has a copy
@@ -48,13 +48,13 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
 
 def local_shape(shape: Shape, layout: Layout) -> Shape:
     """Return one rank's shape from that of the whole model; the micro-batch is the layout's."""
-    here = shape.sequence // layout.cp
+    local_tokens = shape.sequence // layout.cp
     split = (above_one(layout.tp) or sharded(layout)) and not shape.adapters
     division = Division(layout.tp, layout.sp, layout.cp, split_qkv=split)
     return replace(
         shape,
         model=local_model(shape.model, layout),
-        sequence=here,
+        sequence=local_tokens,
         micro_batch=layout.micro_batch,
         division=division,
     )

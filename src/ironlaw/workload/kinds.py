@@ -88,17 +88,17 @@ def has_experts(kind: str) -> bool:
 
 def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
     """Return the forward and the backward pass of one layer: a block of a kind, the "embedding" or the "head"."""
-    alike = shape_of(shape, kind)
-    whole = _operations(alike, kind)
-    shape.forward[kind] = _on_rank(alike, kind, whole)
-    return shape.forward[kind], _on_rank(alike, kind, differentiate(whole))
+    uniform = shape_of(shape, kind)
+    whole = _operations(uniform, kind)
+    shape.forward[kind] = _on_rank(uniform, kind, whole)
+    return shape.forward[kind], _on_rank(uniform, kind, differentiate(whole))
 
 
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
     """Return the forward pass of one layer in order of execution, each repeated call listed once."""
     if kind not in shape.forward:
-        alike = shape_of(shape, kind)
-        shape.forward[kind] = _on_rank(alike, kind, _operations(alike, kind))
+        uniform = shape_of(shape, kind)
+        shape.forward[kind] = _on_rank(uniform, kind, _operations(uniform, kind))
     return shape.forward[kind]
 
 
@@ -145,9 +145,9 @@ def _branch_with_input(shape: Shape, name: str, reader: str, branch: list[Operat
     read = [*input_cast(shape, reader), *branch]
     if above_one(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
         full = shape.elements * FP32
-        dies = full * shape.casts
-        gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
-        read = [fast_replace(gathered, repeat=0), *read[:-1], with_memory(read[-1], frees_temporary=dies)]
+        freed = full * shape.casts
+        gathered = call("residual", "", 0, 0, saved=full - freed, temporary=freed, gathered=True)
+        read = [fast_replace(gathered, repeat=0), *read[:-1], with_memory(read[-1], frees_temporary=freed)]
     return gradient_last(read, fast_replace(joined_gradient(shape), gathered=True))
 
 
@@ -187,9 +187,9 @@ def parallel_block(shape: Shape) -> list[Operation]:
     """A block with parallel branches that read the same stream. The stream between the branches is not saved."""
     model, elements = shape.model, shape.stream_elements
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
-    one, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
+    shares_norm, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
     operations = norm(shape, "attention_norm", reader="qkv")
-    if one:
+    if shares_norm:
         if shape.casts:  # keep it for the feed-forward network
             operations[-1] = fast_replace(operations[-1], frees_temporary_bytes=0)
         # The gradients of both branches are added before the norm's backward pass.
@@ -198,9 +198,9 @@ def parallel_block(shape: Shape) -> list[Operation]:
     operations += attention_branch(shape) + joining(shape)
     operations.append(fast_replace(between, saved_bytes=0, temporary_bytes=full))
     # Both norms read the same stream; the attention norm's backward pass frees it.
-    operations += input_cast(shape, reader, frees=full) if one else norm(
+    operations += input_cast(shape, reader, frees=full) if shares_norm else norm(
         shape, "ffn_norm", reader=reader, owns_input=False
     )  # fmt: skip
     # In fp32 both branches read the same normed tensor; attention's backward pass frees it.
-    operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
+    operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not shares_norm or shape.casts or fused)
     return [*operations, *joining(shape), fast_replace(between, frees_temporary_bytes=narrow + full)]

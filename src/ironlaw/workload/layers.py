@@ -24,15 +24,15 @@ def linear(
     """
     w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     out_bytes, dy = tokens * outputs * w, tokens * outputs * w if consumes is None else consumes
-    of, sums_bias = (tokens, outputs, inputs), bias and not shape.conventions.fused
-    gradients = product_gradients(shape, name, of, frees=frees, consumes=0 if sums_bias else dy, summed=summed)
+    sizes, sums_bias = (tokens, outputs, inputs), bias and not shape.conventions.fused
+    gradients = product_gradients(shape, name, sizes, frees=frees, consumes=0 if sums_bias else dy, summed=summed)
     if sums_bias:
         gradients.append(
             call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
         )
     casts, casts_backward = quantising(shape, name, tokens, inputs, outputs)
     result = product(
-        name, of, w, kernel="matmul_bias" if bias else "matmul", saved=out_bytes if keep else 0,
+        name, sizes, w, kernel="matmul_bias" if bias else "matmul", saved=out_bytes if keep else 0,
         temporary=0 if keep else out_bytes, summed=summed, gradient=[*casts_backward, *gradients],
     )  # fmt: skip
     return [*casts, *weight_cast(shape, name, inputs * outputs), result]
@@ -105,11 +105,11 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     ]  # fmt: skip
     if residual:
         gradients.append(joined_gradient(shape))
-    dies = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not save its input
+    is_freed = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not save its input
     operations = [
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
-            saved=statistics + (0 if dies else shape.normed_bytes), temporary=full if shape.casts else 0,
+            saved=statistics + (0 if is_freed else shape.normed_bytes), temporary=full if shape.casts else 0,
             on_stream=True, gathered=True, gradient=gradients,
         )
     ]  # fmt: skip

@@ -109,10 +109,10 @@ def _route(shape: Shape) -> list[Operation]:
     of the dispatch."""
     model, moe, tokens = shape.model, _of(shape), shape.stream_tokens
     scores, choices, normalised = _sizes(shape)
-    of, full, size = (tokens, moe.experts, model.hidden), shape.stream_elements * FP32, scores * FP32
+    sizes, full, size = (tokens, moe.experts, model.hidden), shape.stream_elements * FP32, scores * FP32
     moved = full + (moe.experts * model.hidden + scores) * FP32
     fp32 = replace(shape, precision="fp32", conventions=OURS)
-    to_input, to_weight = product_gradients(fp32, "router", of, moved=moved, frees=full, consumes=size)
+    to_input, to_weight = product_gradients(fp32, "router", sizes, moved=moved, frees=full, consumes=size)
     to_weight = replace(to_weight, gradient_bytes=moe.experts * (model.hidden + moe.bias) * FP32)
 
     def small(name: str, kernel: str, elements: Size, moved: Size, **memory: Any) -> Operation:
@@ -120,7 +120,7 @@ def _route(shape: Shape) -> list[Operation]:
 
     summed = small("ffn_norm", "add_in_place", shape.stream_elements, 3 * full, frees_temporary=full)
     gradients = [replace(to_input, precision="fp32"), replace(to_weight, precision="fp32")]
-    router = product("router", of, FP32, moved=moved, precision="fp32")
+    router = product("router", sizes, FP32, moved=moved, precision="fp32")
     if shape.conventions.fused:
         return [replace(router, saved_bytes=size, gradient=tuple(gradients))]
     of_scores = small("route", "softmax_backward", scores, 3 * size, scratch=size, frees_saved=size)
@@ -189,16 +189,16 @@ def _experts(shape: Shape) -> list[Operation]:
     model, moe, w = shape.model, _of(shape), shape.matmul_bytes
     count, width = rows(shape), model.expert_ffn_size
     stream, inner, wide = shape.elements, count * width, count * model.hidden * w
-    together = model.activation == "clamped_swiglu"  # activation and gate product are one, and save their inputs
+    fused = model.activation == "clamped_swiglu"  # activation and gate product are one, and save their inputs
     operations = _dispatch(shape)
     first = "expert_gate" if model.gated_ffn else "expert_up"
     network = _grouped(shape, first, model.hidden, width, keep=True, frees=wide, consumes=inner * w)
-    if not together:
+    if not fused:
         network.append(activation(shape, inner))
     if model.gated_ffn:
         network = gradient_last(network, gradient_sum(shape, "dispatch", count * model.hidden, wide))
         network += _grouped(shape, "expert_up", model.hidden, width, keep=True, frees=0, consumes=inner * w)
-        network.append(gate_product(shape, inner, scratch=5 * inner * w if together else 0))  # its factors, one by one
+        network.append(gate_product(shape, inner, scratch=5 * inner * w if fused else 0))  # its factors, one by one
     # `combine` saves the experts' outputs.
     network += _grouped(shape, "expert_down", width, model.hidden, keep=True, frees=inner * w, consumes=wide)
     operations += network + _combine(shape)
@@ -252,14 +252,14 @@ def _fused_experts(shape: Shape) -> list[Operation]:
     """Experts whose dispatch (sorting tokens into rows) and combine (summing rows into tokens) are one kernel each."""
     model, conventions = shape.model, shape.conventions
     count, width = rows(shape), model.expert_ffn_size
-    both = 2 * width if model.gated_ffn else width
+    gate_and_up = 2 * width if model.gated_ffn else width
     sent, back = permuted_elements(shape)
     kept = count * model.hidden * conventions.storage.input_bytes
     sorted_back = elementwise(shape, "dispatch", "add", sent, 1)
     spread = elementwise(shape, "combine", "embedding_forward", back, 1)
     return [
         elementwise(shape, "dispatch", "embedding_forward", sent, 1, saved=kept, gradient=[sorted_back]),
-        *_grouped(shape, "expert_up", model.hidden, both, keep=True, frees=0, consumes=0),
+        *_grouped(shape, "expert_up", model.hidden, gate_and_up, keep=True, frees=0, consumes=0),
         activated(shape, count * width),
         *_grouped(
             shape, "expert_down", width, model.hidden, keep=conventions.keeps_expert_outputs, frees=0, consumes=0
@@ -274,8 +274,8 @@ def permuted_elements(shape: Shape) -> tuple[Size, Size]:
     If a rank has several experts, rows received per choice are sorted by expert once more, and back.
     """
     moe, count, tokens = _of(shape), rows(shape) * shape.model.hidden, shape.elements
-    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
-    return 2 * count * (1 + again), 2 * count * again + count + tokens
+    sorts_twice = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
+    return 2 * count * (1 + sorts_twice), 2 * count * sorts_twice + count + tokens
 
 
 def _shared_experts(shape: Shape) -> list[Operation]:
@@ -306,15 +306,15 @@ def _shared_experts(shape: Shape) -> list[Operation]:
 def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     """The gate of the shared experts: one factor per token on their result, of `size` bytes."""
     hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.elements
-    gate, held = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
-    of = (shape.tokens, 1, hidden)
-    to_input, to_weight = product_gradients(shape, "shared_gate", of, moved=size, consumes=gate)
-    to_weight = replace(to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=held)
+    gate, saved = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
+    sizes = (shape.tokens, 1, hidden)
+    to_input, to_weight = product_gradients(shape, "shared_gate", sizes, moved=size, consumes=gate)
+    to_weight = replace(to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=saved)
     of_product = elementwise(shape, "shared_sum", "multiply_backward", elements, 4, temporary=2 * size + gate,
                              frees_saved=size, frees_temporary=size)  # fmt: skip
     of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, scratch=gate, frees_saved=gate)
     return [
-        product("shared_gate", of, w, moved=size, saved=held, temporary=gate, gradient=[to_input, to_weight]),
+        product("shared_gate", sizes, w, moved=size, saved=saved, temporary=gate, gradient=[to_input, to_weight]),
         elementwise(shape, "shared_sum", "silu_forward", shape.tokens, 2, saved=gate, frees_temporary=gate,
                     gradient=[of_sigmoid]),
         elementwise(shape, "shared_sum", "multiply", elements, 2, temporary=size, gradient=[of_product]),

@@ -95,8 +95,8 @@ def uses_matrix_update(parameters: Sequence[Parameter], config: OptimizerConfig)
     """Return for each tensor whether the matrix optimizer updates it."""
     if config.name not in MATRIX_OPTIMIZERS:
         return [False] * len(parameters)
-    least = config.rank if config.name == "galore" else 0  # smaller matrices gain nothing from projection
-    return [parameter.is_block_matrix and min(parameter.shape) > least for parameter in parameters]
+    min_size = config.rank if config.name == "galore" else 0  # smaller matrices gain nothing from projection
+    return [parameter.is_block_matrix and min(parameter.shape) > min_size for parameter in parameters]
 
 
 def leaves_no_matrix(model: Dimensions, config: OptimizerConfig) -> bool:

@@ -76,8 +76,8 @@ def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "blo
             freed = 0 if is_nonzero(op.saved_bytes) else op.temporary_bytes
             op = without_work(op, saved_bytes=0, frees_saved_bytes=freed)
         result.append(op)
-    left = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
-    result[-1] = with_memory(result[-1], frees_temporary=left)
+    remaining = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
+    result[-1] = with_memory(result[-1], frees_temporary=remaining)
     return result
 
 
@@ -106,16 +106,16 @@ def freed_after_forward(shape: Shape, policy: frozenset[str], kind: str = "block
     """The end of a block's forward pass: frees everything but the result, the results kept and the cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.elements * FP32 // shape.stream_parts
-    held = result + kept_bytes(shape, policy, kind) + weight_copies(shape, kind)
-    held += GENERATOR_BYTES if shape.model.dropout else 0
-    return _memory("drop", Phase.FORWARD, saved - held)
+    kept = result + kept_bytes(shape, policy, kind) + weight_copies(shape, kind)
+    kept += GENERATOR_BYTES if shape.model.dropout else 0
+    return _memory("drop", Phase.FORWARD, saved - kept)
 
 
 def freed_after_backward(dropped: Operation, recomputed: Sequence[Operation], weight_copies: int) -> Operation:
     """The end of a recomputed block's backward pass: frees the tensors kept for recomputation, so that no more is left
     than without recomputation."""
-    left = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
-    return _memory("kept results", Phase.BACKWARD, left - weight_copies)
+    remaining = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
+    return _memory("kept results", Phase.BACKWARD, remaining - weight_copies)
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:

@@ -299,13 +299,13 @@ def _run(
 
 
 def _backward(ends: list[Tensor]) -> None:
-    wanted = [end for end in ends if end.requires_grad]
-    if not wanted:
+    trained = [end for end in ends if end.requires_grad]
+    if not trained:
         raise UserError("nothing in the output needs a gradient: unfreeze parameters or plan with training=False")
-    if len(wanted) == 1 and wanted[0].numel() == 1:
-        wanted[0].backward()
+    if len(trained) == 1 and trained[0].numel() == 1:
+        trained[0].backward()
     else:
-        torch.autograd.backward(wanted, [torch.ones_like(end) for end in wanted])
+        torch.autograd.backward(trained, [torch.ones_like(end) for end in trained])
 
 
 def _tensors(value: Any, depth: int = 4) -> list[Tensor]:

@@ -124,25 +124,27 @@ def _repeated(rows: list[TracedOperation], stack: Stack, order: Any) -> list[Tra
     pattern = re.compile(re.escape(stack.path) + r"\.(\d+)(?=\.|$)")
     blocks: dict[int, list[TracedOperation]] = {i: [] for i in set(stack.first)}
     before: dict[int, list[TracedOperation]] = {i: [] for i in blocks}  # rows between layers
-    waiting: list[TracedOperation] = []
-    made: list[TracedOperation] = []
+    pending: list[TracedOperation] = []
+    result: list[TracedOperation] = []
     for op in rows:
         match = pattern.match(op.name)
         if match is None:
-            waiting.append(op)
+            pending.append(op)
             continue
         i = int(match[1])
-        where = blocks[i] if blocks[i] else before[i] if any(blocks.values()) else made
-        where += waiting
-        waiting = []
+        where = blocks[i] if blocks[i] else before[i] if any(blocks.values()) else result
+        where += pending
+        pending = []
         blocks[i].append(op)
     for i in order:
         first = stack.first[i]
-        made += before[i] if i == first else []
+        result += before[i] if i == first else []
         different = {id(op): op for op in blocks[first]}  # repeats of a loop are the same objects
-        mine = {k: replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for k, op in different.items()}
-        made += [mine[id(op)] for op in blocks[first]]
-    return made + waiting
+        copies = {
+            k: replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for k, op in different.items()
+        }
+        result += [copies[id(op)] for op in blocks[first]]
+    return result + pending
 
 
 MAX_KERNELS = 10_000

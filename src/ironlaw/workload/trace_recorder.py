@@ -268,8 +268,8 @@ def build_operations(recorder: Recorder) -> list[TracedOperation]:
         died = None if life.died is None else max(place[max(life.died, 0)], born)
         if died == born and len(groups[born]) > 1:
             continue  # inside a fused kernel
-        waits = backward is not None and born < backward and (died is None or died >= backward)
-        kind = "gradient" if life.gradient else "saved" if waits and not life.output else "temporary"
+        is_saved = backward is not None and born < backward and (died is None or died >= backward)
+        kind = "gradient" if life.gradient else "saved" if is_saved and not life.output else "temporary"
         memory[born][f"{kind}_bytes"] += life.bytes
         if died is not None and kind != "gradient":
             memory[died][f"frees_{kind}_bytes"] += life.bytes

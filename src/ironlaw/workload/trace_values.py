@@ -186,8 +186,8 @@ def _stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool
     if _written(func, args, kwargs):
         return True
     # Without explicit sizes, no result is larger than the outer product of the inputs.
-    told = any(isinstance(value, (list, tuple)) and any(type(v) is int for v in value) for value in args)
-    return not told and math.prod(max(1, t.numel()) for t in given) * 8 <= KNOWN_BYTES[True]
+    has_sizes = any(isinstance(value, (list, tuple)) and any(type(v) is int for v in value) for value in args)
+    return not has_sizes and math.prod(max(1, t.numel()) for t in given) * 8 <= KNOWN_BYTES[True]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -203,8 +203,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
     """Raises UserError before the machine swaps or the process is killed."""
-    told = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.name != "stride"]
-    sizes = [math.prod(a) for a in told if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
+    arguments = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.name != "stride"]
+    sizes = [math.prod(a) for a in arguments if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
     largest = max([t.numel() for t in given] + sizes, default=0) * 4
     if largest < _CHECKED_FROM or func.is_view:
         return
