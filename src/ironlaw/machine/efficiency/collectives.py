@@ -73,10 +73,11 @@ def _link(fabric: Fabric, n: Array) -> Array:
 
 def _hops(kind: str, n: Array) -> Array:
     """Return the hops of a ring or, for all_to_all and send_recv, of point-to-point messages."""
-    tree = np.ceil(np.log2(np.maximum(n, 1.0)))
+    ring, tree = n - 1.0, np.ceil(np.log2(np.maximum(n, 1.0)))
     return {
-        "all_reduce": 2.0 * (n - 1.0), "all_to_all": 1.0 + tree, "send_recv": np.full(n.shape, 2.0),
-    }.get(kind, n - 1.0)  # fmt: skip
+        "all_reduce": 2.0 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": 1.0 + tree,
+        "send_recv": np.full(n.shape, 2.0),
+    }[kind]  # fmt: skip
 
 
 def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_switch: bool) -> Array:
