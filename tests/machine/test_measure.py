@@ -77,7 +77,7 @@ def test_more_work_takes_longer(measured: Profile) -> None:
 @pytest.mark.long
 def test_the_machine_is_at_best_as_fast_as_its_best(measured: Profile) -> None:
     assert all(ratio > 0.9 for kind in interference.KINDS for ratio in measured.interference[kind])
-    assert all(0 <= share <= 1 for share in measured.interference.get(interference.OTHERS, []))
+    assert all(0 <= share <= 1 for share in measured.interference.get(interference.OTHER_LOAD, []))
     typical = interference.typical(measured)
     assert typical.keys() == {"compute", "memory"} and all(value >= 0.95 for value in typical.values())
     assert measured.probe.keys() == {"compute", "memory"}

@@ -20,7 +20,7 @@ from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
-OTHERS = "others"  # share of the cores that other programs used during an observation
+OTHER_LOAD = "others"  # share of the cores that other programs used during an observation
 MAX_OTHER_LOAD = 0.10  # above this share kernels on all cores wait for other programs
 RUNS_COUNTED = 12
 FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
@@ -44,14 +44,14 @@ def append_observations(profile: Profile, observations: Iterable[Mapping[str, fl
 
 def undisturbed(observations: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return the observations without load from other programs, or all if the system does not report load."""
-    return [observation for observation in observations if (observation.get(OTHERS) or 0.0) <= MAX_OTHER_LOAD]
+    return [observation for observation in observations if (observation.get(OTHER_LOAD) or 0.0) <= MAX_OTHER_LOAD]
 
 
 def rounds(profile: Profile) -> list[dict[str, float]]:
     """Return the measurement's own rounds as observations, the input of `append_observations`."""
     columns = [profile.interference[kind] for kind in KINDS]
-    other_load = profile.interference.get(OTHERS) or [0.0] * len(columns[0])
-    return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, other_load, strict=True)]
+    other_load = profile.interference.get(OTHER_LOAD) or [0.0] * len(columns[0])
+    return [dict(zip((*KINDS, OTHER_LOAD), values, strict=True)) for values in zip(*columns, other_load, strict=True)]
 
 
 def disturbed(profile: Profile) -> float | None:
@@ -100,7 +100,7 @@ def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float
 
 def other_load(observations: Iterable[Mapping[str, float]]) -> float | None:
     """Return the mean share of the cores used by other programs; None if the system does not report it."""
-    shares = [observation[OTHERS] for observation in observations if observation.get(OTHERS) is not None]
+    shares = [observation[OTHER_LOAD] for observation in observations if observation.get(OTHER_LOAD) is not None]
     return fmean(shares) if shares else None
 
 

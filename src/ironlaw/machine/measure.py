@@ -30,7 +30,7 @@ from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
 from ironlaw.machine import host
 from ironlaw.machine.host import OtherLoad
-from ironlaw.machine.interference import OTHERS, trimmed_mean, undisturbed
+from ironlaw.machine.interference import OTHER_LOAD, trimmed_mean, undisturbed
 from ironlaw.machine.kernels import (
     Call,
     Pool,
@@ -227,7 +227,7 @@ def measure(
         device, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
         storage_bytes_per_second=storage, tokenizer_tokens_per_second=tokenizer,
     )  # fmt: skip
-    profile.interference[OTHERS] = other_loads
+    profile.interference[OTHER_LOAD] = other_loads
     return profile
 
 
@@ -424,7 +424,7 @@ class Probe:
         """
         share = self._load.share()
         found = {kind: seconds / profile.probe[kind] for kind, seconds in self.seconds().items()}
-        return found if share is None else found | {OTHERS: share}
+        return found if share is None else found | {OTHER_LOAD: share}
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
