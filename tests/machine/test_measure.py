@@ -28,7 +28,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
         # The largest sizes are half a minute of work; the others go through the same code.
         sizes = replace(module.CPU_SIZES, elements=(2**12, 2**16, 2**19), head_sizes=(32, 64), tokens=(64, 512))
         patch.setattr(module, "CPU_SIZES", sizes)
-        profile = module.measure(budget_seconds=1, threads=1, progress=lambda _, done: fractions.append(done))
+        profile = module.measure(budget_seconds=1, threads=1, progress=lambda done, _: fractions.append(done))
     assert fractions == sorted(fractions) and all(0 <= fraction <= 1 for fraction in fractions)
     return profile
 

@@ -120,7 +120,7 @@ class ThreadClock:
         self._last, self._waited = self._now(), 0.0
 
     def _now(self) -> tuple[float, float, float, int]:
-        """Seconds, those computed, those that the scheduler counts as waits, and how often the core was given up."""
+        """Return the seconds of the clock, of the processor and of counted waits, and the voluntary switches."""
         seconds, computed = time.perf_counter(), time.thread_time()
         if self._file is None:
             return seconds, computed, 0.0, 0

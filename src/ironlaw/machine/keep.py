@@ -41,12 +41,7 @@ def measure_and_keep(
         raise UserError(problem)
     earlier = earlier_profile()
     with progress("Measuring this machine") as update:
-        profile = measure_machine(
-            threads=threads,
-            tokenizer_rate=tokenizer_rate,
-            earlier=earlier,
-            progress=lambda what, fraction: update(fraction, what),
-        )
+        profile = measure_machine(threads=threads, tokenizer_rate=tokenizer_rate, earlier=earlier, progress=update)
         if profile.device == "cpu":
             update(0.99, "two ranks")
             save_costs(measure_links(profile))

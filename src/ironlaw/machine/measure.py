@@ -186,25 +186,25 @@ def measure(
     budget_seconds: float = 22.0,
     tokenizer_rate: Callable[[], float] | None = None,
     earlier: Profile | None = None,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Callable[[float, str], Any] | None = None,
 ) -> Profile:
-    """Measure this machine and return its profile. `progress(what, fraction)` is called repeatedly.
+    """Measure this machine and return its profile. `progress(fraction, what)` is called repeatedly.
 
     `earlier`: the previous profile; if it is of the same machine, its best times are kept where they are better.
     """
     started = time.perf_counter()
-    report = progress or (lambda what, fraction: None)
+    report = progress or (lambda fraction, what: None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host.keep_freed_memory()
     torch.set_num_threads(threads or usable_threads())
     torch.manual_seed(0)
 
-    report("storage and tokenizer", 0.0)
+    report(0.0, "storage and tokenizer")
     storage = _storage_read_rate()
     tokenizer = tokenizer_rate() if tokenizer_rate else None
     runtime_bytes = _fresh_process_bytes() if device.type == "cpu" else 0
 
-    report("preparing kernels", 0.1)
+    report(0.1, "preparing kernels")
     fp32_products = fastest_fp32_products(device)
     samplers = _samplers(device, fp32_products)
     probe, load = Probe(fp32_products), OtherLoad()
@@ -218,7 +218,7 @@ def measure(
         probed.append(probe.seconds())
         other_loads.append(load.share() or 0.0)
         seconds = time.perf_counter() - started
-        report(f"round {len(probed)}", min(0.99, max(0.1, seconds / budget_seconds)))
+        report(min(0.99, max(0.1, seconds / budget_seconds)), f"round {len(probed)}")
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [times[kind] for times in probed]))
     if device.type == "cuda":

@@ -55,17 +55,15 @@ def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Rec
     `world` stays separate: its time shows how long ranks wait for the slowest.
     """
     site = site_layout(layout, recipe.communication)
-    names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
-    groups = {name: group_of(site, name) for name in names}
+    groups = {name: group_of(site, name) for name in ("replicate", "shard", "tp", "pp")}
     groups["site"] = layout.dp // site.dp, site.accelerators
     if model.moe is not None:
         groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
+    groups |= {name: group_of(site, name) for name in ("expert_replicate", "expert_shard", "ep", "cp")}
     first: dict[tuple[int, int], str] = {}
-    aliases = {}
-    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:]):
-        if groups.get(name, (1, 1))[0] > 1 and first.setdefault(groups[name], name) != name:
-            aliases[name] = first[groups[name]]
-    return aliases
+    for name, ranks in groups.items():
+        first.setdefault(ranks, name)
+    return {name: first[ranks] for name, ranks in groups.items() if ranks[0] > 1 and first[ranks] != name}
 
 
 def group_of(layout: Layout, dimension: str) -> tuple[int, int]:

@@ -399,7 +399,7 @@ class LstmLayer:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor) -> LstmLayer:
-        """Of the input (T, B, I) and its weight (4 H, I)."""
+        """Return the sizes of a layer with the input (T, B, I) and the weight (4 H, I)."""
         tokens, batch, inputs = x.shape
         return cls(tokens, batch, inputs, weight.shape[0] // 4, x.itemsize)
 
@@ -427,7 +427,7 @@ class LstmLayer:
         return _pages(self._rows * wide) + _pages(self._rows * self.hidden * self.itemsize)
 
     def forward_scratch(self, training: bool) -> int:
-        """`training`: a workspace is kept."""
+        """Return the bytes allocated besides the results. `training`: a workspace is kept."""
         weights = (self.inputs + self.hidden) * self._padded(4 * self.hidden, self.itemsize)
         merged = self.tokens if training and self.batch < 128 else 1  # steps whose products of the input are one
         return weights + self._gates(merged) + (0 if training else self._states)
